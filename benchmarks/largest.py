@@ -212,15 +212,15 @@ def run_case(case: Case) -> Result:
 
     def step(index: int) -> float:
         loss = session.module(*(part.to(device) for part in batch(size, 0, index)))
-        held.append(sum(session.engine.ledger.held().values()))
+        held.append(sum(session.ledger.held().values()))
         session.backward(loss)
-        held.append(sum(session.engine.ledger.held().values()))
+        held.append(sum(session.ledger.held().values()))
         assert session.optimizer is not None
         session.optimizer.step()
         return float(loss.detach())
 
     losses, seconds = _steps(step, case.steps)
-    report, ledger = session.memory(), session.engine.ledger
+    report, ledger = session.memory(), session.ledger
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else max(ledger.peak_bytes, *held)
     return Result(
         parameters=parameters,

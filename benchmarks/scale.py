@@ -183,7 +183,11 @@ def measure(name: str, blocks: int, ranks: int, transport: str, times: bool = Tr
         payload = sum(sent[kind] for kind in kinds)
         operations = sum(asked.calls.values())
         received = sum(asked.received_bytes.get(kind, 0) for kind in ("all_gather", "receive"))
-        kept = [session.engine.layout, mesh.ranks, [each.source.exchange.bounds for each in session.engine.chunks]]
+        kept = [
+            session.engine.shards.layout,
+            mesh.ranks,
+            [each.source.exchange.bounds for each in session.engine.shards.chunks],
+        ]
         found = Row(
             name,
             blocks,

@@ -56,10 +56,6 @@ DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float1
 IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Names of devices in other libraries, which are not meant as directories."""
-MOVED = (
-    "The build failed while it moved the values of the {name}, so that some of its parameters are NaN now: create the "
-    "model and its optimizers again, and build again."
-)
 
 
 class Session:
@@ -71,6 +67,7 @@ class Session:
         optimizer: the first optimizer, or ``None``.
         optimizers: all optimizers.
         plan, mesh: the arguments of the build.
+        values: access to all parameter values.
         params: the sharded parameters, in the model's order.
         events: listeners by name; see :mod:`shardwise.core.base.events`.
         ledger: accounts of device memory.
@@ -79,22 +76,25 @@ class Session:
             load with any number of ranks, parallelism, stage, packing, tier and precision.
     """
 
-    def __init__(self, engine: Engine, module: ShardedModule, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.engine, self.module, self.model = engine, module, engine.model
+    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self.engine, self.module = engine, engine.make_module()
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
-        self.plan, self.mesh = engine.plan, engine.mesh
-        self.params, self.events, self.ledger = engine.params, engine.events, engine.ledger
-        self._place_of: dict[int, int] | None = None
+        shards = self._shards = engine.shards
+        self.model, self.params, self.plan = shards.model, shards.params, shards.plan
+        self.mesh = self._mesh = shards.mesh
+        self.values, self.events, self.ledger = engine.values, engine.events, shards.storage.ledger
+        self._index_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
-        self.pipeline = PipelineSteps(engine, self.optimizer) if engine.staging is not None else None
+        staged = shards.partition.staging is not None
+        self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if staged else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
         """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Unscaled without an optimizer."""
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
-            self.engine.passes.backward(loss, tokens, 1.0, retain_graph)
+            self.engine.grads.passes.backward(loss, tokens, 1.0, retain_graph)
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context for a backward pass that the caller runs, of a loss that was multiplied by ``loss_scale``.
@@ -102,24 +102,24 @@ class Session:
         Raises:
             RuntimeError: under ``average="tokens"``: :meth:`backward` takes the number of tokens.
         """
-        return self.engine.passes.around(loss_scale)
+        return self.engine.grads.passes.around(loss_scale)
 
     def expect_backward(self, loss_scale: float) -> None:
         """Announce the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
-        self.engine.check_open("backward()")
-        self.engine.passes.expect(loss_scale)
+        self.engine.guards.check_open("backward()")
+        self.engine.grads.passes.expect(loss_scale)
 
     def take_unscaled(self, takes: bool) -> None:
         """Set whether ``loss.backward()`` of an unscaled loss is accepted under a loss scale, with a warning."""
-        self.engine.passes.takes_unscaled = takes
+        self.engine.grads.passes.takes_unscaled = takes
 
     def divide_own_passes(self, by: float) -> None:
         """Divide gradients of the caller's own ``loss.backward()`` by ``by`` from now on."""
-        self.engine.passes.own_divisor = by
+        self.engine.grads.passes.own_divisor = by
 
     def reduce_rest(self) -> None:
         """Reduce the gradients of passes under :meth:`no_sync` now instead of in the step. Collective."""
-        self.engine.passes.reduce_rest()
+        self.engine.grads.passes.reduce_rest()
 
     def drop_gathered(self, to_system: bool = True) -> None:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
@@ -146,26 +146,26 @@ class Session:
             RuntimeError: there are gradients that no step has used, updates are made during backward, or the session
                 is closed.
         """
-        self.engine.check_open("offload_states()")
+        self.engine.guards.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"offload_states() with has_gradients={self.has_gradients}, update={self.plan.grad.update!r}: call it "
                 "between steps (zero_grad() drops gradients), under update='step'"
             )
         with deferred_interrupts("offload_states()"):
-            moved = sum(each.offload(pin_memory) for each in self.engine.state_offloads)
+            moved = sum(each.updates.offload_state.offload(pin_memory) for each in self.optimizers)
             self.drop_gathered()
         return moved
 
     def reload_states(self) -> None:
         """Undo :meth:`offload_states`. Idempotent."""
         with deferred_interrupts("reload_states()"):
-            for each in self.engine.state_offloads:
-                each.reload()
+            for each in self.optimizers:
+                each.updates.offload_state.reload()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes are not reduced (plans that keep full gradients only)."""
-        return self.engine.no_sync()
+        return self.engine.grads.no_sync()
 
     @property
     def data_ranks(self) -> int:
@@ -180,17 +180,17 @@ class Session:
     @property
     def has_gradients(self) -> bool:
         """Whether this rank has gradients that no step has used."""
-        return any(state.present for state in self.engine.grads.values())
+        return any(state.present for state in self.engine.grads.states.values())
 
     @property
     def passes_held(self) -> int:
         """Number of passes with gradients of the first optimizer since they were used or dropped."""
-        return self.engine.counts.so_far(0)
+        return self.engine.grads.counts.so_far(0)
 
     def drop_failed(self) -> None:
         """Drop the gradients of the step as by ``zero_grad()`` if a backward pass has failed. Collective in that
         case."""
-        self.engine.passes.recover(dropping=True)
+        self.engine.grads.passes.recover(dropping=True)
 
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
@@ -202,46 +202,48 @@ class Session:
         Raises:
             RuntimeError: the plan does not keep them (``update="backward"``), or the session is closed.
         """
-        self.engine.check_open("full_gradients()")
+        self.engine.guards.check_open("full_gradients()")
         if self.plan.grad.update == "backward":
             raise RuntimeError(
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.engine.passes.reduce_rest()
-        self.engine.facade.collect()
+        self.engine.grads.passes.reduce_rest()
+        facade, table = self.engine.grads.facade, self._shards.partition.table
+        facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
-        divisors = {index: self.engine.facade.divisor(index) for index in range(-1, len(self.optimizers))}
+        divisors = {index: facade.divisor(index) for index in range(-1, len(self.optimizers))}
         return {
-            self.engine.partition.table.facts[place].names[0]: value.div_(divisors[optimizer])
-            for place, optimizer, value in full_gradients(self.engine)
+            table.facts[place].names[0]: value.div_(divisors[optimizer])
+            for place, optimizer, value in full_gradients(self._shards, self.engine.grads.states)
         }
 
     # ---- parameters
 
     def holders(self) -> list[int]:
         """Return the index of the optimizer of each of :attr:`params`; -1 for none."""
-        return [fact.optimizer for fact in self.engine.layout.facts]
+        return [fact.optimizer for fact in self._shards.layout.facts]
 
     def names(self) -> list[tuple[str, ...]]:
         """Return all names in the model of each of :attr:`params`."""
-        return [fact.names for fact in self.engine.layout.facts]
+        return [fact.names for fact in self._shards.layout.facts]
 
     def saved_names(self) -> dict[int, tuple[str, ...]]:
         """Return the names in ``state_dict()`` by index in :attr:`params`, without parameters that hooks omit."""
-        return {index: tuple(names) for index, names in self.engine.attachment.own_state.names().of_parameter.items()}
+        names = self.engine.guards.state_dicts.names().of_parameter
+        return {index: tuple(own) for index, own in names.items()}
 
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Return access to value, gradient and optimizer state of one parameter; ``None`` if it is of another
         model."""
-        found = self.places([param])
-        return OneParameter(self.engine, self.optimizers, found[0]) if found else None
+        places = self.places([param])
+        return OneParameter(self.values, self.engine.grads, self.optimizers, places[0]) if places else None
 
     def places(self, params: Iterable[nn.Parameter]) -> list[int]:
         """Return the sorted indices in :attr:`params` of those of ``params`` that are of this model."""
-        if self._place_of is None:
-            self._place_of = {id(each): place for place, each in enumerate(self.params)}
-        return sorted({self._place_of[id(param)] for param in params if id(param) in self._place_of})
+        if self._index_of is None:
+            self._index_of = {id(each): index for index, each in enumerate(self.params)}
+        return sorted({self._index_of[id(param)] for param in params if id(param) in self._index_of})
 
     def gathered(self, params: Iterable[nn.Parameter], write_back: bool = False) -> AbstractContextManager[None]:
         """Gather ``params`` and the units they belong to inside the block, as ``module.gathered()``. Every rank enters.
@@ -254,7 +256,7 @@ class Session:
             ValueError: on every rank, if ranks have different ``params`` and the model is not resident. A rank without
                 any parameter of the model does not take part, and the others wait for it.
         """
-        return self.engine.values.gathered(write_back, self.places(params))
+        return self.values.gathered(write_back, self.places(params))
 
     def compare(self, params: Iterable[nn.Parameter]) -> None:
         """Check that every rank has the same ``params``. Collective.
@@ -262,7 +264,7 @@ class Session:
         Raises:
             ValueError: on every rank, if they differ; it says in what.
         """
-        self.engine.values.compare(self.places(params))
+        self.values.compare(self.places(params))
 
     def take_given(self) -> None:
         """Take assignments ``parameter.data = values`` inside ``gathered()`` for writes. Collective.
@@ -270,11 +272,11 @@ class Session:
         Raises:
             RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
         """
-        self.engine.values.take_given()
+        self.values.take_given()
 
     def write_back(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Keep what was written to gathered parameters: to ``params``, or to all of them. Collective."""
-        self.engine.values.write_back(None if params is None else self.places(params))
+        self.values.write_back(None if params is None else self.places(params))
 
     @collective("unshard()")
     def unshard(self) -> None:
@@ -286,24 +288,25 @@ class Session:
         if self.engine.guards.given_back:
             return
         values: dict[int, torch.Tensor] = {}
-        if self.engine.staging is not None:
+        partition = self._shards.partition
+        if partition.staging is not None:
             raise NotImplementedError(
-                f"unshard() of a model in {self.engine.staging.stages} pipeline stages: each rank has only its own "
+                f"unshard() of a model in {partition.staging.stages} pipeline stages: each rank has only its own "
                 "stages; save the model (state_dict(), save_model) and load it into an unsharded one"
             )
-        self.engine.values.settle("unshard()")
-        for index, value in full_values(self.engine, masters=True):
+        self.values.settle("unshard()")
+        for index, value in full_values(self._shards, masters=True):
             values[index] = value.to("cpu", copy=True)
         # Gathered parameters would be evicted later, with the user's values in them.
         self.engine.pool.invalidate(everything=True)
         self.close()
-        if self.engine.tp_plan is not None:
-            self.engine.tp_plan.remove()
-            self.engine.partition.release()  # hooks on layers that were cut
+        if partition.tp_plan is not None:
+            partition.tp_plan.remove()
+            partition.release()  # hooks on layers that were cut
         for index, param in enumerate(self.params):
             param.grad = None
             adopt(param, values.pop(index))
-            for follower in self.engine.chunks[self.engine.layout.where[index][0]].followers_of(index):
+            for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
         self.engine.guards.given_back = True
         for optimizer in self.optimizers:
@@ -321,15 +324,15 @@ class Session:
         If shards or state are on a disk, ``disk_read`` and ``disk_write`` are the bytes transferred, with each record
         rounded up to 4096.
         """
-        store = self.engine.storage.store
+        store = self._shards.storage.store
         disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
         return {**self.mesh.traffic(), **disk}
 
     def reset_traffic(self) -> None:
         """Reset the counts of :meth:`traffic`."""
         self.mesh.reset_traffic()
-        if self.engine.storage.store is not None:
-            self.engine.storage.store.reset_counters()
+        if self._shards.storage.store is not None:
+            self._shards.storage.store.reset_counters()
 
     def memory_stats(self) -> MemStats | None:
         """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
@@ -352,7 +355,7 @@ class Session:
         """
         if self.engine.meter is None:
             raise ValueError(
-                f"use_memory_stats() needs a device capacity, and the plan has {self.engine.ledger.capacity_bytes}: "
+                f"use_memory_stats() needs a device capacity, and the plan has {self.ledger.capacity_bytes}: "
                 "declare one (device_capacity_bytes), and give a trace that the same plan recorded"
             )
         self.engine.meter.use(self.engine.attachment.by_units(stats))
@@ -360,12 +363,12 @@ class Session:
     @property
     def resident(self) -> bool:
         """Whether every rank has the full parameters at all times, also after :meth:`close`."""
-        return all(chunk.resident for chunk in self.engine.chunks)
+        return all(chunk.resident for chunk in self._shards.chunks)
 
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self.engine.closed
+        return self.engine.guards.closed
 
     def close(self) -> None:
         """Remove the hooks from the model, and free files, threads and memory; the mesh has its own ``close``.
@@ -433,15 +436,13 @@ def build(
             wrapped = []
             for index, each in enumerate(optimizers):
                 undo.callback(snapshot(each))  # also if it fails half way
-                engine.partition.narrow(each)
-                wrapped.append(ShardedOptimizer(engine, each, index, scaler))
+                wrapped.append(engine.wrap(index, scaler))
                 undo.callback(wrapped[-1].close)
             with mesh.doing("build()"):
                 with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded."):  # checks user input
-                    for sharded in wrapped:
-                        sharded.check_before_build()
-                _take_over(engine, wrapped)
-            session = Session(engine, ShardedModule(engine), wrapped)
+                    engine.check(wrapped)
+                engine.take_over(wrapped)
+            session = Session(engine, wrapped)
         undo.pop_all()
     return session
 
@@ -471,20 +472,6 @@ def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
                 "create a new one on model.parameters(), and load the state_dict() of the old one"
             )
     return optimizers
-
-
-def _take_over(engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Move values and state into shards, one parameter after the other, since there may not be memory for both.
-
-    An error here (a disk, a peer that is gone, Ctrl-C) gets a note that says what was lost.
-    """
-    try:
-        engine.take_over()
-        for each in optimizers:
-            each.adopt()
-    except BaseException as error:
-        error.add_note(MOVED.format(name=type(engine.model).__name__))
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

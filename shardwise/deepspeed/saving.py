@@ -382,7 +382,7 @@ class WithoutFrozen(PartRun):
 
     def local_state(self) -> TrainedOnly:
         """Return the state to save."""
-        return TrainedOnly(self._session.engine, self._session.optimizers)
+        return TrainedOnly(self._session.values, self._session.optimizers)
 
 
 def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all") -> bool:

@@ -75,7 +75,7 @@ class ModelOnly:
     optimizers = ()
 
     def __init__(self, session: Session) -> None:
-        self.engine, self.mesh = session.engine, session.mesh
+        self.values, self.mesh = session.values, session.mesh
 
 
 class Saving:

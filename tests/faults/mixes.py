@@ -99,7 +99,7 @@ class Training:
     def step(self, number: int) -> None:
         """One update, on a batch of its own."""
         if self.draw.random() < IMPATIENT:
-            self.session.engine.reducer._waits.waited(0.0, in_vain=True)
+            self.session.engine.grads.reducer._waits.waited(0.0, in_vain=True)
         generator = torch.Generator().manual_seed(2 * number + self.mesh.rank)
         loss = self.session.module(torch.randn(4, 12, generator=generator))
         if self.draw.random() < SLOW:

@@ -82,7 +82,7 @@ def _end(session: Session, run: Run) -> Run:
     state = session.module.state_dict()
     run.parameters = {name: value.detach().cpu() for name, value in state.items()}
     run.tiers = session.memory().by_tier
-    run.peak = session.engine.ledger.peak_bytes
+    run.peak = session.ledger.peak_bytes
     session.close()
     session.mesh.close()
     return run
@@ -171,7 +171,7 @@ def gradients(plan: Plan, device_type: str) -> Gradients:
     (step,) = make_batches(case, dist.get_world_size(), 1, 2, torch.float32)
     for micro in step:
         session.backward(case.loss(session.module, to_device(micro[dist.get_rank()], device)))
-    grads = list(session.engine.grads.values())
+    grads = list(session.engine.grads.states.values())
     held = [each.reduced for each in grads if each.reduced is not None]
     tiers = session.memory().by_tier
     found = Gradients(

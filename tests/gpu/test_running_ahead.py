@@ -52,7 +52,7 @@ def train(plan: Plan, lagging: bool) -> Ahead:
         session.optimizer.step()
         losses.append(float(loss.detach()))
         del loss
-    found = Ahead(highest, session.engine.ledger.peak_bytes, losses)
+    found = Ahead(highest, session.ledger.peak_bytes, losses)
     session.close()
     session.mesh.close()
     return found

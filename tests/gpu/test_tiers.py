@@ -154,22 +154,22 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
     assert session.optimizer is not None
     session.backward(session.module(torch.randn(8, 256, device=device)).float().square().mean())
     found: dict[str, bool] = {}
-    for chunk in session.engine.chunks:
+    for chunk in session.engine.shards.chunks:
         with chunk.opened() as shard:
             found[f"shard {chunk.spec.index}"] = shard.is_pinned()
-    for index, state in session.engine.states.items():
+    for index, state in session.engine.shards.states.items():
         assert state.tier is not Tier.DEVICE
         if state.master is not None:
             found[f"master {index}"] = state.master.is_pinned()
-    for index, grads in session.engine.grads.items():
+    for index, grads in session.engine.grads.states.items():
         if grads.reduced is not None:
             found[f"gradient {index}"] = grads.reduced.is_pinned()
     session.optimizer.step()
-    for tier, ring in session.engine.storage._rings.items():
+    for tier, ring in session.engine.shards.storage._rings.items():
         for block in ring.idle():
             assert tier is Tier.HOST
             found[f"ring {len(found)}"] = block.is_pinned()
-    store = session.engine.storage.store
+    store = session.engine.shards.storage.store
     for buffer in store._buffers._free if store is not None else ():
         found[f"buffer {len(found)}"] = buffer.is_pinned()
     session.close()
@@ -227,7 +227,7 @@ def _peaks(plan: Plan) -> Peaks:
     peaks = Peaks(
         allocated=highest,
         after_step=torch.cuda.memory_allocated(device) - before,
-        ledger=session.engine.ledger.peak_bytes,
+        ledger=session.ledger.peak_bytes,
         reported=report.tier_bytes("device"),
         on_host=report.tier_bytes("host"),
     )

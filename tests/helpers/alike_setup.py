@@ -108,7 +108,7 @@ def real_steps(name: str, transport: str, steps: int, blocks: int) -> tuple[Any,
     asked = Asked()
     with recorded(asked):
         train(session, steps)
-    found = asked.log, counted(mesh), sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.chunks)
+    found = asked.log, counted(mesh), sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks)
     session.close()
     mesh.close()
     return found

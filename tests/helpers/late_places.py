@@ -67,7 +67,9 @@ def failed_gather(name: str, seed: int) -> Found:
     """The first half of a unit is on its way when the second fails; the memory of the first is used by others."""
     module = nn.Sequential(_Two(), _Two())
     with on_ranks(seed) as device, _session(PLANS["host"].but(prefetch=0), module) as session:
-        first, second = (c for c in session.engine.chunks if c.spec.unit == session.engine.chunks[0].spec.unit)
+        first, second = (
+            c for c in session.engine.shards.chunks if c.spec.unit == session.engine.shards.chunks[0].spec.unit
+        )
 
         def fails(*_: object) -> Any:
             raise OSError("no second half")
@@ -99,12 +101,12 @@ def _in_compute_dtype(session: Session) -> dict[str, Tensor]:
 
 def _inside(session: Session) -> dict[str, Tensor]:
     with session.module.gathered():
-        return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
+        return {key: value.detach().cpu() for key, value in session.model.named_parameters()}
 
 
 def _one_by_one(session: Session) -> dict[str, Tensor]:
     found = {}
-    for key, param in session.engine.model.named_parameters():
+    for key, param in session.model.named_parameters():
         one = session.one(param)
         assert one is not None
         found[key] = one.value().cpu()
@@ -112,30 +114,30 @@ def _one_by_one(session: Session) -> dict[str, Tensor]:
 
 
 def _own(session: Session) -> dict[str, Tensor]:
-    return {key: value.cpu() for key, value in session.engine.model.state_dict().items()}
+    return {key: value.cpu() for key, value in session.model.state_dict().items()}
 
 
 def _unsharded(session: Session) -> dict[str, Tensor]:
     session.unshard()
-    return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
+    return {key: value.detach().cpu() for key, value in session.model.named_parameters()}
 
 
 def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
     hooks = session.engine.attachment.hooks
     assert hooks is not None
     hooks._on_trace()  # what a graph that is traced calls
-    return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
+    return {key: value.detach().cpu() for key, value in session.model.named_parameters()}
 
 
 def _waited_for(session: Session) -> dict[str, Tensor]:
     session.module.wait_for_gathers()
-    return {key: value.detach().cpu() for key, value in session.engine.model.named_parameters()}
+    return {key: value.detach().cpu() for key, value in session.model.named_parameters()}
 
 
 def _save_apart(session: Session, directory: str) -> str:
     """The model alone, as others read it, where every rank finds it."""
     (where, *_) = session.mesh.mesh_group.exchange_object(f"{directory}/model.bin")
-    writer = model_writer(session.engine.model, where, False, True, None, 1024.0, False)
+    writer = model_writer(session.model, where, False, True, None, 1024.0, False)
     PortableFiles().save_model(EngineRun(session), writer, "save the model")
     session.mesh.mesh_group.barrier()
     return str(where)

@@ -260,7 +260,7 @@ def secondary_twice(name: str, seed: int) -> Found:
         session = build(module, adamw(module), plan, device=GPU)
         undo.callback(session.mesh.close)
         undo.callback(session.close)
-        chunks = [chunk for chunk in session.engine.chunks if isinstance(chunk.source, SecondarySource)]
+        chunks = [chunk for chunk in session.engine.shards.chunks if isinstance(chunk.source, SecondarySource)]
         wrong = [] if chunks else [f"{name}: no secondary shards"]
         for chunk in chunks:
             outs = [torch.empty(chunk.spec.padded_numel, device=GPU) for _ in range(2)]

@@ -78,7 +78,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
     ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("core/engine/staging.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
+    ("core/engine/full_values.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

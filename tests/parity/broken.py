@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardwise.core.checks.edits import Edits
+from shardwise.core.checks.guards import Edits
 from shardwise.core.comm import Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
-from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.full_values import full_values
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.storage import Storage
 from shardwise.core.engine.updates import TileUpdates
@@ -152,8 +152,8 @@ def _no_masters() -> _Patch:
 def _masters_kept() -> Iterator[None]:
     """Although the plan has none. What the ranks report is rounded, so that its dtype does not give it away."""
 
-    def values(engine: Engine, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        return real(engine, masters=False)
+    def values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        return real(shards, masters=False)
 
     def kept(self: Storage, spec: ChunkSpec) -> torch.dtype | None:
         return torch.float32 if spec.trainable else None
@@ -172,7 +172,7 @@ def _masters_rounded() -> _Patch:
     def make(real: Any) -> Any:
         def publish(self: Values, *args: Any, **how: Any) -> None:
             real(self, *args, **how)
-            for state in self._engine.states.values():
+            for state in self.shards.states.values():
                 if state.master is not None:
                     state.master.copy_(state.master.bfloat16())
 
@@ -221,7 +221,7 @@ def _replicas_drift() -> _Patch:
         def publish(self: Values, *args: Any, **how: Any) -> None:
             real(self, *args, **how)
             if dist.get_rank() == 1:
-                for chunk in self._engine.chunks:
+                for chunk in self.shards.chunks:
                     if chunk.full is not None:
                         chunk.full.mul_(1 + 2**-52)
 

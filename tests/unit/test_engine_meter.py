@@ -59,7 +59,7 @@ def step(session: Session, rows: int = ROWS) -> None:
 
 def trace() -> tuple[MemStats, list[int], int]:
     with chain(tiers(1 << 20)) as (session, meter):
-        assert meter.stats is None and meter.budget_bytes() == (1 << 19) - session.engine.ledger.model_bytes()
+        assert meter.stats is None and meter.budget_bytes() == (1 << 19) - session.ledger.model_bytes()
         assert meter.margin_bytes() == 0
         step(session)
         assert meter.stats is not None
@@ -88,7 +88,7 @@ def budgets() -> tuple[list[int], list[int], list[int]]:
         def use(unit: int) -> None:
             if len(seen) < len(pool.trace.current):
                 seen.append(meter.budget_bytes())
-                others.append(session.engine.ledger.model_bytes() - pool.reusable_bytes)
+                others.append(session.ledger.model_bytes() - pool.reusable_bytes)
 
         session.engine.events.unit_wanted.listen(use)
         step(session)
@@ -113,7 +113,7 @@ def unexpected() -> tuple[int, int]:
         pool = session.engine.pool
         pool.trace.use(4)  # not what comes first
         worst = int((1 << 16) * 0.9) - stats.peak_non_model_bytes
-        return meter.budget_bytes(), worst - session.engine.ledger.model_bytes() + pool.reusable_bytes
+        return meter.budget_bytes(), worst - session.ledger.model_bytes() + pool.reusable_bytes
 
 
 def test_another_order_gets_the_budget_of_the_worst_moment() -> None:
@@ -138,7 +138,7 @@ def interrupted() -> bool:
         step(session)
         meter.leave_all()
         made = torch.ones(1000)  # nothing counts it any more
-        before = session.engine.ledger.held()["activations and the rest"]
+        before = session.ledger.held()["activations and the rest"]
         return before < made.nbytes
 
 

@@ -160,7 +160,7 @@ class Branches:
                 x = block(x)
             return model.head(x)
 
-        broadcast = mock.patch.object(session.engine.passes._reducer, "_broadcast", side_effect=AssertionError)
+        broadcast = mock.patch.object(session.engine.grads.passes._reducer, "_broadcast", side_effect=AssertionError)
         self.steps += 1
         with mock.patch.object(model, "forward", forward), broadcast if self.steps > 2 else contextlib.nullcontext():
             train(session, 1)
@@ -192,7 +192,7 @@ def test_a_new_set_in_use_grows_with_the_logarithm() -> None:
         ):
             session = made(STEADY["zero3"], mesh, BLOCKS)
             train(session, 1)
-            reducer = session.engine.passes._reducer
+            reducer = session.engine.grads.passes._reducer
             assert reducer._order == reducer.states
             reducer._orders.clear()
             asked.reset()
@@ -215,7 +215,7 @@ def test_a_skipped_step_grows_with_the_logarithm() -> None:
             session.backward(session.module(torch.full((2, WIDTH), math.inf)).square().mean())
             engine, names = session.engine, list[str]()
             asked.reset()
-            given = engine.grads.values(), engine.layout.facts, engine.mesh
+            given = engine.grads.states.values(), engine.shards.layout.facts, engine.shards.mesh
             instructions = work(lambda given=given: names.append(first_non_finite(*given)))
             assert names == ["blocks.0.up.weight"]
             found = dict(asked.calls)
@@ -271,7 +271,7 @@ def test_a_loop_over_ranks_is_found() -> None:
 def test_layout_has_no_table_of_ranks() -> None:
     with alike_mesh(PLANS["zero3"], 0, 16384) as (mesh, _):
         session = made(PLANS["zero3"], mesh, BLOCKS)
-        for spec in session.engine.layout.chunks:
+        for spec in session.engine.shards.layout.chunks:
             assert sys.getsizeof(spec.bounds) < 100 and spec.shard_offsets is None
             assert len(spec.bounds) == 16385 and spec.bounds[-1] == spec.padded_numel
         session.close()
@@ -283,7 +283,7 @@ def test_building_meets_no_table_of_ranks_in_python() -> None:
     for ranks in (8, 16384):
         with alike_mesh(STEADY["zero2"], 0, ranks) as (mesh, _):
             session = made(STEADY["zero2"], mesh, BLOCKS)
-            facts, model, packing = session.engine.layout.facts, session.model, STEADY["zero2"].shard.packing
+            facts, model, packing = session.engine.shards.layout.facts, session.model, STEADY["zero2"].shard.packing
             counts.append(work(lambda f=facts, m=model, p=packing, r=ranks: make_layout(f, m, p, r, 1)))
             session.close()
     assert counts[0] == counts[1]

@@ -82,7 +82,7 @@ def built() -> Iterator[tuple[Session, list[str]]]:
 @pytest.mark.parametrize("case", ["plain", "calls itself", "other hooks", "leaf alone", "leaf alone calls itself"])
 def test_who_gets_a_frame(case: str) -> None:
     with built() as (session, entered):
-        model: Any = session.engine.model
+        model: Any = session.model
         block = model.blocks[1]
         block.one.again, block.others = case.endswith("calls itself"), case == "other hooks"
         if case.startswith("leaf alone"):

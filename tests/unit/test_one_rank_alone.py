@@ -80,13 +80,13 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
         pytest.skip("these reduce in every pass")
     expected, norms = plain(half, passes)
     with session_of(zero(stage, half) if stage else replicated(half)) as session:  # type: ignore[arg-type]
-        model: Any = session.engine.model
+        model: Any = session.model
         optimizer = session.optimizer
         assert optimizer is not None
         for step, norm in zip(batches(), norms, strict=True):
             for number, x in enumerate(step[:passes]):
                 last = number == passes - 1
-                with session.engine.no_sync() if how == "no_sync" and not last else nullcontext():
+                with session.no_sync() if how == "no_sync" and not last else nullcontext():
                     session.backward(loss(model, x, number == 0, session.module))
                 if how == "read between":
                     assert model[0].weight.grad is not None and float(model[0].weight.grad.norm()) > 0
@@ -103,7 +103,7 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
 def test_a_pass_that_failed_leaves_nothing() -> None:
     expected, _ = plain(None, 1)
     with session_of(zero(2)) as session:
-        model: Any = session.engine.model
+        model: Any = session.model
         optimizer = session.optimizer
         assert optimizer is not None
 
@@ -133,8 +133,8 @@ def test_the_norm_of_large_gradients(large: float) -> None:
     with session_of(zero(2)) as session:
         optimizer = session.optimizer
         assert optimizer is not None
-        session.backward(loss(session.engine.model, batches()[0][0], True, session.module) * large)
-        held = [each.reduced for each in session.engine.grads.values() if each.reduced is not None]
+        session.backward(loss(session.model, batches()[0][0], True, session.module) * large)
+        held = [each.reduced for each in session.engine.grads.states.values() if each.reduced is not None]
         expected = torch.cat(held).double().norm().item()
         optimizer.step()
         assert optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-6, nan_ok=True)

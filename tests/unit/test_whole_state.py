@@ -175,7 +175,7 @@ def test_a_model_is_asked_for_its_state_again_only_for_what_no_module_keeps(monk
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     state, asked = dict(session.module.state_dict()), []
-    own_state = type(session.engine.attachment.own_state)
+    own_state = type(session.engine.guards.state_dicts)
     read = own_state.names
     monkeypatch.setattr(own_state, "names", lambda self: asked.append(1) or read(self))
     session.module.load_state_dict(state)

@@ -200,8 +200,8 @@ def _with_names(module: ShardedModule, given: Optimizers) -> list[tuple[ShardedO
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(f"an optimizer is a {type(each).__name__}: give session.optimizer, or session.optimizers")
     own = [each for each in optimizers if isinstance(each, ShardedOptimizer)]
-    held = EngineLocalState(module.engine, own)
-    return [(each, held.group_names(each)) for each in own]
+    local_state = EngineLocalState(module.sharded_values, own)
+    return [(each, local_state.group_names(each)) for each in own]
 
 
 class _Form:
@@ -209,7 +209,7 @@ class _Form:
 
     def __init__(self, module: ShardedModule, options: StateDictOptions) -> None:
         self._whole, self._host = options.full_state_dict, options.cpu_offload
-        mesh = module.engine.mesh
+        mesh = module.sharded_values.shards.mesh
         _check_everybody(module)
         self._first, self._device = mesh.is_rank0, mesh.device
         kind = "cpu" if self._host else mesh.device.type
@@ -237,7 +237,10 @@ class _Form:
 
 def _check_everybody(module: ShardedModule) -> None:
     """Raise if the model does not use all ranks of the job, as torch's functions assume."""
-    ranks, job = module.engine.mesh.mesh_group.size, dist.get_world_size() if dist.is_initialized() else 1
+    ranks, job = (
+        module.sharded_values.shards.mesh.mesh_group.size,
+        dist.get_world_size() if dist.is_initialized() else 1,
+    )
     if ranks != job:
         raise NotImplementedError(
             f"DCP's state functions for a model of {ranks} of {job} ranks are not available: save it by "
@@ -269,7 +272,7 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
     _check_everybody(module)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return state
-    mesh, box = module.engine.mesh, list[Any]()
+    mesh, box = module.sharded_values.shards.mesh, list[Any]()
     with mesh.doing(f"loading rank 0's state into {into}"):
         # This fails first if rank 0 has no valid state or a rank is missing; the program's own group would wait
         # instead.

@@ -16,9 +16,9 @@ from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.members import make_room
-from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.fragments import EngineLocalState, Fill, FragmentBlock, FragmentPlan, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.engine.values import Values
 from shardwise.core.mesh import Mesh
 
 __all__ = ["EngineRun", "LocalState", "Ranks", "Run", "RunOptimizer", "Scaler", "Trained", "TrainedOnly", "as_run"]
@@ -28,7 +28,7 @@ class Trained(Protocol):
     """The parts of an engine's session that are saved."""
 
     @property
-    def engine(self) -> Engine: ...
+    def values(self) -> Values: ...
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]: ...
     @property
@@ -182,44 +182,43 @@ class EngineRun:
 
     def settle(self) -> None:
         """Drop a failed pass, and wait for gathers. Collective."""
-        engine = self._session.engine
-        engine.passes.recover()
-        engine.values.take_written()
-        engine.values.make_current("a checkpoint")
-        engine.pool.settle()
+        values = self._session.values
+        values.grads.passes.recover()
+        values.take_written()
+        values.make_current("a checkpoint")
+        values.pool.settle()
 
     def local_state(self) -> EngineLocalState:
         """Return the tensors of the engine that this rank holds."""
-        return EngineLocalState(self._session.engine, self._session.optimizers)
+        return EngineLocalState(self._session.values, self._session.optimizers)
 
     @contextmanager
     def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
         """Drop updates made during backward. See [Note: Broken sessions]."""
-        engine, states = self._session.engine, [state_of(index) for index in optimizers]
-        engine.values.before_load(whole)
+        values, states = self._session.values, [state_of(index) for index in optimizers]
+        values.before_load(whole)
         parts = [PARAMETERS, *states] if parameters else states
-        with engine.broken.replacing("a load", parts, partly=() if whole else (PARAMETERS,)):
+        with values.guards.broken.replacing("a load", parts, partly=() if whole else (PARAMETERS,)):
             yield
 
     @contextmanager
     def adopting(self, optimizers: Collection[int]) -> Iterator[None]:
         """Drop gradients; publish shards at the end. Collective."""
-        engine = self._session.engine
-        engine.zero_grad()
+        values = self._session.values
+        values.grads.zero()
         for optimizer in self._session.optimizers:
             optimizer.zero_grad()
-        engine.values.before_update()
+        values.before_update()
         try:
             with ExitStack() as stack:
                 for index in optimizers:
                     stack.enter_context(self._session.optimizers[index].updates.replacing_state())
                 yield
         except BaseException:
-            if engine.storage.store is not None:
-                engine.storage.store.rollback()  # a failed write on this rank alone could not be committed
-            engine.values.publish(everything=True)
+            values.shards.storage.roll_back()  # a failed write on this rank alone could not be committed
+            values.publish(everything=True)
             raise
-        engine.values.publish(everything=True)
+        values.publish(everything=True)
 
 
 def as_run(session: Any) -> Run:
@@ -234,12 +233,13 @@ class TrainedOnly(EngineLocalState):
         left_out: names of the parameters that are not saved.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-        super().__init__(engine, optimizers)
+    def __init__(self, values: Values, optimizers: Sequence[ShardedOptimizer]) -> None:
+        super().__init__(values, optimizers)
         self.left_out = set()
-        for chunk in engine.chunks:
+        shards = values.shards
+        for chunk in shards.chunks:
             if chunk.spec.index not in self._positions:
-                frozen = (slot.param for slot in chunk.spec.slots if not engine.params[slot.param].requires_grad)
+                frozen = (slot.param for slot in chunk.spec.slots if not shards.params[slot.param].requires_grad)
                 self.left_out |= {self.names[param][0] for param in frozen}
 
     def aliases(self) -> dict[str, str]:

@@ -15,13 +15,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # See shardwise.core.comm.activity: it is told to a store, since ranks that do not meet cannot exchange it.
 def collective(what: str) -> Callable[[F], F]:
-    """A method of something that has an ``engine``: while it runs this rank is doing ``what``; see
-    :meth:`shardwise.core.mesh.Mesh.doing`. What it returns, or takes over, are ordinary tensors in any mode."""
+    """Decorate a method of an object with a ``_mesh``: while it runs, this rank is doing ``what``; see
+    :meth:`shardwise.core.mesh.Mesh.doing`. Its results are ordinary tensors, also in inference mode."""
 
     def wrap(method: F) -> F:
         @functools.wraps(method)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with ordinary_tensors(), self.engine.mesh.doing(what):
+            with ordinary_tensors(), self._mesh.doing(what):
                 return method(self, *args, **kwargs)
 
         return called  # type: ignore[return-value]

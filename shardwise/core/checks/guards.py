@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
-from shardwise.core.checks.edits import Edits
+from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.overlaps import check_apart
-from shardwise.core.checks.structure import Structure
-from shardwise.core.shards.chunk import Chunk
+from shardwise.core.checks.state_dict_guard import StateDictGuard
+from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["Guards", "check_shardable", "refusals_of_wrappers"]
+__all__ = ["Edits", "Guards", "check_shardable", "refusals_of_wrappers"]
 
 MARK = "_is_sharded"
 ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
@@ -119,29 +122,304 @@ def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
     return {ASKED_BY_DDP: _RefusesDDP(name), ASKED_BY_REPLICAS: refuse_replica}
 
 
+# [Note: Identities and their objects]
+# Modules and parameters are compared by ``id``, which takes microseconds where names would take a walk through the
+# model. An ``id`` is an object's only as long as the object lives, so whatever is known by one is kept alive here
+# (``_held``, ``_known``): nothing that came later can look like what went.
+class Structure:
+    """The modules of ``model`` and where its parameters stand.
+
+    Each rank would train a new parameter alone, and a parameter in the place of another one would be saved under its
+    name. Modules without trainable parameters may come and go: activations, caches, metrics, wrappers.
+
+    Args:
+        model: the user's module, sharded.
+        sharded: its sharded parameters, by index.
+        name_of: what to call one, by its index.
+    """
+
+    def __init__(self, model: nn.Module, sharded: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
+        self._model, self._name_of = model, name_of
+        self._sharded = {id(param): index for index, param in enumerate(sharded)}
+        places = list(_places(model))
+        self._known = {id(param): param for _, _, _, param in places}
+        """All parameters of the beginning. They are kept, so that no other object gets the ``id`` of one."""
+        self._places = {(id(module), leaf): param for module, _, leaf, param in places}
+        self._names = {name for _, name, _, param in places if id(param) in self._sharded}
+        self._guests: list[tuple[str, nn.Parameter]] = []
+        """Frozen parameters that came later."""
+        self._remember()
+
+    def _remember(self) -> None:
+        modules = list(self._model.modules())
+        self._children: list[dict[str, Any]] = [module._modules for module in modules]
+        self._parameters: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._held = [*_objects(self._children), *_objects(self._parameters)]
+        self._child_ids, self._parameter_ids = _ids(self._children), _ids(self._parameters)
+
+    def check_children(self) -> None:
+        """Check modules before a forward pass, which may swap parameters (``torch.func.functional_call``).
+
+        Raises:
+            RuntimeError: Modules were replaced, so that parameters were added, removed or moved.
+        """
+        if _ids(self._children) != self._child_ids:
+            self._look()
+
+    def check(self) -> None:
+        """Check that modules and parameters are the original ones, or others that do no harm.
+
+        Raises:
+            RuntimeError: A parameter was added, removed, moved or replaced; it is named.
+        """
+        if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
+            self._look()
+        # What came later may stay as long as it is frozen.
+        for name, guest in self._guests:
+            if guest.requires_grad:
+                self._refuse(name, guest)
+
+    def _refuse(self, name: str, param: nn.Parameter) -> NoReturn:
+        was = "replaced a parameter of" if name in self._names else "was added to"
+        raise RuntimeError(
+            f"{name} {tuple(param.shape)} {was} the model after sharding: each rank would train it alone, and it "
+            "would be saved wrongly. Replace and add modules and parameters, resize embeddings, and add adapters or "
+            "parametrizations before boost/build"
+        )
+
+    def _look(self) -> None:
+        found, guests = set(), []
+        for module, name, leaf, param in _places(self._model):
+            if id(param) in self._sharded:
+                found.add(id(param))
+                if self._places.get((id(module), leaf)) is not param:
+                    raise RuntimeError(
+                        f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
+                        "it would not be gathered: tie or move parameters before boost/build"
+                    )
+            elif id(param) not in self._known:
+                if param.requires_grad or name in self._names:
+                    self._refuse(name, param)
+                guests.append((name, param))
+        for key, index in self._sharded.items():
+            if key not in found:
+                raise RuntimeError(
+                    f"{self._name_of(index)} {tuple(self._known[key].shape)} was removed from the sharded model: "
+                    "remove modules and parameters before boost/build"
+                )
+        # Harmless: from here on this is how the model looks.
+        self._guests = guests
+        self._remember()
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Every parameter with its module, full name and name there; once for each module that has it."""
+    return [
+        (module, f"{path}.{leaf}" if path else leaf, leaf, param)
+        for path, module in model.named_modules()
+        for leaf, param in module._parameters.items()
+        if param is not None
+    ]
+
+
+def _objects(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, tables)))
+
+
+def _ids(tables: Sequence[dict[str, Any]]) -> list[int]:
+    return list(map(id, chain.from_iterable(map(dict.values, tables))))
+
+
+# [Note: Where a write to a parameter shows]
+# * ``param.data = x``: the parameter's address is not where the engine put it (Chunk.misplaced).
+# * In place, through the parameter: its version counter, which views of it share (Chunk.written).
+# * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
+#   of a dtype, so that a single look tells. In steps and states.
+# * Through ``.data`` of a gathered one: nothing tells, and it is lost.
+# This is checked in passes, steps and states. A write that is found is dropped together with all gathered copies, so
+# that no part of it stays.
+class Edits:
+    """Watches for writes to the parameters of ``chunks`` that would be lost.
+
+    A parameter shows memory of the engine: the gathered array, or one NaN where it is not gathered.
+
+    Args:
+        chunks: all of one model, set up.
+        name_of: what to call a parameter, by its index in the layout.
+        drop: ends gathered copies.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], name_of: Callable[[int], str], drop: Callable[[], None]) -> None:
+        self._chunks, self._name_of, self._drop = chunks, name_of, drop
+        self._transient = [chunk for chunk in chunks if not chunk.resident]
+        self._params = [param for chunk in chunks for param in chunk.params]
+        self._dtypes = [chunk.spec.dtype for chunk in chunks for _ in chunk.params]
+        self._absent: dict[torch.dtype, torch.Tensor] = {}
+        self._asked: list[Later] = []
+        for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
+            own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
+            slots = [len(c.spec.slots) for c in own]
+            nothing = torch.full((sum(slots),), absent_value(dtype), dtype=dtype, device=own[0].device)
+            for chunk, part in zip(own, torch.split(nothing, slots), strict=True):
+                chunk.use_absent(part)
+            self._absent[dtype] = nothing
+        self.accept()
+
+    def accept(self, among: Sequence[Chunk] | None = None) -> None:
+        """Accept the present values (of these chunks); later writes are noticed."""
+        for chunk in self._chunks if among is None else among:
+            chunk.note_versions()
+            chunk.lost = None
+
+    def check_placed(self) -> None:
+        """Check that every parameter is where the engine put it, with the data that the engine gave it.
+
+        Raises:
+            RuntimeError: one is not; it is named, and all are put back.
+        """
+        for chunk in () if self._all_placed() else self._chunks:
+            wrong = chunk.misplaced()
+            if wrong is not None:
+                param = chunk.params[wrong]
+                # Read before it is put back, which changes what it tells.
+                found = f"now {param.dtype} of shape {tuple(param.shape)} on {param.device}"
+                self._put_back()
+                raise RuntimeError(
+                    f"{self._name(chunk, wrong)} ({found}) was moved, cast or given other data after the model was "
+                    "sharded, which is dropped; do that before boost/build, write to it inside `with "
+                    "model.gathered(write_back=True)` of what boost/build returned, or load a state"
+                )
+
+    def check_absent(self) -> None:
+        """Check that nothing was written to the placeholders of parameters that are not gathered.
+
+        Raises:
+            RuntimeError: it was; as :meth:`check_written`. On a GPU, of the last time that this was called, so that the
+                host does not wait.
+        """
+        if self._changed():
+            where = next(c for c in self._transient if not all(map(_is_untouched, c.absent)))
+            self._refuse_write(where, next(i for i, each in enumerate(where.absent) if not _is_untouched(each)))
+
+    def _all_placed(self) -> bool:
+        """Whether each parameter is where its chunk has put it; not so while a chunk is moving some of them."""
+        # Three lists for the whole model, which are compared in C: chunk by chunk takes five times as long.
+        expected = [address for chunk in self._chunks for address in chunk.addresses]
+        placed = [param.data_ptr() for param in self._params] == expected
+        return placed and [param.dtype for param in self._params] == self._dtypes
+
+    def _changed(self) -> bool:
+        """Whether something was written to what stands for absent parameters."""
+        asked, self._asked = self._asked, []
+        if not any(runs_ahead(values.device) for values in self._absent.values()):
+            return not all(bool(is_absent(values).all()) for values in self._absent.values())
+        self._asked = [Later(is_absent(values).all()) for values in self._absent.values()]
+        return not all(later.value() for later in asked)
+
+    def check_written(self, writable: Callable[[int], bool]) -> None:
+        """Check that nothing was written to a parameter that would be lost.
+
+        Args:
+            writable: units whose parameters may be written to now.
+
+        Raises:
+            RuntimeError: it was; the parameter is named, and the write is dropped.
+        """
+        for chunk in self._transient:
+            wrong = chunk.lost if chunk.lost is not None else chunk.written()
+            if wrong is not None and not writable(chunk.spec.unit):
+                self._refuse_write(chunk, wrong)
+
+    def _refuse_write(self, chunk: Chunk, slot: int) -> None:
+        name = self._name(chunk, slot)
+        self._put_back()
+        raise RuntimeError(
+            f"{name} {tuple(chunk.spec.slots[slot].shape)} was written to, or given other data, where that is lost: "
+            "each rank keeps a shard, and modules see a temporary copy. Change it inside `with "
+            "model.gathered(write_back=True)` of what boost/build returned; if a module does so in its forward pass "
+            "(nn.Embedding(max_norm=...), codebooks), keep the values in a buffer, or choose a stage that keeps "
+            "parameters gathered (ZeRO-1 or 2). The write was dropped"
+        )
+
+    def _put_back(self) -> None:
+        # Copies first: they end with what was written to them, and are gathered again.
+        self._drop()
+        self._asked = []
+        for dtype, values in self._absent.items():
+            values.fill_(absent_value(dtype))
+        for chunk in self._chunks:
+            chunk.put_back()
+        self.accept()
+
+    def _name(self, chunk: Chunk, slot: int) -> str:
+        return self._name_of(chunk.spec.slots[slot].param)
+
+
+def _is_untouched(value: torch.Tensor) -> bool:
+    return not value.numel() or bool(is_absent(value.flatten()[0]))
+
+
 class Guards:
-    """Watches one sharded model.
+    """Errors for wrong uses of one sharded model. Nothing is watched before :meth:`install`.
 
     Args:
         model: the user's module.
         params: its sharded parameters, by index.
-        chunks, layout: where they lie.
+        chunks, layout: where they are.
         pool: knows what is gathered.
+        broken: what failed changes have left.
+        staged: other ranks have other layers.
+
+    Attributes:
+        broken: as the argument.
+        closed: the session was closed.
+        given_back: ``unshard()`` has given the parameters back to the user; the engine's values are outdated.
+        edits: writes to parameters, after :meth:`install`.
+        state_dicts: states of the user's own modules, after :meth:`install`.
     """
 
+    edits: Edits
+    state_dicts: StateDictGuard
+
     def __init__(
-        self, model: nn.Module, params: Sequence[nn.Parameter], chunks: Sequence[Chunk], layout: Layout, pool: ChunkPool
+        self,
+        model: nn.Module,
+        params: Sequence[nn.Parameter],
+        chunks: Sequence[Chunk],
+        layout: Layout,
+        pool: ChunkPool,
+        broken: Broken,
+        staged: bool,
     ) -> None:
         self._model, self._params, self._chunks, self._layout, self._pool = model, params, chunks, layout, pool
+        self.broken, self._staged = broken, staged
+        self.closed = self.given_back = False
+
+    def install(self) -> None:
+        """Begin to watch the model, whose parameters are where they stay."""
+        model, params = self._model, self._params
         self._structure = Structure(model, params, self._name)
-        self.edits = Edits(chunks, self._name, pool.drop_changed)
-        self.given_back = False
-        """``unshard()`` has given the parameters back to the user; the engine's values are outdated."""
+        self.edits = Edits(self._chunks, self._name, self._pool.drop_changed)
+        check = partial(self.broken.check, "a state")
+        places = self._chunks, self._layout, self._pool
+        self.state_dicts = StateDictGuard(model, params, *places, self._staged, check, self._structure.check)
         for module in model.modules():
             # Past nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
 
-    def check_held(self) -> None:
+    def check_open(self, call: str) -> None:
+        """Raise if the model is closed. ``call`` is the call that needs it, for the message.
+
+        Raises:
+            RuntimeError: it was closed, or given back by ``unshard()``.
+        """
+        if self.closed:
+            self.check_sharded()
+            raise RuntimeError(
+                f"{call} of a {type(self._model).__name__} that was closed: build it again, and load a state"
+            )
+
+    def check_sharded(self) -> None:
         """Check that the engine still has the parameters.
 
         Raises:
@@ -153,10 +431,6 @@ class Guards:
                 f"the {name} is no longer sharded since unshard(): use the {name} itself, an ordinary module, or "
                 "shard it again with a new optimizer"
             )
-
-    def check_structure(self) -> None:
-        """See :meth:`Structure.check`."""
-        self._structure.check()
 
     def check_forward(self) -> None:
         """Check the model before a forward pass.
@@ -179,13 +453,8 @@ class Guards:
         if any(id(param) in own for param in outer.parameters()):
             raise RuntimeError(_around(type(self._model).__name__))
 
-    def after_forward(self) -> None:
-        """Check after a forward pass that nothing was written to copies that end; see :meth:`check_edits`."""
-        if not torch.compiler.is_compiling():
-            self.check_edits()
-
     def check_edits(self, absent: bool = False) -> None:
-        """See :class:`Edits`; inside ``gathered()`` what it holds may be written to.
+        """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.
 
         Args:
             absent: also look at what stands for parameters that are not gathered.
@@ -204,7 +473,7 @@ class Guards:
         Raises:
             RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.
         """
-        self.check_held()
+        self.check_sharded()
         self._structure.check()
         self.check_edits(absent=True)
         for chunk in self._chunks:
@@ -222,6 +491,7 @@ class Guards:
         return self._layout.facts[param].names[0]
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Stop watching the model."""
+        self.state_dicts.remove()
         for module in self._model.modules():
             module.__dict__.pop(MARK, None)

@@ -107,7 +107,9 @@ class HyperParameters:
         found: list[Any] = (group or self._mesh.world).exchange_object(told, "hyper-parameters")
         steps, grads, described, used = ([each[place] for each in found] for place in range(4))
         if self._replicated and (len(set(steps)) > 1 or len(set(used)) > 1):
-            self._differ()
+            # The replicas are different models now; they can go on from a checkpoint.
+            self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
+            self._steps, self._used = 0, (0.0, {})
         if self._replicated and len(set(steps)) > 1:
             by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(steps))
             raise RuntimeError(
@@ -124,11 +126,6 @@ class HyperParameters:
             raise ValueError(
                 f"the ranks would update with different settings: {differences(described)}; set the same on every rank"
             )
-
-    def _differ(self) -> None:
-        """Break the session: the replicas are different models now. They can go on from a checkpoint."""
-        self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
-        self._steps, self._used = 0, (0.0, {})
 
     def _describe(self, when: str) -> Description:
         optimizer = self._optimizer

@@ -80,7 +80,7 @@ class StateDictGuard:
         structure: raises where modules were replaced.
 
     Attributes:
-        kept: what is written to parameters now is taken over: inside ``gathered(write_back=True)``.
+        keeps_loads: what is written to parameters now is taken over: inside ``gathered(write_back=True)``.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class StateDictGuard:
         check: Callable[[], None],
         structure: Callable[[], None],
     ) -> None:
-        self._model, self._params, self._pool = model, params, pool
+        self.model, self._params, self._pool = model, params, pool
         self._check, self._check_structure = check, structure
-        self._naming = self._giving = self.kept = False
+        self._naming = self._giving = self.keeps_loads = False
         self._lacks: dict[int, str] = {}
         """By ``id`` of a parameter of which this rank has less than the whole even inside ``gathered()``: what."""
         self._transient: dict[int, tuple[int, str]] = {}
@@ -122,7 +122,7 @@ class StateDictGuard:
         # The module is asked for its names only; nothing of what it gives is saved.
         self._naming = True
         try:
-            return StateNames.read(self._model, self._params)
+            return StateNames.read(self.model, self._params)
         finally:
             self._naming = False
 
@@ -141,7 +141,7 @@ class StateDictGuard:
 
     def _missing(self, module: nn.Module) -> str:
         """What of a module's own parameters, of the whole model's all, this rank lacks; empty where nothing."""
-        whole = module is self._model
+        whole = module is self.model
         if whole and self._stages:
             return self._stages
         return next(filter(None, map(self._lacked, module.parameters(recurse=whole))), "")
@@ -156,7 +156,7 @@ class StateDictGuard:
             return
         self._check()
         self._pool.settle()
-        if module is self._model and (missing := self._missing(module)):
+        if module is self.model and (missing := self._missing(module)):
             self._check_structure()  # adapters that came too late: what reads them reads a state first
             raise RuntimeError(self._lacking(module, missing))
 
@@ -175,16 +175,16 @@ class StateDictGuard:
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
-        if self._giving or (self.kept and self._pool.blocks.all_held):
+        if self._giving or (self.keeps_loads and self._pool.blocks.all_held):
             return
         self._pool.settle()  # what a step has left under way would arrive over what is loaded
         missing = self._missing(module)
-        if not missing and self.kept:
+        if not missing and self.keeps_loads:
             return
         if not missing and self._pool.blocks.any_open:
             missing = "inside gathered() without write_back=True"
         # Of the whole model it is another method's affair, unless a class of the user's has its own.
-        elif not missing and module is self._model:
+        elif not missing and module is self.model:
             missing = "fp32 masters"
         if missing:
             self._check_structure()

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.core.checks.guards import Guards, refusals_of_wrappers
-from shardwise.core.checks.state_dict_guard import StateDictGuard
+from shardwise.core.base.events import Events
+from shardwise.core.checks.guards import refusals_of_wrappers
 from shardwise.core.engine.casts import cast_floats, each_tensor
+from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.loading import compare_states, load_full
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.engine.values import Values
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
-
-if TYPE_CHECKING:
-    from shardwise.core.engine.engine import Engine
 
 __all__ = ["Attachment", "of_units", "weakly"]
 
@@ -39,101 +36,92 @@ class Attachment:
     """The hooks on one model.
 
     Args:
-        engine: of the model.
+        values: of the model.
+        grads: of the model.
+        events: notified of forward passes.
 
     Attributes:
         hooks: those that gather, or ``None`` if nothing is gathered.
-        own_state: watches ``state_dict`` of the user's modules, after :meth:`install`.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._places = engine.facade.places
-        self._kept: list[tuple[ChunkGrads, int, torch.Tensor]] | None = None
+    def __init__(self, values: Values, grads: Gradients, events: Events) -> None:
+        self._values, self._grads, self._events = values, grads, events
+        self._shards, self._pool, self._guards, self._meter = values.shards, values.pool, values.guards, values.meter
+        self._model = values.shards.model
         self.hooks: GatherHooks | None = None
-        self.own_state: StateDictGuard
         self._remove: list[Callable[[], None]] = []
 
-    def install(self) -> Guards:
-        """Install the hooks, and return the guards against wrong uses."""
-        engine = self._engine
+    def install(self) -> None:
+        """Install the hooks and the guards against wrong uses."""
+        model, pool, chunks, meter = self._model, self._pool, self._shards.chunks, self._meter
         unit_of: dict[int, int] = {}
         blocks: dict[str, list[int]] = {}
-        for chunk in engine.chunks:
-            if not chunk.resident or engine.values.renews_late(chunk):
+        for chunk in chunks:
+            if not chunk.resident or self._values.renews_late(chunk):
                 unit_of.update({id(param): chunk.spec.unit for param in chunk.params})
-        for unit in engine.layout.units:
-            if unit.module is not None and any(not engine.chunks[c].resident for c in unit.chunks):
+        for unit in self._shards.layout.units:
+            if unit.module is not None and any(not chunks[c].resident for c in unit.chunks):
                 blocks.setdefault(unit.module, []).append(unit.index)
-        traced = engine.meter is not None and not unit_of
+        traced = meter is not None and not unit_of
         if unit_of:
-            self.hooks = GatherHooks(engine.model, engine.pool, unit_of, blocks, engine.passes.note)
+            self.hooks = GatherHooks(model, pool, unit_of, blocks, self._grads.passes.note)
             self._remove.append(self.hooks.remove)
             self._follow(self.hooks)
         elif traced:
-            self._remove += trace_hooks(engine.model, engine.pool, self._own_units())
-        for place, (state, slot) in enumerate(self._places):
-            param = state.chunk.params[slot]
-            on_grad = weakly(self._on_grad, place)
+            self._remove += trace_hooks(model, pool, self._own_units())
+        for entry in self._grads.facade.entries:
+            param = entry.param
+            on_grad = weakly(self._on_grad, entry.place)
             handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
             if traced:  # backward gathers nothing, so complete gradients are its moments
-                seen = weakly(self._saw_grad, state.spec.unit)
+                seen = weakly(self._saw_grad, entry.state.spec.unit)
                 handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
-            engine.facade.follow(place, handles[-1])
+            entry.hook_id = handles[-1].id
             self._remove += [handle.remove for handle in handles]
-        guards = Guards(engine.model, engine.params, engine.chunks, engine.layout, engine.pool)
-        self._remove.append(guards.remove)
-        self._own_methods(guards)
-        before = engine.model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        after = engine.model.register_forward_hook(self._after_forward)
+        self._guards.install()
+        self._remove.append(self._guards.remove)
+        self._replace_methods()
+        before = model.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(self._after_forward)
         self._remove += [before.remove, after.remove]
-        if engine.meter is not None:
-            meter = engine.meter
-            left = engine.model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
+        if meter is not None:
+            left = model.register_forward_hook(lambda *_: meter.leave(), always_call=True)
             self._remove += [left.remove, meter.leave_all]
-        return guards
 
-    def _own_methods(self, guards: Guards) -> None:
+    def _replace_methods(self) -> None:
         """Replace methods of the user's model that would act on sharded parameters."""
-        engine, own = self._engine, self._engine.model.__dict__
-        staged = engine.staging is not None
-        check = partial(engine.broken.check, "a state")
-        rooms = engine.params, engine.chunks, engine.layout, engine.pool
-        self.own_state = StateDictGuard(engine.model, *rooms, staged, check, guards.check_structure)
-        self._remove.append(self.own_state.remove)
+        model, own = self._model, self._model.__dict__
         methods: dict[str, Any] = {"zero_grad": self._zero_all}
         # Otherwise the error would be about a hook of ours that cannot be pickled.
         methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
-        methods |= {name: each for name, each in refusals_of_wrappers(engine.model).items() if name not in own}
+        methods |= {name: each for name, each in refusals_of_wrappers(model).items() if name not in own}
         # A class with its own load_state_dict, and an attribute that exists already, stay.
-        if type(engine.model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
+        if type(model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
             methods["load_state_dict"] = self._load_whole
         own.update(methods)
-        self._remove += [partial(_drop, own, name) for name in methods]
+        self._remove += [partial(own.pop, name, None) for name in methods]
 
     def _refuse_copy(self, *_: object) -> Any:
         """Raises:
         TypeError: ``copy.deepcopy``, ``pickle`` or ``torch.save`` of the user's model.
         """
-        engine = self._engine
         raise TypeError(
-            f"a {type(engine.model).__name__} sharded over {engine.mesh.size} ranks cannot be copied or pickled: "
+            f"a {type(self._model).__name__} sharded over {self._shards.mesh.size} ranks cannot be copied or pickled: "
             "save state_dict() of what boost/build returned, and load it into another model"
         )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The user's ``model.load_state_dict()``: every rank calls it, also inside ``gathered(write_back=True)``."""
-        engine = self._engine
-        with engine.mesh.doing("load_state_dict() of the model"):
-            if not engine.pool.blocks.all_held:
-                return load_full(engine, state_dict, strict, assign)
-            if self.own_state.kept:  # otherwise it raises
-                compare_states(engine, state_dict)
-            return nn.Module.load_state_dict(engine.model, state_dict, strict, assign)
+        with self._shards.mesh.doing("load_state_dict() of the model"):
+            if not self._pool.blocks.all_held:
+                return load_full(self._values, state_dict, strict, assign)
+            if self._guards.state_dicts.keeps_loads:  # otherwise it raises
+                compare_states(self._values, state_dict)
+            return nn.Module.load_state_dict(self._model, state_dict, strict, assign)
 
     def _follow(self, hooks: GatherHooks) -> None:
         """Gather a parameter when a tensor that follows it is read."""
-        for chunk in self._engine.chunks:
+        for chunk in self._shards.chunks:
             for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
                 for follower in chunk.followers_of(slot.param):
                     follower.on_read = partial(hooks.on_read, id(param))  # type: ignore[attr-defined]
@@ -141,71 +129,70 @@ class Attachment:
 
     def _own_units(self) -> dict[str, list[int]]:
         """Return the units of each module's own parameters, by module name."""
-        engine = self._engine
-        unit_of = {id(param): chunk.spec.unit for chunk in engine.chunks for param in chunk.params}
-        own = {name: list(module.parameters(recurse=False)) for name, module in engine.model.named_modules()}
+        unit_of = {id(param): chunk.spec.unit for chunk in self._shards.chunks for param in chunk.params}
+        own = {name: list(module.parameters(recurse=False)) for name, module in self._model.named_modules()}
         return {name: sorted({unit_of[id(p)] for p in params if id(p) in unit_of}) for name, params in own.items()}
 
     def _saw_grad(self, unit: int, _param: torch.Tensor) -> None:
-        self._engine.pool.acquire(unit)
+        self._pool.acquire(unit)
 
     def by_units(self, stats: MemStats) -> MemStats:
         """Convert a trace of the model's modules to units; return any other trace as it is."""
-        engine = self._engine
         units_of = self.hooks.units_of if self.hooks is not None else self._own_units()
-        return of_units(stats, engine.model, units_of, engine.pool) or stats
+        return of_units(stats, self._model, units_of, self._pool) or stats
 
     def _before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        engine = self._engine
+        grads, guards, partition = self._grads, self._guards, self._shards.partition
         # The engine's own operations are not part of a transformed function.
         with outside_transforms():
             if self.hooks is None or not self.hooks.running:  # a model may call itself
-                engine.passes.recover()
-            engine.broken.check("a forward pass")
-            engine.guards.check_forward()
-            if engine.early.active and torch.is_grad_enabled():
-                engine.values.take_edits()
-            engine.pool.begin_forward(torch.is_grad_enabled())
-            engine.events.forward_began(torch.is_grad_enabled())
+                grads.passes.recover()
+            guards.broken.check("a forward pass")
+            guards.check_forward()
+            if grads.early.active and torch.is_grad_enabled():
+                self._values.take_edits()
+            self._pool.begin_forward(torch.is_grad_enabled())
+            self._events.forward_began(torch.is_grad_enabled())
             self._expect_update()
-            if engine.tp_plan is not None and engine.staging is None and torch.is_grad_enabled():
-                engine.batches.note(args, kwargs)
-        if engine.meter is not None:
-            engine.meter.enter()
-        dtype = engine.plan.precision.param_dtype
-        if engine.plan.precision.cast_inputs and dtype is not None:
+            if partition.tp_plan is not None and partition.staging is None and torch.is_grad_enabled():
+                grads.batches.note(args, kwargs)
+        if self._meter is not None:
+            self._meter.enter()
+        precision = self._shards.plan.precision
+        dtype = precision.param_dtype
+        if precision.cast_inputs and dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         return args, kwargs
 
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
-        engine = self._engine
-        if engine.meter is not None:
-            self._look_at_peak(engine.meter)
+        if self._meter is not None:
+            self._look_at_peak(self._meter)
         with outside_transforms():
             # Peers may still gather what this rank did not use.
-            engine.pool.finish_phase()
-            engine.pool.end_forward()
-            engine.guards.after_forward()
-            engine.events.forward_ended(torch.is_grad_enabled())
+            self._pool.finish_phase()
+            self._pool.end_forward()
+            if not torch.compiler.is_compiling():
+                self._guards.check_edits()  # what was written to copies that end
+            self._events.forward_ended(torch.is_grad_enabled())
             self._expect_update()
-        dtype = engine.plan.precision.output_dtype
+        dtype = self._shards.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
-            each_tensor(output, engine.passes.watch)
+            each_tensor(output, self._grads.passes.watch)
         return output
 
     def _look_at_peak(self, meter: MemoryMeter) -> None:
         try:
             meter.forward_ended()
         except DeviceMemoryError as error:
-            self._engine.pool.tell(error)  # the peers wait at the end of their passes
+            self._pool.tell(error)  # the peers wait at the end of their passes
             raise
 
     def _expect_update(self) -> None:
         if torch.is_grad_enabled():
-            self._engine.events.update_expected()
+            self._events.update_expected()
 
     def _on_grad(self, place: int, param: torch.Tensor) -> None:
         if torch.is_grad_enabled():  # only with create_graph=True; otherwise it is off already
@@ -217,15 +204,15 @@ class Attachment:
     def _take_grad(self, place: int, param: torch.Tensor) -> None:
         if not param.requires_grad:
             return  # frozen since the forward pass: it counts as unused
-        engine, (state, slot) = self._engine, self._places[place]
+        grads, entry = self._grads, self._grads.facade.entries[place]
         # Taken before anything raises below: it must not be there in the next pass.
-        grad = engine.facade.take(place, param)
-        engine.passes.gradient_came()
+        grad = grads.facade.take(place, param)
+        grads.passes.gradient_came()
         if grad is None:
             return
-        if state.chunk.unseen:
+        if entry.state.chunk.unseen:
             raise RuntimeError(
-                f"{engine.facade.name(state.spec.slots[slot].param)} got a gradient, but no forward pass has "
+                f"{self._shards.name(entry.index)} got a gradient, but no forward pass has "
                 "gathered it since the last update, so its values were NaN. Use it in forward() of its module or of a "
                 "parent (other methods of the model do not gather), or compute the loss inside "
                 "`with model.gathered():` of what boost/build returned"
@@ -233,40 +220,20 @@ class Attachment:
         if grad.requires_grad:
             grad = grad.detach()
         grad = grad.to_dense() if grad.is_sparse else grad
-        if self._kept is not None:
-            self._kept.append((state, slot, grad))
+        if grads.collected is not None:
+            grads.collected.append((entry.state, entry.slot, grad))
         else:
-            engine.reducer.add(state, slot, grad, engine.passes.sync)
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[list[tuple[ChunkGrads, int, torch.Tensor]]]:
-        """Collect the gradients of a pass inside the block for :meth:`hand_on`."""
-        self._kept = []
-        try:
-            yield self._kept
-        finally:
-            self._kept = None
-
-    def hand_on(self, kept: list[tuple[ChunkGrads, int, torch.Tensor]]) -> None:
-        """Reduce gradients of an earlier pass as those of the current one."""
-        engine = self._engine
-        for state, slot, grad in kept:
-            engine.reducer.add(state, slot, grad, engine.passes.sync)
-        kept.clear()
+            grads.reducer.add(entry.state, entry.slot, grad, grads.passes.sync)
 
     def _zero_all(self, set_to_none: bool = True) -> None:
         """The user's ``model.zero_grad()``."""
-        self._engine.zero_grad(set_to_none=set_to_none)
+        self._grads.zero()
 
     def remove(self) -> None:
         """Remove everything from the model."""
         for remove in self._remove:
             remove()
         self._remove.clear()
-
-
-def _drop(own: dict[str, Any], name: str) -> None:
-    own.pop(name, None)
 
 
 def of_units(
@@ -307,7 +274,7 @@ def weakly(method: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
     owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(param: Any) -> Any:
-        found = owner()
-        return None if found is None else function(found, *arguments, param)
+        instance = owner()
+        return None if instance is None else function(instance, *arguments, param)
 
     return hook

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
-from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.full_values import state_names
 from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
+from shardwise.core.engine.values import Values
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -39,6 +40,10 @@ __all__ = [
     "TensorShape",
     "split",
 ]
+
+
+Get = Callable[[Any], torch.Tensor]
+"""Returns a fragment's values from an open block."""
 
 
 class Fill(Protocol):
@@ -84,7 +89,7 @@ class FragmentBlock:
     """Fragments that are in memory together; each getter returns its fragment's values while the block is open."""
 
     opened: Callable[[], AbstractContextManager[Any]]
-    parts: tuple[tuple[Fragment, Callable[[Any], torch.Tensor]], ...]
+    parts: tuple[tuple[Fragment, Get], ...]
 
 
 class FragmentPlan:
@@ -143,9 +148,7 @@ class FragmentPlan:
 class FragmentReader:
     """Reads parts of fragments in any order. The last block stays open, since the next read is often in it."""
 
-    def __init__(
-        self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Callable[[Any], torch.Tensor], int]]
-    ) -> None:
+    def __init__(self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Get, int]]) -> None:
         self.fragments, self._places = fragments, places
         self._block: FragmentBlock | None = None
         self._open = ExitStack()
@@ -181,7 +184,11 @@ def split(fragment: Fragment, most_bytes: int) -> list[Fragment]:
 
 
 class EngineLocalState:
-    """This rank's values of one engine and its optimizers, by global names.
+    """This rank's values of one model and its optimizers, by global names.
+
+    Args:
+        values: of the model.
+        optimizers: of the model.
 
     Attributes:
         names: all names of each parameter of the whole model, the saved one first.
@@ -189,17 +196,18 @@ class EngineLocalState:
         other_shapes: state may have other shapes than parameters, since an optimizer gets unsharded tensors.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.engine, self.optimizers = engine, tuple(optimizers)
-        engine.guards.check()
-        self.other_shapes = bool(engine.whole_tensor_optimizers)
-        self._table, found = engine.partition.table, state_names(engine)
+    def __init__(self, values: Values, optimizers: Sequence[ShardedOptimizer]) -> None:
+        self._values, self._shards, self.optimizers = values, values.shards, tuple(optimizers)
+        self._state_dicts = values.guards.state_dicts
+        values.guards.check()
+        self.other_shapes = any(spec.whole for spec in self._shards.layout.chunks)
+        self._table, names = self._shards.partition.table, state_names(self._shards, self._state_dicts)
         self.names: list[tuple[str, ...]] = [
-            tuple(found.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
+            tuple(names.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
         ]
         self._own = [self.names[place] for place in self._table.place]
-        self._outlines = found.others
-        own = engine.attachment.own_state.names() if self._table.names is not None else found
+        self._outlines = names.others
+        own = self._state_dicts.names() if self._table.names is not None else names
         self.others = dict(own.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
@@ -209,7 +217,7 @@ class EngineLocalState:
     @property
     def module(self) -> torch.nn.Module:
         """The user's module."""
-        return self.engine.model
+        return self._shards.model
 
     # ---- names and shapes, the same on every rank
 
@@ -230,12 +238,12 @@ class EngineLocalState:
     def _stored_dtype(self, place: int, fact: ParamInfo) -> torch.dtype:
         """Return the dtype of the master, or of the shard if there is none."""
         if place not in self._table.index:  # another rank's: by the same rule
-            apart = fact.trainable and self.engine.plan.precision.master_weights and fact.dtype in HALF_DTYPES
+            apart = fact.trainable and self._shards.plan.precision.master_weights and fact.dtype in HALF_DTYPES
             return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
-        chunk_index, _ = self.engine.layout.where[self._table.index[place]]
-        state = self.engine.states.get(chunk_index)
+        chunk_index, _ = self._shards.layout.where[self._table.index[place]]
+        state = self._shards.states.get(chunk_index)
         dtype = state.dtype if state is not None else None
-        return dtype or self.engine.layout.chunks[chunk_index].dtype
+        return dtype or self._shards.layout.chunks[chunk_index].dtype
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is used."""
@@ -255,7 +263,7 @@ class EngineLocalState:
 
     def owns(self, name: str) -> bool:
         """Whether this rank saves a buffer or extra state for all ranks."""
-        mesh, staging = self.engine.mesh, self.engine.staging
+        mesh, staging = self._shards.mesh, self._shards.partition.staging
         first = staging.rank_of(name) if staging is not None else 0
         return mesh.rank == mesh.tensor.rank == 0 and mesh.pipeline.rank == first
 
@@ -273,13 +281,13 @@ class EngineLocalState:
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
         """Return the fragments that this rank writes, of at most ``most_bytes``. Replicas share the work, or the first
         one writes everything. Tensors that are replicated across tensor-parallel ranks are saved by the first."""
-        replicas = self.engine.mesh.replicate
+        replicas = self._shards.mesh.replicate
         if not shared:
             return FragmentPlan(list(self._blocks()) if replicas.rank == 0 else [], most_bytes, 0, 1)
         return FragmentPlan(list(self._blocks()), most_bytes, replicas.rank, replicas.size)
 
     def _blocks(self) -> Iterator[FragmentBlock]:
-        for chunk in self.engine.chunks:
+        for chunk in self._shards.chunks:
             positions = self._positions.get(chunk.spec.index)
             if positions is None:
                 yield self._chunk_block(chunk)
@@ -288,7 +296,7 @@ class EngineLocalState:
 
     def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
         """Parameters of no optimizer here; masters if the model is saved without its optimizers."""
-        state = self.engine.states.get(chunk.spec.index)
+        state = self._shards.states.get(chunk.spec.index)
         master = None if state is None else state.dtype
         dtype = chunk.spec.dtype if master is None else master
         parts = []
@@ -296,39 +304,39 @@ class EngineLocalState:
             start, end = chunk.overlap(slot)
             if start < end:
                 name, first = f"model/{self._own[slot.param][0]}", start - chunk.shard_start
-                get = _part_of_shard(first, end - start)
-                parts += self._given(name, slot.param, dtype, start - slot.start, end - slot.start, get)
+                get = _range_of(lambda shard: shard, first, end - start)
+                parts += self._fragments(name, slot.param, dtype, start - slot.start, end - slot.start, get)
         return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
         tile = optimizer.updates.tiles[position]
-        parts: list[tuple[Fragment, Callable[[Any], torch.Tensor]]] = []
+        parts: list[tuple[Fragment, Get]] = []
         for piece in tile.pieces:
             name, first, last = self._own[piece.param][0], piece.offset, piece.offset + piece.end - piece.start
-            get = _value_of(piece.value)
-            parts += self._given(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
+            get: Get = partial(lambda value, _: value, piece.value)
+            parts += self._fragments(f"model/{name}", piece.param, piece.value.dtype, first, last, get)
             for key, value in flat(optimizer.state.get(piece.value, {})).items():
                 full, get = f"optimizer/{optimizer.index}/{name}/{key}", _state_of(optimizer, piece.value, key)
                 if is_element_wise(value, piece):
-                    parts += self._given(full, piece.param, value.dtype, first, last, get)
-                elif _is_large(value) and not self.engine.layout.facts[piece.param].earlier:
+                    parts += self._fragments(full, piece.param, value.dtype, first, last, get)
+                elif _is_large(value) and not self._shards.layout.facts[piece.param].earlier:
                     parts.append((Fragment(full, tuple(value.shape), value.dtype, 0, value.numel()), get))
         return FragmentBlock(lambda: optimizer.updates.opened(position), tuple(parts))
 
-    def _given(
-        self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Callable[[Any], torch.Tensor]
-    ) -> list[tuple[Fragment, Callable[[Any], torch.Tensor]]]:
+    def _fragments(
+        self, name: str, param: int, dtype: torch.dtype, start: int, end: int, get: Get
+    ) -> list[tuple[Fragment, Get]]:
         """Return the fragments of elements ``[start, end)`` of this rank's part of a parameter (or of its state)."""
-        fact = self.engine.layout.facts[param]
+        fact = self._shards.layout.facts[param]
         shape, part = tuple(fact.whole), fact.part
         if fact.earlier:
             return []
         if part is None:
-            first = self.engine.mesh.tensor.rank == 0
+            first = self._shards.mesh.tensor.rank == 0
             return [(Fragment(name, shape, dtype, start, end - start), get)] if first else []
         cut = StoredCut.of(shape, part.cut)
         return [
-            (Fragment(name, shape, dtype, run.stored, run.numel, cut), _some_of(get, run.local - start, run.numel))
+            (Fragment(name, shape, dtype, run.stored, run.numel, cut), _range_of(get, run.local - start, run.numel))
             for run in own_runs(part, start, end)
         ]
 
@@ -364,15 +372,15 @@ class EngineLocalState:
             state_of: returns ``{key: small value, or Stored}`` for the name of a parameter; ``None``: never stepped.
             optimizers: indices of those whose state is replaced.
         """
-        for chunk in self.engine.chunks:
+        for chunk in self._shards.chunks:
             self._put_values(chunk, fill, stored)
             for optimizer, position in self._positions.get(chunk.spec.index, ()):
                 if optimizer.index in optimizers:
                     self._put_state(optimizer, position, fill, state_of)
 
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
-        state = self.engine.states.get(chunk.spec.index)
-        facts = self.engine.layout.facts
+        state = self._shards.states.get(chunk.spec.index)
+        facts = self._shards.layout.facts
         everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank has the full array
         for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
         wanted = [(slot, name) for slot, name in for_all if name is not None]
@@ -416,7 +424,7 @@ class EngineLocalState:
             held = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    dtype = optimizer.updates.dtype_for(key, value.dtype, piece)
+                    dtype = optimizer.updates.stepper.dtype_for(key, value.dtype, piece.value)
                     there: Any = held.get(key)
                     # Reuse memory of existing state; of tiles on a disk it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
@@ -424,7 +432,7 @@ class EngineLocalState:
                         numel = piece.end - piece.start
                         there = torch.empty(numel, dtype=dtype, device=piece.value.device)
                     state[key] = there.view(piece.value.shape)
-                    fill(value.name, piece.offset, state[key].view(-1), self.engine.layout.facts[piece.param].part)
+                    fill(value.name, piece.offset, state[key].view(-1), self._shards.layout.facts[piece.param].part)
                 else:
                     state[key] = value
                     if isinstance(value, torch.Tensor):  # a count is on the host, rows and columns are with the values
@@ -435,17 +443,18 @@ class EngineLocalState:
     def check_others(self, values: dict[str, Any]) -> None:
         """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
         own = {name: value for name, value in values.items() if name in self.others}
-        check_buffers_and_extra(self.engine, self.others, own)
+        check_buffers_and_extra(self._state_dicts, self.others, own)
 
     @torch.no_grad()
     def put_others(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
         own = {name: value for name, value in values.items() if name in self.others}
-        load_buffers_and_extra(self.engine, self.others, own, check_buffers_and_extra(self.engine, self.others, own))
+        computed = check_buffers_and_extra(self._state_dicts, self.others, own)
+        load_buffers_and_extra(self._state_dicts, self.others, own, computed)
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""
-        run_load_hooks(self.engine, missing, unexpected)
+        run_load_hooks(self._values, missing, unexpected)
 
 
 @dataclass(frozen=True)
@@ -460,17 +469,9 @@ def _is_large(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > optimizer_state.MOST_SMALL
 
 
-def _part_of_shard(first: int, numel: int) -> Callable[[Any], torch.Tensor]:
-    return lambda shard: shard[first : first + numel]
+def _range_of(get: Get, first: int, numel: int) -> Get:
+    return lambda opened: get(opened)[first : first + numel]
 
 
-def _some_of(get: Callable[[Any], torch.Tensor], first: int, numel: int) -> Callable[[Any], torch.Tensor]:
-    return lambda held: get(held)[first : first + numel]
-
-
-def _value_of(value: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    return lambda _: value
-
-
-def _state_of(optimizer: ShardedOptimizer, value: torch.Tensor, key: str) -> Callable[[Any], torch.Tensor]:
+def _state_of(optimizer: ShardedOptimizer, value: torch.Tensor, key: str) -> Get:
     return lambda _: flat(optimizer.state[value])[key]

@@ -7,30 +7,166 @@ or step was assigned by the user: it replaces the engine's gradient, as in plain
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.base.torch_internals import accumulate_hooks, storage_id
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
+from shardwise.core.engine.full_values import gather_parts
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.norm_parts import in_shard, is_divided
-from shardwise.core.engine.staging import gather_parts
-from shardwise.core.engine.user_grads import UserGrads
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
+from shardwise.core.grads.passes import BackwardPasses
+from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.grads.sharded_grad import ShardedGrad
 
-if TYPE_CHECKING:
-    from shardwise.core.engine.engine import Engine
+__all__ = ["Entry", "GradFacade", "StaleGradWarnings"]
 
-__all__ = ["GradFacade", "Readers", "StaleGradWarnings"]
+
+CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
+"""Functions of torch, and their module, that take what they are given for all gradients."""
+NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]
+"""The row of a gradient that was not changed; see :class:`Change`."""
+TOLERANCE = 1e-4
+"""Numbers of a program may differ between ranks by this part of the largest."""
+
+
+@dataclass
+class Change:
+    """Changes of one gradient since the last step.
+
+    Attributes:
+        count: how often it was changed.
+        by: the numbers that it was changed by, hashed into one.
+        figures: norm and sum of an assigned tensor.
+        tolerance: relative difference that the figures of two ranks may have.
+    """
+
+    count: int = 0
+    by: float = 0.0
+    figures: torch.Tensor | None = None
+    tolerance: float = TOLERANCE
+
+
+# [Note: Assigned gradients are compared]
+# backward() averages over the ranks. A gradient that the program computes itself (torch.autograd.grad, a division by
+# its own number of tokens) and assigns to .grad is this rank's own: each rank would take its shard of another gradient.
+# So what is assigned, and the numbers that gradients are changed by, are compared before the step: exactly, by a word
+# that travels with the norm. If the words differ, the norm and sum of each assigned tensor must agree in half of their
+# digits, since the same computation may differ between ranks in its last bits. A tensor that a gradient is changed by
+# in place is not compared: each shard has one owner. Replicas are not compared (neither does DDP). Numbers on a device
+# are not read, since that would wait for the device.
+class UserGrads:
+    """Changes of gradients by the user since the last step, by optimizer.
+
+    Args:
+        names: of the parameters, by index, the same on every rank.
+        group: the ranks that shard them.
+    """
+
+    def __init__(self, names: Mapping[int, str], group: Group) -> None:
+        self._names, self._group = names, group
+        self._changes: dict[int, dict[int, Change]] = {}
+
+    def _change(self, optimizer: int, index: int) -> Change:
+        return self._changes.setdefault(optimizer, {}).setdefault(index, Change())
+
+    def changed(self, optimizer: int, index: int, operands: Iterable[Any] | None) -> None:
+        """Note an in-place change of a gradient by these operands; ``None``: by an unknown operation."""
+        change = self._change(optimizer, index)
+        change.count += 1
+        for each in operands or ():
+            if isinstance(each, Real) or (isinstance(each, torch.Tensor) and not each.dim() and each.is_cpu):
+                change.by = 31.0 * change.by + float(each)
+
+    def assigned(self, optimizer: int, index: int, value: torch.Tensor) -> None:
+        """Note that a gradient was replaced by the full tensor ``value``."""
+        change = self._change(optimizer, index)
+        wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+        change.figures = torch.stack([torch.linalg.vector_norm(wide), wide.sum()]).double()
+        change.tolerance = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
+
+    def forget(self, optimizer: int | None) -> None:
+        """The gradients of one optimizer, or of all, were used or dropped."""
+        for each in list(self._changes) if optimizer is None else (optimizer, -1):
+            self._changes.pop(each, None)
+
+    def mark(self, optimizer: int) -> float:
+        """Return a fingerprint of the changes since the last step; 0.0 if there are none."""
+        changes = self._changes.get(optimizer)
+        if not changes:
+            return 0.0
+        numbers = array("d")
+        for index, row in sorted(self._rows(changes).items()):
+            numbers.extend([index, *row])
+        return float(zlib.crc32(numbers.tobytes()) + 1)
+
+    def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
+        rows = {index: [float(each.count), each.by, 0.0, 0.0, each.tolerance] for index, each in changes.items()}
+        figures = {index: each.figures for index, each in changes.items() if each.figures is not None}
+        for device in {each.device for each in figures.values()}:  # one read a device
+            own = {index: each for index, each in figures.items() if each.device == device}
+            for index, pair in zip(own, torch.stack(list(own.values())).tolist(), strict=True):
+                rows[index][2:4] = pair
+        return rows
+
+    def compare(self, optimizer: int) -> None:
+        """Compare the changes of all ranks after their fingerprints differed. Collective.
+
+        Raises:
+            RuntimeError: ranks changed different gradients, by different numbers, or assigned different values.
+        """
+        rows = self._rows(self._changes.get(optimizer, {}))
+        own = [number for index in self._names for number in rows.get(index, NOTHING)]
+        posts = self._group.exchange(own, "which gradients were changed by hand")
+        for at, index in enumerate(self._names):
+            self._check(index, [post[at * len(NOTHING) : (at + 1) * len(NOTHING)] for post in posts])
+
+    def _check(self, index: int, rows: Sequence[Sequence[float]]) -> None:
+        """Raise if the ranks changed one gradient differently."""
+        counts, by, norms, sums, tolerances = zip(*rows, strict=True)
+        most = max(tolerances) * max(norms)
+        if not _agree(counts, 0.0):
+            raise RuntimeError(
+                f"{self._names[index]}.grad was assigned, cleared or changed in place differently on the ranks (times: "
+                f"{_by_rank(counts)}): every rank must do the same; nothing was updated"
+            )
+        if not _agree(by, TOLERANCE * max(map(abs, by))):
+            problem = f"changed by different numbers on the ranks ({_by_rank(by)})"
+        elif not (_agree(norms, most) and _agree(sums, most)):
+            problem = f"given different values on the ranks (norms: {_by_rank(norms)})"
+        else:
+            return
+        raise RuntimeError(
+            f"{self._names[index]}.grad was {problem}. A gradient that the program computes itself is not averaged "
+            "over the ranks: average it (torch.distributed.all_reduce), or let backward() compute it; nothing was "
+            "updated"
+        )
+
+
+def _agree(values: Sequence[float], most: float) -> bool:
+    first = values[0]
+    if not math.isfinite(first):
+        return all(value == first or (math.isnan(value) and math.isnan(first)) for value in values)
+    return all(abs(value - first) <= most for value in values)
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    return ", ".join(f"rank {rank} {value:.4g}" for rank, value in enumerate(values))
 
 
 # [Note: What stands in .grad]
@@ -39,78 +175,109 @@ __all__ = ["GradFacade", "Readers", "StaleGradWarnings"]
 # (take). Anything else was assigned by the user, and is taken over before the next pass or step (collect). A pass that
 # was not announced finds a ShardedGrad there, and is noticed when autograd adds to it (``arrived``). Users see averaged
 # and unscaled values. Stored values are neither, so each use converts them by the current factor.
-class GradFacade:
-    """``.grad`` of one engine's trainable parameters.
+@dataclass(eq=False)
+class Entry:
+    """One trainable parameter.
 
     Attributes:
+        index: of the parameter.
+        place: position among the trainable parameters.
+        state, slot: its gradient state, and the position in its chunk.
+        start, end: its range in this rank's shard.
+        grad: what its ``.grad`` shows.
+        hook_id: of the engine's last hook on it, after which there must be no other.
+    """
+
+    index: int
+    place: int
+    param: nn.Parameter
+    state: ChunkGrads
+    slot: int
+    start: int
+    end: int
+    grad: ShardedGrad
+    hook_id: int = -1
+
+    @property
+    def optimizer(self) -> int:
+        return self.state.spec.optimizer
+
+    @property
+    def reduced(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self.state.reduced is not None and self.slot in self.state.used_globally
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a gradient, reduced or not."""
+        return self.slot in self.state.used_globally or self.slot in self.state.filled
+
+    def own_part(self) -> torch.Tensor | None:
+        """Return this rank's part of the reduced array, or ``None``."""
+        reduced = self.state.reduced
+        return reduced[self.start : self.end] if reduced is not None and self.start < self.end else None
+
+
+class GradFacade:
+    """``.grad`` of one model's trainable parameters.
+
+    Args:
+        shards: of the model.
+        states: gradient states by chunk index.
+        passes: of the model.
+        counts: of the steps under way.
+
+    Attributes:
+        stale: warns about gradients that a step has used.
         clip: by optimizer, a factor of its next step that is not applied to the stored gradients yet.
         asked: by optimizer, clipping calls for its next step and their arguments, which every rank makes.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        # Parameters refer to this object, and must not keep the engine alive.
-        self._engine: weakref.ref[Engine] = weakref.ref(engine)
-        self._where: dict[int, tuple[ChunkGrads, int]] = {}
-        for state in engine.grads.values():
-            for at, slot in enumerate(state.spec.slots):
-                self._where[slot.param] = state, at
-        self._params: dict[int, nn.Parameter] = {index: engine.params[index] for index in sorted(self._where)}
-        self._spans: dict[int, tuple[int, int]] = {}
-        """Ranges in this rank's shard, by parameter."""
-        own = weakref.ref(self)
-        self._grads: list[ShardedGrad] = []
-        for index in self._params:
-            state, at = self._where[index]
-            like = torch.empty(state.spec.slots[at].shape, dtype=state.spec.dtype, device="meta")
-            self._grads.append(ShardedGrad(own, index, like, state.chunk.device))
-            start, end = state.chunk.overlap(state.spec.slots[at])
-            self._spans[index] = max(start - state.chunk.shard_start, 0), max(end - state.chunk.shard_start, 0)
-        self._indices, self._place = list(self._params), {index: place for place, index in enumerate(self._params)}
+    def __init__(
+        self, shards: ModelShards, states: Mapping[int, ChunkGrads], passes: BackwardPasses, counts: StepCounts
+    ) -> None:
+        self._shards, self._passes, self._counts = shards, passes, counts
+        self.stale = StaleGradWarnings()
+        where = {slot.param: (state, at) for state in states.values() for at, slot in enumerate(state.spec.slots)}
+        owner = weakref.ref(self)
+        self.entries: list[Entry] = []
+        """By place, in the order of the model's parameters."""
+        for index, (state, at) in sorted(where.items()):
+            slot = state.spec.slots[at]
+            like = torch.empty(slot.shape, dtype=state.spec.dtype, device="meta")
+            span = [max(bound - state.chunk.shard_start, 0) for bound in state.chunk.overlap(slot)]
+            grad = ShardedGrad(owner, index, like, state.chunk.device)
+            entry = Entry(index, len(self.entries), shards.params[index], state, at, span[0], span[1], grad)
+            self.entries.append(entry)
+        self._by_index = {entry.index: entry for entry in self.entries}
         # Lists by place, since every pass iterates over them.
-        self._in_order = list(self._params.values())
+        self._in_order = [entry.param for entry in self.entries]
         self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
         self._owned: dict[int, list[tuple[nn.Parameter, int | None]]] = {}
         """Parameters and their places by optimizer (-1: none), frozen ones included."""
-        for index, param in enumerate(engine.params):
-            owner = engine.layout.facts[index].optimizer
-            self._owned.setdefault(owner, []).append((param, self._place.get(index)))
-        self._by_state = [(s, [self._place[slot.param] for slot in s.spec.slots]) for s in engine.grads.values()]
+        place = {entry.index: entry.place for entry in self.entries}
+        for index, param in enumerate(shards.params):
+            self._owned.setdefault(shards.layout.facts[index].optimizer, []).append((param, place.get(index)))
+        self._by_state = [(s, [place[slot.param] for slot in s.spec.slots]) for s in states.values()]
         self._with_graph: set[int] = set()
-        names = {index: engine.layout.facts[index].names[0] for index in self._params}
-        self.user_grads = UserGrads(names, engine.mesh.shard)
+        self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._divisors: dict[int, float] = {}
-        self._hook_ids = [-1] * len(self._in_order)
-        self._readers = Readers(self._in_order, engine.optimizers, engine.mesh.pipeline.size)
-        self._nothing = torch.empty(0, device=engine.mesh.device)
-        self.loss_scaled = engine.plan.precision.scaler is not None
+        self._reads_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]
+        self._reads_ours = weakref.WeakKeyDictionary()
+        """By optimizer, the number of its groups, and whether one that the engine does not step has our parameters."""
+        self._nothing = torch.empty(0, device=shards.mesh.device)
+        self.loss_scaled = shards.plan.precision.scaler is not None
         self.clip: dict[int, float] = {}
         self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
 
-    @property
-    def engine(self) -> Engine:
-        """The engine; raise if its session is gone."""
-        engine = self._engine()
-        if engine is None:
-            raise RuntimeError(f"the session of {len(self._params)} gradients is gone ({engine}): keep clones")
-        return engine
-
     # ---- shown and hidden
-
-    @property
-    def places(self) -> list[tuple[ChunkGrads, int]]:
-        """Gradient state and slot by place, in the order of the model's parameters."""
-        return [self._where[index] for index in self._indices]
-
-    def follow(self, place: int, handle: RemovableHandle) -> None:
-        """Register the engine's last hook on the parameter at ``place``, after which there must be no other."""
-        self._hook_ids[place] = handle.id
 
     def begin_pass(self) -> None:
         """Begin an outermost pass: take over what was assigned to ``.grad``, and clear it."""
         self.collect()
         self._changed()
-        if not any(state.used_globally or state.filled for state in self.engine.grads.values()):
+        if not any(state.used_globally or state.filled for state, _ in self._by_state):
             self.forget()  # left by a pass that failed
         self._settle_clip()
         shown = self._shown
@@ -121,7 +288,7 @@ class GradFacade:
     def _settle_clip(self) -> None:
         """Apply the clipping factor to the stored gradients, before gradients without it are added."""
         clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
-        with self.engine.passes.rewriting() if clips else nullcontext():
+        with self._passes.rewriting() if clips else nullcontext():
             for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
                 state.rescale(clips[state.spec.optimizer])
             self.clip.clear()
@@ -129,40 +296,39 @@ class GradFacade:
     def end_pass(self) -> None:
         """End a pass: show the gradients."""
         self._changed()
-        reduced = not self.engine.passes.unreduced
+        reduced = not self._passes.unreduced
         for state, places in self._by_state:
             for at in state.used_globally if reduced else state.used_globally | state.filled:
                 place = places[at]
                 if self._in_order[place].grad is self._shown[place]:  # otherwise assigned since: reduce_rest()
-                    self._in_order[place].grad = self._shown[place] = self._grads[place]
+                    self._in_order[place].grad = self._shown[place] = self.entries[place].grad
 
-    def _show(self, index: int) -> None:
-        place = self._place[index]
-        self._in_order[place].grad = self._shown[place] = self._grads[place]
+    def _show(self, entry: Entry) -> None:
+        entry.param.grad = self._shown[entry.place] = entry.grad
 
-    def _hide(self, index: int) -> None:
+    def _hide(self, entry: Entry) -> None:
         """Show no gradient."""
-        self._shown[self._place[index]] = None
+        self._shown[entry.place] = None
 
     def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
         """Take the pass's gradient that autograd left in ``param.grad``. Another hook that takes it is an error."""
-        grad, hooks = param.grad, accumulate_hooks(param)
-        if next(reversed(hooks)) != self._hook_ids[place]:
+        grad, hooks, entry = param.grad, accumulate_hooks(param), self.entries[place]
+        if next(reversed(hooks)) != entry.hook_id:
             raise RuntimeError(
-                f"{self.name(self._indices[place])} has a post-accumulate-grad hook from after boost/build "
+                f"{self.name(entry.index)} has a post-accumulate-grad hook from after boost/build "
                 f"({len(hooks)} hooks), which would see no gradient. Use Tensor.register_hook for this rank's gradient "
                 "of the pass, .grad for the averaged one after it, or GradPlan(update='backward') to update in backward"
             )
         if grad is None:
             raise RuntimeError(
-                f"{self.name(self._indices[place])} has no gradient: a post-accumulate-grad hook from before "
+                f"{self.name(entry.index)} has no gradient: a post-accumulate-grad hook from before "
                 "boost/build has taken it. Remove the hook; GradPlan(update='backward') updates during backward"
             )
         param.grad = None
         if grad.requires_grad:
-            self._with_graph.add(self._indices[place])
+            self._with_graph.add(entry.index)
         elif self._with_graph:
-            self._with_graph.discard(self._indices[place])
+            self._with_graph.discard(entry.index)
         shown = self._shown[place]
         if shown is None:
             return grad
@@ -171,7 +337,7 @@ class GradFacade:
         arrived, shown.arrived = shown.arrived, None
         if grad is shown or grad is arrived:
             return arrived
-        self._replace(self._indices[place], None)  # autograd added to what the user had assigned
+        self._replace(entry, None)  # autograd added to what the user had assigned
         return grad
 
     def clear(self, optimizer: int | None = None) -> None:
@@ -187,9 +353,9 @@ class GradFacade:
         """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
         self._changed()
         self.user_grads.forget(optimizer)
-        for held in (self.clip, self.asked):
-            for each in list(held) if optimizer is None else (optimizer, -1):
-                held.pop(each, None)
+        for calls in (self.clip, self.asked):
+            for each in list(calls) if optimizer is None else (optimizer, -1):
+                calls.pop(each, None)
 
     # ---- assigned gradients
 
@@ -200,88 +366,85 @@ class GradFacade:
             RuntimeError: the gradients have been used already, or are not reduced yet.
         """
         dropped: set[int] = set()
-        for (index, param), shown in zip(self._params.items(), tuple(self._shown), strict=True):
+        for place, (param, shown) in enumerate(zip(self._in_order, tuple(self._shown), strict=True)):
             if param.grad is not shown:
+                entry = self.entries[place]
                 if param.grad is None:
-                    dropped.add(self._where[index][0].spec.optimizer)
-                self._take_over(index, param)
+                    dropped.add(entry.optimizer)
+                self._take_over(entry)
         for optimizer in dropped:
-            states = [s for s in self.engine.grads.values() if s.spec.optimizer == optimizer]
+            states = [state for state, _ in self._by_state if state.spec.optimizer == optimizer]
             for state in states:
                 if not (state.used_globally or state.filled):
                     state.clear()
             if not any(state.used_globally or state.filled for state in states):
-                self.engine.counts.forget([optimizer])  # as after zero_grad()
-                self.engine.passes.forget_tokens(optimizer)
+                self._counts.forget([optimizer])  # as after zero_grad()
+                self._passes.forget_tokens(optimizer)
 
-    def _take_over(self, index: int, param: nn.Parameter) -> None:
-        given = param.grad
-        state, at = self._where[index]
-        held = at in state.used_globally or at in state.filled
-        if isinstance(given, ShardedGrad) and given.owner() is self and given.param_index == index and not given.views:
-            if held:
-                self._show(index)  # p.grad = p.grad.detach()
+    def _take_over(self, entry: Entry) -> None:
+        value, present, index = entry.param.grad, entry.present, entry.index
+        if isinstance(value, ShardedGrad) and value.owner() is self and value.param_index == index and not value.views:
+            if present:
+                self._show(entry)  # p.grad = p.grad.detach()
             else:
-                self._hide(index)
-                param.grad = None
+                self._hide(entry)
+                entry.param.grad = None
             return
-        self.engine.stale_grads.replaced(index)
-        if given is None and not held:
-            self._hide(index)  # of a step that is over
+        self.stale.replaced(index)
+        if value is None and not present:
+            self._hide(entry)  # of a step that is over
             return
-        plan = self.engine.plan
-        if plan.grad.update == "backward":
-            said = "None" if given is None else f"a tensor of shape {tuple(given.shape)}"
+        self._check_assignable(entry, value)
+        self._replace(entry, value)
+        if value is None:
+            self._hide(entry)
+        else:
+            self._show(entry)
+
+    def _check_assignable(self, entry: Entry, value: torch.Tensor | None) -> None:
+        if self._shards.plan.grad.update == "backward":
+            assigned = "None" if value is None else f"a tensor of shape {tuple(value.shape)}"
             raise RuntimeError(
-                f"{self.name(index)}.grad was set to {said} by hand with update={plan.grad.update!r}: "
+                f"{self.name(entry.index)}.grad was set to {assigned} by hand with update='backward': "
                 "gradients have been used already; use update='step'"
             )
-        self._replace(index, given)
-        if given is None:
-            self._hide(index)
-        else:
-            self._show(index)
 
     @torch.no_grad()
-    def _replace(self, index: int, given: torch.Tensor | None) -> None:
-        """Replace the gradient by ``given`` (full shape, averaged, unscaled), or by none."""
-        state, at = self._where[index]
-        gathered = isinstance(given, ShardedGrad)
-        if given is not None and gathered:
-            given = given.clone()
-        if state.reduced is None and given is not None:
+    def _replace(self, entry: Entry, value: torch.Tensor | None) -> None:
+        """Replace the gradient by ``value`` (full shape, averaged, unscaled), or by none."""
+        state, at = entry.state, entry.slot
+        gathered = isinstance(value, ShardedGrad)
+        if value is not None and gathered:
+            value = value.clone()
+        if state.reduced is None and value is not None:
             state.reduced = state.own_memory().zero_()
         state.forget(at)
-        if given is None:
+        if value is None:
             state.used_globally.discard(at)
-            part = self._edited(index, ())[0]
+            part = self._edited(entry, ())[0]
             if state.reduced is not None:
                 part.zero_()
             return
         state.used_globally.add(at)
-        part, where, scale = self._edited(index, ())
-        whole = given.detach().to_dense() if given.is_sparse else given.detach()
+        part, where, scale = self._edited(entry, ())
+        full = value.detach().to_dense() if value.is_sparse else value.detach()
         if not gathered:
-            self.user_grads.assigned(state.spec.optimizer, index, whole)
-        part.copy_(whole.reshape(-1)[where])
+            self.user_grads.assigned(entry.optimizer, entry.index, full)
+        part.copy_(full.reshape(-1)[where])
         if scale != 1.0:
             part.mul_(scale)
 
     def has(self, index: int) -> bool:
         """Whether there is a gradient that no step has used; the same on every rank."""
-        state, at = self._where.get(index, (None, 0))
-        return state is not None and (at in state.used_globally or at in state.filled)
+        entry = self._by_index.get(index)
+        return entry is not None and entry.present
 
     def replace(self, index: int, value: torch.Tensor) -> None:
         """Replace the gradient by ``value`` (full shape, averaged, unscaled, any float dtype). Every rank calls it."""
-        plan = self.engine.plan
-        if plan.grad.update == "backward":
-            raise RuntimeError(
-                f"setting the gradient of {self.name(index)} with update={plan.grad.update!r}: gradients have been "
-                "used already; use update='step'"
-            )
-        self._replace(index, value)
-        self._show(index)
+        entry = self._by_index[index]
+        self._check_assignable(entry, value)
+        self._replace(entry, value)
+        self._show(entry)
 
     def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
         """Note a clipping call of every rank for the next step, which multiplies gradients by ``factor``."""
@@ -292,43 +455,44 @@ class GradFacade:
 
     def name(self, index: int) -> str:
         """The parameter's name."""
-        return self.engine.layout.facts[index].names[0]
+        return self._shards.name(index)
 
     def check_use(self, index: int, what: str) -> None:
         """Raises:
         RuntimeError: there is no reduced gradient now, or an optimizer that was made after the build reads it.
         """
         self.check_caller(index, what)
-        with self._alike(index, what):
-            self.engine.passes.reduce_due()
+        with self._collective(index, what):
+            self._passes.reduce_due()
         if why := self._why_not(index):
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 
     def zeroed(self, index: int) -> bool:
         """Whether ``zero_()`` is called on a gradient that a step has used, as in loops that zero gradients; this is no
         edit, but ``zero_grad(set_to_none=False)``."""
-        used = self._shown[self._place[index]] is not None and not (self.has(index) or self.engine.passes.running)
+        entry = self._by_index[index]
+        used = self._shown[entry.place] is not None and not (entry.present or self._passes.running)
         if used:
             self.check_caller(index, "zero_()")
-            self.engine.stale_grads.replaced(index)
+            self.stale.replaced(index)
         return used
 
     def _why_not(self, index: int) -> str:
-        engine, (state, at) = self.engine, self._where[index]
-        if engine.passes.running:
+        update = self._shards.plan.grad.update
+        if self._passes.running:
             return (
                 "while a backward pass runs: use it after the pass; Tensor.register_hook sees this rank's own gradient"
             )
-        if engine.plan.grad.update == "backward":
+        if update == "backward":
             return (
-                f"with update={engine.plan.grad.update!r}: gradients are used as soon as they are reduced and not "
+                f"with update={update!r}: gradients are used as soon as they are reduced and not "
                 "kept; use update='step'"
             )
-        if engine.passes.unreduced:
+        if self._passes.unreduced:
             return (
                 "after a pass under no_sync(): it is not averaged over the ranks yet; use it after a pass outside of it"
             )
-        if state.reduced is None or at not in state.used_globally:
+        if not self._by_index[index].reduced:
             return (
                 "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
                 "clears it)"
@@ -341,165 +505,13 @@ class GradFacade:
         return ""
 
     def check_caller(self, index: int, what: str) -> None:
-        """See :meth:`Readers.check`."""
-        self._readers.check(self.name(index), what)
-
-    def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
-        """Whether ``target`` shares memory with the parameter."""
-        try:
-            return bool(storage_id(target.untyped_storage()) == storage_id(self._params[index].untyped_storage()))
-        except NotImplementedError:
-            return False
-
-    def divisor(self, optimizer: int) -> float:
-        """Return the divisor of accumulated gradients: loss scale times number or tokens of the passes. Collective."""
-        if optimizer not in self._divisors:
-            engine = self.engine
-            divisor = engine.counts.loss_scale
-            if engine.plan.grad.average == "mean":
-                divisor *= max(engine.counts.so_far(optimizer), 1)
-            elif engine.plan.grad.average == "tokens":
-                own = engine.passes.tokens(optimizer)
-                total, _ = engine.mesh.world.total(own, "tokens of the step", engine.model_id)
-                # The reduction took the mean over ranks; this makes it the mean over the tokens of all ranks.
-                divisor *= total / engine.mesh.world.size if total else 1.0
-            self._divisors[optimizer] = divisor
-        return self._divisors[optimizer]
-
-    def _factor(self, optimizer: int) -> float:
-        """Return the factor from stored gradients to averaged, unscaled ones."""
-        return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
-
-    def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
-        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
-        stages = self.engine.mesh.pipeline.size
-        if len(indices) > 1 and stages > 1:
-            raise RuntimeError(
-                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
-                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
-                "plugin, or call optimizer.clip_grad_by_norm"
-            )
-        if p not in self._norms:
-            self._norms[p] = self._all_norms(indices[0], p)
-        param, own = self._params[indices[0]], self._norms[p]
-        factors = [self._factor(self._where[index][0].spec.optimizer) for index in indices]
-        values = [own[self._place[index]] * factor for index, factor in zip(indices, factors, strict=True)]
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        return list(torch.tensor(values, dtype=dtype, device="cpu").to(param.device).unbind())
-
-    def _all_norms(self, asked: int, p: float) -> list[float]:
-        mesh = self.engine.mesh
-        parts = []
-        for index in self._params:
-            state, at = self._where[index]
-            used = state.reduced is not None and at in state.used_globally
-            parts.append(self._counted_part(index, state.reduced) if used else None)
-        others = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
-        divided = [self.engine.layout.facts[i].part is not None or is_divided(p) for i, p in self._params.items()]
-        with self._alike(asked, "the norm"):
-            return each_norm(parts, p, mesh.shard, others, divided)
-
-    def _counted_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`_own_part`, without elements that a lower tensor-parallel rank has, too."""
-        part, (state, at) = self.engine.layout.facts[index].part, self._where[index]
-        if reduced is None or part is None or not part.cut.holders():
-            return self._own_part(index, reduced)
-        spans = in_shard(state, state.spec.slots[at], part.own_spans())
-        return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
-
-    def _own_part(self, index: int, reduced: torch.Tensor | None) -> torch.Tensor | None:
-        start, end = self._spans[index]
-        return reduced[start:end] if reduced is not None and start < end else None
-
-    def full(self, index: int, wide: bool) -> torch.Tensor:
-        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
-        state, at = self._where[index]
-        slot, group = state.spec.slots[at], self.engine.mesh.shard
-        reduced, param = state.reduced, self._params[index]
-        kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
-        part = self._own_part(index, reduced)
-        own = (torch.empty(0, device="cpu") if part is None else part).to(param.device, kind)
-        if group.size > 1:
-            with self._alike(index, "reading"):
-                posts = group.exchange([float(index)], "which .grad is read")
-                if len({post[0] for post in posts}) == 1:
-                    own = gather_parts(group, state.spec, slot, own)
-            if len({post[0] for post in posts}) > 1:
-                asked = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
-                raise RuntimeError(
-                    f"the ranks read .grad of different parameters: {asked}; read the same ones on all ranks"
-                )
-        elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
-            own = own.clone()
-        factor = self._factor(state.spec.optimizer)
-        if factor != 1.0:
-            own.mul_(factor)
-        full = own.view(slot.shape)
-        return full if wide else full.to(param.dtype)
-
-    @contextmanager
-    def _alike(self, index: int, what: str) -> Iterator[None]:
-        try:
-            yield
-        except PeerError as error:
-            told = f"{what} of {self.name(index)}.grad is collective, so every rank must do it: {error}"
-            raise PeerError(told) from error
-
-    def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
-        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
-        if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
-            self.user_grads.assigned(self._where[index][0].spec.optimizer, index, operands[0].detach())
-        return self._edited(index, operands)
-
-    def _edited(self, index: int, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
-        state, at = self._where[index]
-        optimizer, slot = state.spec.optimizer, state.spec.slots[at]
-        self._norms.clear()
-        self.user_grads.changed(optimizer, index, operands)
-        state.claim()
-        start, end = self._spans[index]
-        if state.reduced is None or start >= end:
-            return self._nothing, slice(0, 0), self.scale(optimizer)
-        first = state.chunk.shard_start + start - slot.start
-        return state.reduced[start:end], slice(first, first + end - start), self.scale(optimizer)
-
-    def scale(self, optimizer: int) -> float:
-        """Return the factor from averaged, unscaled values to stored ones."""
-        clip = self.clip.get(optimizer, 1.0)
-        return self.divisor(optimizer) / clip if clip else 1.0
-
-    def _changed(self) -> None:
-        self._norms.clear()
-        self._divisors.clear()
-
-
-CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
-"""Functions of torch, and their module, that take what they are given for all gradients."""
-
-
-class Readers:
-    """Finds callers that would take a sharded gradient for a full one, by the call stack.
-
-    Args:
-        params: the parameters with sharded gradients.
-        optimizers: those that the engine steps; their groups may be in any wrapper.
-        stages: number of pipeline ranks.
-    """
-
-    def __init__(
-        self, params: Iterable[nn.Parameter], optimizers: Sequence[torch.optim.Optimizer], stages: int
-    ) -> None:
-        self._params, self._optimizers, self._stages = tuple(params), tuple(optimizers), stages
-        self._judged: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-
-    def check(self, name: str, what: str) -> None:
-        """Raise if the caller must not use ``what`` of the gradient of ``name``.
+        """Check by the call stack that the caller does not take ``what`` of a sharded gradient for a full one.
 
         Raises:
             RuntimeError: an optimizer that was made after the build reads it; or torch computes the norm of one
                 pipeline stage only.
         """
-        frame, stages = sys._getframe(1), self._stages
+        frame, stages = sys._getframe(1), self._shards.mesh.pipeline.size
         while frame.f_back is not None:
             frame = frame.f_back
             if stages > 1 and frame.f_code.co_name in OF_ALL and frame.f_globals.get("__name__") == CLIPPING:
@@ -509,23 +521,143 @@ class Readers:
                 )
             if frame.f_code.co_name == "step":
                 caller = frame.f_locals.get("self")
-                if isinstance(caller, torch.optim.Optimizer) and self._has_ours(caller):
+                if isinstance(caller, torch.optim.Optimizer) and self._is_foreign_reader(caller):
                     raise RuntimeError(
-                        f"{what} of {name}.grad by step() of a {type(caller).__name__} that was made on "
+                        f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on "
                         "the parameters of a sharded model: it would train nothing; make the optimizer before "
                         "boost/build, pass it, and step what boost/build returned"
                     )
 
-    def _has_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _is_foreign_reader(self, optimizer: torch.optim.Optimizer) -> bool:
         groups = optimizer.param_groups
-        judged = self._judged.get(optimizer)
+        judged = self._reads_ours.get(optimizer)
         if judged is None or judged[0] != len(groups):
-            own = {id(param) for param in self._params}
-            stepped = {id(group) for each in self._optimizers for group in each.param_groups}
-            others = (group for group in groups if id(group) not in stepped)
-            found = any(id(param) in own for group in others for param in group["params"])
-            judged = self._judged[optimizer] = len(groups), found
+            own = {id(param) for param in self._in_order}
+            stepped = {id(group) for each in self._shards.optimizers for group in each.param_groups}
+            foreign = (group for group in groups if id(group) not in stepped)
+            reads = any(id(param) in own for group in foreign for param in group["params"])
+            judged = self._reads_ours[optimizer] = len(groups), reads
         return judged[1]
+
+    def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
+        """Whether ``target`` shares memory with the parameter."""
+        try:
+            return bool(
+                storage_id(target.untyped_storage()) == storage_id(self._by_index[index].param.untyped_storage())
+            )
+        except NotImplementedError:
+            return False
+
+    def divisor(self, optimizer: int) -> float:
+        """Return the divisor of accumulated gradients: loss scale times number or tokens of the passes. Collective."""
+        if optimizer not in self._divisors:
+            divisor, average, world = self._counts.loss_scale, self._shards.plan.grad.average, self._shards.mesh.world
+            if average == "mean":
+                divisor *= max(self._counts.so_far(optimizer), 1)
+            elif average == "tokens":
+                own = self._passes.tokens(optimizer)
+                total, _ = world.total(own, "tokens of the step", self._shards.model_id)
+                # The reduction took the mean over ranks; this makes it the mean over the tokens of all ranks.
+                divisor *= total / world.size if total else 1.0
+            self._divisors[optimizer] = divisor
+        return self._divisors[optimizer]
+
+    def _factor(self, optimizer: int) -> float:
+        """Return the factor from stored gradients to averaged, unscaled ones."""
+        return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
+
+    def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        stages = self._shards.mesh.pipeline.size
+        if len(indices) > 1 and stages > 1:
+            raise RuntimeError(
+                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
+                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
+                "plugin, or call optimizer.clip_grad_by_norm"
+            )
+        if p not in self._norms:
+            self._norms[p] = self._all_norms(indices[0], p)
+        entries, own = [self._by_index[index] for index in indices], self._norms[p]
+        param = entries[0].param
+        values = [own[entry.place] * self._factor(entry.optimizer) for entry in entries]
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        return list(torch.tensor(values, dtype=dtype, device="cpu").to(param.device).unbind())
+
+    def _all_norms(self, asked: int, p: float) -> list[float]:
+        mesh, facts = self._shards.mesh, self._shards.layout.facts
+        parts = [self._counted_part(entry) if entry.reduced else None for entry in self.entries]
+        group = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
+        divided = [facts[entry.index].part is not None or is_divided(entry.param) for entry in self.entries]
+        with self._collective(asked, "the norm"):
+            return each_norm(parts, p, mesh.shard, group, divided)
+
+    def _counted_part(self, entry: Entry) -> torch.Tensor | None:
+        """As :meth:`Entry.own_part`, without elements that a lower tensor-parallel rank has, too."""
+        part, reduced = self._shards.layout.facts[entry.index].part, entry.state.reduced
+        if reduced is None or part is None or not part.cut.holders():
+            return entry.own_part()
+        spans = in_shard(entry.state, entry.state.spec.slots[entry.slot], part.own_spans())
+        return torch.cat([reduced[start:end] for start, end in spans]) if spans else None
+
+    def full(self, index: int, wide: bool) -> torch.Tensor:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
+        entry = self._by_index[index]
+        state, param, group = entry.state, entry.param, self._shards.mesh.shard
+        slot = state.spec.slots[entry.slot]
+        kind = torch.float64 if torch.float64 in (param.dtype, state.accumulate_dtype) else torch.float32
+        part = entry.own_part()
+        own = (torch.empty(0, device="cpu") if part is None else part).to(param.device, kind)
+        if group.size > 1:
+            with self._collective(index, "reading"):
+                posts = group.exchange([float(index)], "which .grad is read")
+                if len({post[0] for post in posts}) == 1:
+                    own = gather_parts(group, state.spec, slot, own)
+            if len({post[0] for post in posts}) > 1:
+                names = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
+                raise RuntimeError(
+                    f"the ranks read .grad of different parameters: {names}; read the same ones on all ranks"
+                )
+        elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
+            own = own.clone()
+        factor = self._factor(entry.optimizer)
+        if factor != 1.0:
+            own.mul_(factor)
+        full = own.view(slot.shape)
+        return full if wide else full.to(param.dtype)
+
+    @contextmanager
+    def _collective(self, index: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            message = f"{what} of {self.name(index)}.grad is collective, so every rank must do it: {error}"
+            raise PeerError(message) from error
+
+    def part(self, index: int, operands: tuple[Any, ...] | None, replaces: bool) -> tuple[torch.Tensor, slice, float]:
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`."""
+        if replaces and operands and isinstance(operands[0], torch.Tensor) and operands[0].dim():
+            self.user_grads.assigned(self._by_index[index].optimizer, index, operands[0].detach())
+        return self._edited(self._by_index[index], operands)
+
+    def _edited(self, entry: Entry, operands: Iterable[Any] | None) -> tuple[torch.Tensor, slice, float]:
+        state, scale = entry.state, self.scale(entry.optimizer)
+        self._norms.clear()
+        self.user_grads.changed(entry.optimizer, entry.index, operands)
+        state.claim()
+        part = entry.own_part()
+        if part is None:
+            return self._nothing, slice(0, 0), scale
+        first = state.chunk.shard_start + entry.start - state.spec.slots[entry.slot].start
+        return part, slice(first, first + part.numel()), scale
+
+    def scale(self, optimizer: int) -> float:
+        """Return the factor from averaged, unscaled values to stored ones."""
+        clip = self.clip.get(optimizer, 1.0)
+        return self.divisor(optimizer) / clip if clip else 1.0
+
+    def _changed(self) -> None:
+        self._norms.clear()
+        self._divisors.clear()
 
 
 # [Note: A step uses gradients up]

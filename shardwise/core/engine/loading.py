@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.core.base.checksum import sample_words
 from shardwise.core.base.names import (
@@ -25,12 +24,12 @@ from shardwise.core.base.torch_internals import incompatible_keys
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.description import described
+from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import state_names
+from shardwise.core.engine.model_shards import ModelShards
+from shardwise.core.engine.values import Values
 from shardwise.core.engine.writer import ValueWriter
-
-if TYPE_CHECKING:
-    from shardwise.core.engine.engine import Engine
 
 __all__ = ["check_buffers_and_extra", "compare_states", "load_buffers_and_extra", "load_full", "run_load_hooks"]
 
@@ -42,7 +41,7 @@ LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 # file; the usual cause is a state that only one rank has read. So before the first value is written they compare names,
 # shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If one rank
 # rejects its state, all of them raise.
-def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
 
     Nothing changes if one of these is raised.
@@ -53,77 +52,77 @@ def load_full(engine: Engine, state_dict: Mapping[str, Any], strict: bool = True
             them. Shapes are checked even if ``strict`` is False.
         PeerError: one of these was raised on another rank.
     """
-    engine.guards.check_held()
+    shards, state_dicts = values.shards, values.guards.state_dicts
+    values.guards.check_sharded()
     missing, unexpected = list[str](), list[str]()
-    everyone = engine.mesh.mesh_group
-    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(names, state_dict)):
+    with collectively(shards.mesh.mesh_group, LOADING, UNCHANGED, describe=lambda: _describe(names, state_dict)):
         if assign:
             raise ValueError(f"load_state_dict(assign={assign}): sharded storage cannot be replaced; use assign=False")
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
-        names = _loadable(engine)
+        names = _loadable(values)
         # A tied parameter may be given under one of its names only.
         tied = names.of_parameter.values()
         missing += [name for name in names.others if name not in state_dict]
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
         known = names.order.keys() | {name for own in tied for name in own}
         unexpected += [name for name in state_dict if name not in known]
-        misfits = _misfits(engine, names, state_dict)
+        misfits = _misfits(shards, names, state_dict)
         if misfits or (strict and (missing or unexpected)):
             raise RuntimeError(
                 f"the state does not fit the model: missing {missing}, unexpected {unexpected}, wrong shapes or dtypes "
                 f"{misfits}"
             )
         # The names of all stages are not those of this rank's modules.
-        own = (names if engine.partition.table.names is None else engine.attachment.own_state.names()).others
-        values = {name: state_dict[name] for name in own if name in state_dict}
-        computed = check_buffers_and_extra(engine, own, values)
-    _load(engine, state_dict, names, lambda: load_buffers_and_extra(engine, own, values, computed))
+        own = (names if shards.partition.table.names is None else state_dicts.names()).others
+        others = {name: state_dict[name] for name in own if name in state_dict}
+        computed = check_buffers_and_extra(state_dicts, own, others)
+    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, others, computed))
     complete = not missing
-    run_load_hooks(engine, missing, unexpected)
+    run_load_hooks(values, missing, unexpected)
     if complete:
-        engine.broken.loaded(PARAMETERS)
+        values.guards.broken.loaded(PARAMETERS)
     return incompatible_keys(missing, unexpected)
 
 
-def compare_states(engine: Engine, state_dict: Mapping[str, Any]) -> None:
+def compare_states(values: Values, state_dict: Mapping[str, Any]) -> None:
     """Compare the ranks' states before a module itself loads one into gathered parameters. Collective.
 
     Raises:
         ValueError, PeerError: as :func:`load_full`.
     """
-    everyone = engine.mesh.mesh_group
-    with collectively(everyone, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(engine), state_dict)):
+    group = values.shards.mesh.mesh_group
+    with collectively(group, LOADING, UNCHANGED, describe=lambda: _describe(_loadable(values), state_dict)):
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
-def _loadable(engine: Engine) -> StateNames:
+def _loadable(values: Values) -> StateNames:
     """Return the names that a state may have. A parameter that a hook of the model does not save (a frozen backbone) is
     loaded under its name in the model, as by plain torch."""
-    names, facts = state_names(engine), engine.partition.table.facts
+    names, facts = state_names(values.shards, values.guards.state_dicts), values.shards.partition.table.facts
     return replace(names, of_parameter={at: names.of_parameter.get(at, fact.names) for at, fact in enumerate(facts)})
 
 
 def _describe(names: StateNames, state: Mapping[str, Any]) -> Description:
     """Describe the entries of a state that are loaded: of extra state only the class."""
-    found: dict[str, Mapping[str, Any]] = {}
+    entries: dict[str, Mapping[str, Any]] = {}
     for name in names.others:
         if name in state:
             value = state[name]
             kind = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
-            found[f"{name} in the state"] = kind
+            entries[f"{name} in the state"] = kind
     params = {own[0]: state[key] for own in names.of_parameter.values() if (key := _name_in(own, state)) is not None}
     for (first, value), word in zip(params.items(), sample_words(list(params.values())), strict=True):
-        found[f"{first} in the state"] = described(value) | {"a sample of the values": word}
-    return found
+        entries[f"{first} in the state"] = described(value) | {"a sample of the values": word}
+    return entries
 
 
 def _name_in(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
     return next((name for name in own_names if name in state), None)
 
 
-def _misfits(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> list[str]:
+def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -> list[str]:
     """List entries with another shape than the model's, or another kind of numbers."""
-    facts = engine.partition.table.facts
+    facts = shards.partition.table.facts
     shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
     dtypes: dict[str, torch.dtype] = {}
     for param, own_names in names.of_parameter.items():
@@ -142,21 +141,22 @@ def _misfits(engine: Engine, names: StateNames, state: Mapping[str, Any]) -> lis
 
 
 @torch.no_grad()
-def _load(engine: Engine, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
+def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
     """Write the parameters, and call ``load_others`` for buffers and extra state."""
-    engine.values.before_load(whole=all(_name_in(own, state) for own in names.of_parameter.values()))
-    engine.values.before_update()
-    with engine.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
-        with ValueWriter(engine.storage) as writer:
+    table = values.shards.partition.table
+    values.before_load(whole=all(_name_in(own, state) for own in names.of_parameter.values()))
+    values.before_update()
+    with values.guards.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
+        with ValueWriter(values.shards.storage) as writer:
             for place, own_names in names.of_parameter.items():
                 name = _name_in(own_names, state)
-                if name is not None and place in engine.partition.table.index:
-                    writer.store(engine.partition.table.index[place], state[name])
+                if name is not None and place in table.index:
+                    writer.store(table.index[place], state[name])
         load_others()
-        engine.values.publish(everything=True)
+        values.publish(everything=True)
 
 
-def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) -> None:
+def run_load_hooks(values: Values, missing: list[str], unexpected: list[str]) -> None:
     """Call the modules' ``register_load_state_dict_post_hook`` hooks as torch does: children before parents, each with
     the lists of names, which it may change. Collective.
 
@@ -166,36 +166,35 @@ def run_load_hooks(engine: Engine, missing: list[str], unexpected: list[str]) ->
     Raises:
         PeerError: a hook raised on another rank. The values are the loaded ones then.
     """
-    index = {id(param): at for at, param in enumerate(engine.params)}
-    own = dict(with_load_hooks(engine.model))
+    shards = values.shards
+    index = {id(param): at for at, param in enumerate(shards.params)}
+    own = dict(with_load_hooks(shards.model))
     failure: Exception | None = None
-    for name, module in _on_any_rank(engine, own):
+    posts = shards.mesh.stage_group.exchange_object(list(own), "hooks of a load")
+    # Those that have a hook on any rank with the same layers, in the order of this rank's calls.
+    for name, module in with_load_hooks(shards.model, {name for post in posts for name in post}):
         places = sorted({index[id(param)] for param in module.parameters() if id(param) in index})
-        with engine.values.gathered(write_back=True, places=places) if places else nullcontext():
+        with values.gathered(write_back=True, places=places) if places else nullcontext():
             try:
                 if failure is None and name in own:
                     call_load_hooks(module, missing, unexpected)
             except Exception as error:
                 failure = error  # the other ranks need this one for their gathers
-    with collectively(engine.mesh.mesh_group, "running load hooks (register_load_state_dict_post_hook)"):
+    with collectively(shards.mesh.mesh_group, "running load hooks (register_load_state_dict_post_hook)"):
         if failure is not None:
             raise failure
-
-
-def _on_any_rank(engine: Engine, own: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that have a hook on any rank with the same layers, in the order of this rank's calls."""
-    posts = engine.mesh.stage_group.exchange_object(list(own), "hooks of a load")
-    return with_load_hooks(engine.model, {name for post in posts for name in post})
 
 
 # ---- buffers, extra state, and tensors that modules compute for their state
 
 
-def check_buffers_and_extra(engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, list[str]]:
+def check_buffers_and_extra(
+    state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, list[str]]:
     """Check tensors that modules compute for each state (packed scales), before anything is loaded.
 
     Args:
-        engine: of the model.
+        state_dicts: of the model.
         own: the model's buffers and extra state now, by saved name.
         values: those to load.
 
@@ -205,19 +204,19 @@ def check_buffers_and_extra(engine: Engine, own: Mapping[str, Any], values: Mapp
     Raises:
         ValueError: a computed tensor differs, and no module can restore it.
     """
-    modules = dict(engine.model.named_modules())
+    modules = dict(state_dicts.model.named_modules())
     # Most models have none, and are not asked for their state again.
     unkept = [
         name
         for name in values
         if isinstance(own[name], torch.Tensor) and own[name].numel() and keeper(modules, name) is None
     ]
-    now = engine.attachment.own_state.names().others if unkept else {}
+    now = state_dicts.names().others if unkept else {}
     computed, differs = dict[str, list[str]](), False
     for name in unkept:
         before, again = own[name], now.get(name)
         if isinstance(again, torch.Tensor) and before.data_ptr() != again.data_ptr():
-            computed[name] = takers(modules, name, engine.attachment.own_state.watches)
+            computed[name] = takers(modules, name, state_dicts.watches)
             if not _same(before, values[name]):
                 differs = True
                 if not computed[name]:
@@ -238,24 +237,27 @@ def _not_restored(name: str) -> ValueError:
 
 @torch.no_grad()
 def load_buffers_and_extra(
-    engine: Engine, own: Mapping[str, Any], values: Mapping[str, Any], computed: Mapping[str, Sequence[str]]
+    state_dicts: StateDictGuard,
+    own: Mapping[str, Any],
+    values: Mapping[str, Any],
+    chains: Mapping[str, Sequence[str]],
 ) -> None:
     """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
 
     Args:
-        engine: of the model.
+        state_dicts: of the model.
         own: the model's buffers and extra state now, by saved name.
         values: those to load.
-        computed: see :func:`check_buffers_and_extra`.
+        chains: see :func:`check_buffers_and_extra`.
 
     Raises:
         ValueError: no module has restored a computed tensor.
     """
-    modules = dict(engine.model.named_modules())
-    before = {name: own[name].clone() for name in computed}
-    with engine.attachment.own_state.giving():
-        kept = {name: value for name, value in values.items() if name not in computed}
-        put_others(modules, own, kept, {chain[0] for chain in computed.values()})
-        lost = [name for name in hand_back(modules, values, computed) if not _same(before[name], values[name])]
+    modules = dict(state_dicts.model.named_modules())
+    before = {name: own[name].clone() for name in chains}
+    with state_dicts.giving():
+        unchanged = {name: value for name, value in values.items() if name not in chains}
+        put_others(modules, own, unchanged, {chain[0] for chain in chains.values()})
+        lost = [name for name in hand_back(modules, values, chains) if not _same(before[name], values[name])]
     if lost:
         raise _not_restored(lost[0])

@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from shardwise.core.base.attributes import TransparentModule
+from shardwise.core.base.names import StateNames
 from shardwise.core.checks.collective import collective
-from shardwise.core.engine.accounts import MemoryReport, memory_report
-from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.accounts import MemoryReport
+from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
+from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.loading import load_full
+from shardwise.core.engine.values import Values
 from shardwise.core.memory.trace.stats import MemStats
 
 __all__ = ["ShardedModule"]
@@ -24,28 +27,45 @@ ASKED_BY_TORCH = "_fqn_modifiers"
 
 
 class ShardedModule(TransparentModule):
-    """Runs the sharded module; its other attributes are the user's module's."""
+    """Runs the sharded module; its other attributes are the user's module's.
 
-    def __init__(self, engine: Engine) -> None:
+    Args:
+        values: of the model.
+        grads: of the model.
+        attachment: the hooks on the model.
+        report: returns the bytes of model data on this rank.
+
+    Attributes:
+        sharded_values: as ``values``.
+    """
+
+    sharded_values: Values
+
+    def __init__(
+        self, values: Values, grads: Gradients, attachment: Attachment, report: Callable[[], MemoryReport]
+    ) -> None:
         super().__init__()
-        self.module = engine.model
-        self.__dict__["engine"] = engine
+        self.module = values.shards.model
+        # Past __setattr__, which would give them to the user's module.
+        self.__dict__.update(sharded_values=values, _grads=grads, _attachment=attachment, _report=report)
+        self.__dict__["_mesh"] = values.shards.mesh
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
-        if self._engine.closed:
+        if self.sharded_values.guards.closed:
             self._check_readable()
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            if self._engine.attachment.hooks is not None:
-                self._engine.attachment.hooks.unwind()
-                self._engine.attachment.hooks.explain(error)
+            hooks = self.__dict__["_attachment"].hooks
+            if hooks is not None:
+                hooks.unwind()
+                hooks.explain(error)
             raise
 
     def _check_readable(self) -> None:
-        if not all(chunk.resident for chunk in self._engine.chunks):
-            self._engine.guards.check_held()
+        if not all(chunk.resident for chunk in self.sharded_values.shards.chunks):
+            self.sharded_values.guards.check_sharded()
             raise RuntimeError(
                 f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, so its "
                 "parameters cannot be gathered; build it again, and load a saved state"
@@ -53,7 +73,7 @@ class ShardedModule(TransparentModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""
-        self._engine.zero_grad(set_to_none=set_to_none)
+        self.__dict__["_grads"].zero()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """``to()``, ``half()`` and the like: allowed where they change nothing.
@@ -61,7 +81,7 @@ class ShardedModule(TransparentModule):
         Raises:
             RuntimeError: they would cast or move parameters that are sharded.
         """
-        for chunk in self._engine.chunks:
+        for chunk in self.sharded_values.shards.chunks:
             # Only a call tells what the function does.
             probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
@@ -93,12 +113,12 @@ class ShardedModule(TransparentModule):
 
     def unwrap(self) -> nn.Module:
         """The user's module."""
-        return self.__dict__["engine"].model  # type: ignore[no-any-return]
+        return self.sharded_values.shards.model
 
     def wait_for_gathers(self) -> None:
         """Wait for gathers that a step has started (``gather_on_use``), so that parameters can be read without a
         forward pass."""
-        self._engine.pool.settle()
+        self.sharded_values.pool.settle()
 
     def gathered(self, write_back: bool = False) -> AbstractContextManager[None]:
         """Gather full parameters in place inside the block, for generation and inspection. Every rank enters.
@@ -107,25 +127,23 @@ class ShardedModule(TransparentModule):
             write_back: keep changes of the parameters inside, each rank its own part of them. The user's own module
                 accepts ``load_state_dict()`` then.
         """
-        return self._engine.values.gathered(write_back)
+        return self.sharded_values.gathered(write_back)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes are not reduced; see :meth:`.Engine.no_sync`."""
-        return self._engine.no_sync()
+        """Return a context in which backward passes are not reduced; see :meth:`.Gradients.no_sync`."""
+        return self.__dict__["_grads"].no_sync()  # type: ignore[no-any-return]
 
     def memory(self) -> MemoryReport:
         """Return the bytes of model data on this rank."""
-        engine = self._engine
-        return memory_report(engine.storage, engine.accounts, engine.pool, engine.reducer, engine.buffers)
+        return self.__dict__["_report"]()  # type: ignore[no-any-return]
 
     def memory_stats(self) -> MemStats | None:
         """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
-        return self._engine.meter.stats if self._engine.meter is not None else None
+        meter = self.sharded_values.meter
+        return meter.stats if meter is not None else None
 
-    @property
-    def _engine(self) -> Engine:
-        engine: Engine = self.__dict__["engine"]
-        return engine
+    def _state_names(self) -> StateNames:
+        return state_names(self.sharded_values.shards, self.sharded_values.guards.state_dicts)
 
     def full_state(self, masters: bool = True) -> Iterator[tuple[str, Any]]:
         """Yield every parameter (under all its names) and buffer as a full tensor, a chunk at a time, and extra state;
@@ -134,13 +152,13 @@ class ShardedModule(TransparentModule):
         Args:
             masters: yield fp32 masters, so that nothing is lost; otherwise values in the compute dtype.
         """
-        engine = self._engine
-        engine.values.settle("a state")
-        names = state_names(engine)
-        for place, value in full_values(engine, masters):
+        values = self.sharded_values
+        values.settle("a state")
+        names = self._state_names()
+        for place, value in full_values(values.shards, masters):
             for name in names.of_parameter.get(place, ()):
                 yield name, value
-        yield from full_buffers_and_extra(engine)
+        yield from full_buffers_and_extra(values.shards, values.guards.state_dicts)
 
     @collective("state_dict() of the model")
     def state_dict(  # type: ignore[override]
@@ -163,25 +181,24 @@ class ShardedModule(TransparentModule):
         """
         if keep_vars:
             raise ValueError(f"state_dict(keep_vars={keep_vars}): ranks have only shards of parameters; leave it False")
-        wanted = not only_rank_0 or self._engine.mesh.is_rank0
-        full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if wanted}
-        found = {} if destination is None else destination
-        order = state_names(self._engine).order
-        found.update({prefix + name: full[name] for name in order if name in full})
-        return found
+        keeps = not only_rank_0 or self.sharded_values.shards.mesh.is_rank0
+        full = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in self.full_state() if keeps}
+        state = {} if destination is None else destination
+        state.update({prefix + name: full[name] for name in self._state_names().order if name in full})
+        return state
 
     def state_layout(self) -> dict[str, Any]:
         """Return names and shapes of :meth:`state_dict` without gathering; values must not be read."""
-        table, params = self._engine.partition.table, self._engine.params
+        table, params = self.sharded_values.shards.partition.table, self.sharded_values.shards.params
         outlines = [
             params[table.index[place]]
             if place in table.index and fact.part is None
             else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
             for place, fact in enumerate(table.facts)
         ]
-        return state_names(self._engine).layout(outlines)
+        return self._state_names().layout(outlines)
 
     @collective("load_state_dict() of the model")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a full state; every rank gives it and keeps its part. See :func:`load_full`. Collective."""
-        return load_full(self._engine, state_dict, strict, assign)
+        return load_full(self.sharded_values, state_dict, strict, assign)

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.comm.errors import PeerError
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
 from shardwise.core.shards.layout import ParamSpan
-
-if TYPE_CHECKING:
-    from shardwise.core.engine.engine import Engine
 
 __all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
 
@@ -37,7 +35,8 @@ class Counting:
     """The part of this rank's gradients that counts.
 
     Args:
-        engine: its mesh has a model-parallel group.
+        shards: of the model; its mesh has a model-parallel group.
+        batches: of the passes since the last step.
         states: gradients of one optimizer.
 
     Warns:
@@ -47,22 +46,23 @@ class Counting:
         NotImplementedError: updates are made during backward, which does not keep gradients.
     """
 
-    def __init__(self, engine: Engine, states: Sequence[ChunkGrads]) -> None:
-        group = engine.mesh.model_parallel
+    def __init__(self, shards: ModelShards, batches: SameBatches, states: Sequence[ChunkGrads]) -> None:
+        group, update, partition = shards.mesh.model_parallel, shards.plan.grad.update, shards.partition
         if group is None:
-            raise RuntimeError(f"{engine.mesh!r} has model_parallel={group}; report this")
-        if engine.plan.grad.update == "backward" and group.size > 1:
+            raise RuntimeError(f"{shards.mesh!r} has model_parallel={group}; report this")
+        if update == "backward" and group.size > 1:
             raise NotImplementedError(
-                f"update={engine.plan.grad.update!r} with a model-parallel group of {group.size} ranks is not "
+                f"update={update!r} with a model-parallel group of {group.size} ranks is not "
                 "available: use update='step'"
             )
         self._group = group
-        self._rng, self._batches = engine.partition.draws, engine.batches
+        self._rng, self._batches = partition.draws, batches
         self._spans = [
-            (state, [span for slot in state.spec.slots for span in counted(engine, state, slot)]) for state in states
+            (state, [span for slot in state.spec.slots for span in counted(shards, state, slot)]) for state in states
         ]
-        marked = engine.tp_plan is not None or engine.staging is not None or any(map(is_divided, engine.params))
-        if group.size > 1 and not marked and group.rank == engine.mesh.rank == 0:
+        divides = partition.tp_plan is not None or partition.staging is not None
+        marked = divides or any(map(is_divided, shards.params))
+        if group.size > 1 and not marked and group.rank == shards.mesh.rank == 0:
             warn_user(
                 f"no parameter is marked as divided over the model-parallel group of {group.size} ranks ("
                 f"{' = '.join(MARKS)} = True): all of them are taken to be replicated, and count once in the norm"
@@ -102,12 +102,12 @@ class Counting:
         settings.explain(self._group)
 
 
-def counted(engine: Engine, state: ChunkGrads, slot: ParamSpan) -> list[tuple[int, int]]:
+def counted(shards: ModelShards, state: ChunkGrads, slot: ParamSpan) -> list[tuple[int, int]]:
     """Return the ranges of this rank's shard, in elements, in which the gradient of a parameter counts on a rank that
     is not the first."""
-    fact, mesh = engine.layout.facts[slot.param], engine.mesh
+    fact, mesh = shards.layout.facts[slot.param], shards.mesh
     alone = mesh.pipeline.size > 1 and mesh.tensor.rank == 0  # the first with this stage
-    if fact.earlier or (fact.part is None and not alone and not is_divided(engine.params[slot.param])):
+    if fact.earlier or (fact.part is None and not alone and not is_divided(shards.params[slot.param])):
         return []
     return in_shard(state, slot, [(0, slot.numel)] if fact.part is None else fact.part.own_spans())
 

@@ -16,10 +16,10 @@ from shardwise.core.base.checksum import sample_words
 from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.collective import collective
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE
+from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE, gather_parts
+from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.staging import gather_parts
+from shardwise.core.engine.values import Values
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.update.tiles import ParamShard
@@ -33,17 +33,19 @@ class OneParameter:
     Under tensor parallelism the full tensor is that of this rank's layer, with the shape of the parameter itself.
 
     Args:
-        engine: of the model.
-        optimizers: all optimizers of the engine.
-        index: of the parameter, in the engine's order.
+        values: of the model.
+        grads: of the model.
+        optimizers: all optimizers of the model.
+        index: of the parameter, in the order of the session's ``params``.
     """
 
-    def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer], index: int) -> None:
-        self.engine, self.index = engine, index
-        chunk_index, self._slot = engine.layout.where[index]
-        self._chunk = engine.chunks[chunk_index]
-        held = [each for each in optimizers if each.index == self._chunk.spec.optimizer]
-        self._optimizer = held[0] if held and self._chunk.spec.trainable else None
+    def __init__(self, values: Values, grads: Gradients, optimizers: Sequence[ShardedOptimizer], index: int) -> None:
+        self._values, self._grads, self.index = values, grads, index
+        self._shards, self._guards, self._mesh = values.shards, values.guards, values.shards.mesh
+        chunk_index, self._slot = self._shards.layout.where[index]
+        self._chunk = self._shards.chunks[chunk_index]
+        owners = [each for each in optimizers if each.index == self._chunk.spec.optimizer]
+        self._optimizer = owners[0] if owners and self._chunk.spec.trainable else None
         start, end = self._chunk.overlap(self._slot)
         self._first = min(start, end) - self._slot.start if start < end else 0
         self._numel = max(end - start, 0)
@@ -51,7 +53,7 @@ class OneParameter:
     @property
     def name(self) -> str:
         """Its first name in the model."""
-        return self.engine.layout.facts[self.index].names[0]
+        return self._shards.name(self.index)
 
     @property
     def resident(self) -> bool:
@@ -71,9 +73,8 @@ class OneParameter:
 
     def _read(self) -> torch.Tensor:
         """Return this rank's shard."""
-        engine = self.engine
-        engine.values.settle(f"reading {self.name}")
-        with collectively(engine.mesh.stage_group, READING, READ_AGAIN, DiskError, engine.storage.uses_disk):
+        self._values.settle(f"reading {self.name}")
+        with collectively(self._mesh.stage_group, READING, READ_AGAIN, DiskError, self._shards.storage.uses_disk):
             return self._own_value()
 
     @collective("reading a parameter")
@@ -83,20 +84,17 @@ class OneParameter:
     def _own_value(self) -> torch.Tensor:
         with ExitStack() as stack:
             shard = None
-            state = self.engine.states.get(self._chunk.spec.index)
+            state = self._shards.states.get(self._chunk.spec.index)
             if state is not None and state.dtype is not None:
                 shard = stack.enter_context(state.opened())
             if shard is None:
                 shard = stack.enter_context(self._chunk.opened())
-            return self._part_of(shard).to(self.engine.mesh.device, copy=True)
-
-    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        at = self._slot.start + self._first - self._chunk.shard_start
-        return shard[at : at + self._numel] if self._numel else shard[:0]
+            at = self._slot.start + self._first - self._chunk.shard_start if self._numel else 0
+            return shard[at : at + self._numel].to(self._mesh.device, copy=True)
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the shards of all ranks. Collective."""
-        return gather_parts(self.engine.mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
+        return gather_parts(self._mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
 
     @collective("writing a parameter")
     @torch.no_grad()
@@ -108,48 +106,48 @@ class OneParameter:
             PeerError: another rank's shape does not fit.
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
-        self.engine.check_open(f"writing {self.name}")
-        given = self._alike(value, own, "the value")
+        self._guards.check_open(f"writing {self.name}")
+        new = self._compared(value, own, "the value")
         if own:
-            given = self._whole(given)
-        engine = self.engine
-        engine.values.make_current(f"writing {self.name}")
-        engine.values.before_update()
-        with engine.broken.replacing(f"writing {self.name}", [PARAMETERS]):
-            with ValueWriter(engine.storage) as writer:
-                writer.store(self.index, given, local=True)
-            engine.values.publish(everything=True)
+            new = self._whole(new)
+        values = self._values
+        values.make_current(f"writing {self.name}")
+        values.before_update()
+        with self._guards.broken.replacing(f"writing {self.name}", [PARAMETERS]):
+            with ValueWriter(self._shards.storage) as writer:
+                writer.store(self.index, new, local=True)
+            values.publish(everything=True)
 
-    def _alike(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
+    def _compared(self, value: torch.Tensor, own: bool, what: str) -> torch.Tensor:
         """As :meth:`_checked`, on all ranks, which compare full values. See [Note: States that ranks are given].
 
         Raises:
             ValueError: ranks give different values; nothing has changed.
             PeerError: another rank's shape does not fit.
         """
-        given = value
+        new = value
 
-        def told() -> Description:
-            return {} if own else {what: {"a sample of the values": sample_words([given])[0]}}
+        def describe() -> Description:
+            return {} if own else {what: {"a sample of the values": sample_words([new])[0]}}
 
         doing = f"replacing {what} of {self.name}"
-        with collectively(self.engine.mesh.world, doing, "Nothing has changed.", describe=told):
-            given = self._checked(value, own)
-        return given
+        with collectively(self._mesh.world, doing, "Nothing has changed.", describe=describe):
+            new = self._checked(value, own)
+        return new
 
     def _checked(self, value: torch.Tensor, own: bool) -> torch.Tensor:
-        wanted = torch.Size([self._numel]) if own else torch.Size(self._slot.shape)
+        shape = torch.Size([self._numel]) if own else torch.Size(self._slot.shape)
         what = "this rank's part of it has" if own else "it has"
-        if value.numel() != wanted.numel():
-            raise ValueError(f"{self.name} := a tensor of shape {tuple(value.shape)}, but {what} {tuple(wanted)}")
-        return value.detach().to(self.engine.mesh.device).reshape(wanted)
+        if value.numel() != shape.numel():
+            raise ValueError(f"{self.name} := a tensor of shape {tuple(value.shape)}, but {what} {tuple(shape)}")
+        return value.detach().to(self._mesh.device).reshape(shape)
 
     # ---- its gradient
 
     @property
     def has_gradient(self) -> bool:
         """Whether it has a gradient that no step has used."""
-        return self.engine.facade.has(self.index)
+        return self._grads.facade.has(self.index)
 
     def gradient(self, own: bool = False) -> torch.Tensor | None:
         """Return the gradient that the next step would apply, before clipping: averaged and unscaled, at least fp32.
@@ -157,8 +155,8 @@ class OneParameter:
         Raises:
             RuntimeError: it is not averaged yet, or not kept.
         """
-        facade = self.engine.facade
-        with nullcontext() if own else self.engine.mesh.doing("reading a gradient"):
+        facade = self._grads.facade
+        with nullcontext() if own else self._mesh.doing("reading a gradient"):
             facade.collect()
             if not self.has_gradient:
                 return None
@@ -170,12 +168,12 @@ class OneParameter:
     def unreduced(self) -> torch.Tensor | None:
         """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32; ``None`` if
         there is none. Not collective."""
-        grads = self.engine.grads.get(self._chunk.spec.index)
-        found = None if grads is None else grads.local_grad(self._chunk.spec.slots.index(self._slot))
-        if found is None or not self.engine.passes.unreduced:
+        state = self._grads.states.get(self._chunk.spec.index)
+        grad = None if state is None else state.local_grad(self._chunk.spec.slots.index(self._slot))
+        if grad is None or not self._grads.passes.unreduced:
             return None
-        wide = torch.float64 if found.dtype == torch.float64 else torch.float32
-        return found.to(wide, copy=True).div_(self.engine.counts.loss_scale)
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        return grad.to(wide, copy=True).div_(self._grads.counts.loss_scale)
 
     @collective("writing a gradient")
     @torch.no_grad()
@@ -185,10 +183,10 @@ class OneParameter:
         Raises:
             ValueError: the number of elements is wrong.
         """
-        self.engine.check_open(f"writing the gradient of {self.name}")
-        given = self._checked(value, own)
-        self.engine.facade.collect()
-        self.engine.facade.replace(self.index, self._whole(given) if own else given)
+        self._guards.check_open(f"writing the gradient of {self.name}")
+        grad = self._checked(value, own)
+        self._grads.facade.collect()
+        self._grads.facade.replace(self.index, self._whole(grad) if own else grad)
 
     # ---- its optimizer state
 
@@ -202,20 +200,20 @@ class OneParameter:
         """
         if self._optimizer is None:
             return None
-        self.engine.values.make_current(f"reading the state of {self.name}")
-        needed = self.engine.storage.uses_disk
+        self._values.make_current(f"reading the state of {self.name}")
+        needed = self._shards.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
-        with collectively(self.engine.mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
+        with collectively(self._mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
             for _, piece, state in self._pieces():
                 kinds = {name: self._kind(value, piece) for name, value in state.items()}
                 if isinstance(kinds.get(key), str):
-                    parts.append(state[key].reshape(-1).to(self.engine.mesh.device, copy=True))
-        told = [post for post in self.engine.mesh.shard.exchange_object(kinds, f"the state of {self.name}") if post]
-        if not told:
+                    parts.append(state[key].reshape(-1).to(self._mesh.device, copy=True))
+        posts = [post for post in self._mesh.shard.exchange_object(kinds, f"the state of {self.name}") if post]
+        if not posts:
             return None
-        if key not in told[0]:
-            raise KeyError(f"{key!r}: the optimizer state of {self.name} has {sorted(told[0])}; give one of them")
-        kind = told[0][key]
+        if key not in posts[0]:
+            raise KeyError(f"{key!r}: the optimizer state of {self.name} has {sorted(posts[0])}; give one of them")
+        kind = posts[0][key]
         if kind is None:
             raise ValueError(
                 f"{key!r} of the optimizer state of {self.name} has another shape than the parameter: read it from "
@@ -223,7 +221,7 @@ class OneParameter:
             )
         if not isinstance(kind, str):
             return torch.tensor(kind[0], dtype=getattr(torch, kind[1]), device="cpu")
-        empty = torch.empty(0, dtype=getattr(torch, kind), device=self.engine.mesh.device)
+        empty = torch.empty(0, dtype=getattr(torch, kind), device=self._mesh.device)
         part = torch.cat(parts) if parts else empty
         return part if own else self._whole(part)
 
@@ -247,28 +245,28 @@ class OneParameter:
             RuntimeError: no optimizer has it, or it has no state yet.
             KeyError: its state has no such entry.
         """
-        self.engine.check_open(f"writing the state of {self.name}")
-        found = self.state(key, own=True)
-        if found is None or self._optimizer is None:
+        self._guards.check_open(f"writing the state of {self.name}")
+        state = self.state(key, own=True)
+        if state is None or self._optimizer is None:
             raise RuntimeError(
-                f"the optimizer state {key!r} of {self.name} := ... (it has {found}): a frozen parameter has none, and "
+                f"the optimizer state {key!r} of {self.name} := ... (it has {state}): a frozen parameter has none, and "
                 "others have theirs after the first step; set it then"
             )
-        given = self._alike(value, own, f"the state {key!r}").reshape(-1)
-        given = given if own else given[self._first : self._first + self._numel]
+        new = self._compared(value, own, f"the state {key!r}").reshape(-1)
+        new = new if own else new[self._first : self._first + self._numel]
         with self._writing():
             for position, piece, _ in self._pieces():
-                part = given[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
+                part = new[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
                 self._rewrite(position, piece, key, part)
 
     def _rewrite(self, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
         """Replace one shard's state in a tile. After an error the optimizer's state is broken until it is loaded."""
         if self._optimizer is None:
             return
-        updates, held = self._optimizer.updates, self._optimizer.state
+        updates, states = self._optimizer.updates, self._optimizer.state
         tile = updates.tiles[position]
         with updates.opened(position):
-            entries = [dict(held.get(one.value, {})) for one in tile.pieces]
+            entries = [dict(states.get(one.value, {})) for one in tile.pieces]
             if tile.state.on_disk:  # its buffers are reused after the block
                 entries = [{name: _copy(each) for name, each in entry.items()} for entry in entries]
         own = entries[tile.pieces.index(piece)]
@@ -278,18 +276,16 @@ class OneParameter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        engine, optimizer = self.engine, self._optimizer
+        optimizer, storage = self._optimizer, self._shards.storage
         if optimizer is None:
             raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
-        needed = engine.storage.uses_disk
         with (
             optimizer.updates.replacing_state(),
-            collectively(engine.mesh.mesh_group, WRITING_STATE, LOAD, DiskError, needed),
+            collectively(self._mesh.mesh_group, WRITING_STATE, LOAD, DiskError, storage.uses_disk),
         ):
             yield
-        if engine.storage.store is not None:
-            engine.storage.store.commit()
-        engine.broken.loaded(state_of(optimizer.index))
+        storage.commit()
+        self._guards.broken.loaded(state_of(optimizer.index))
 
     def _pieces(self) -> Iterator[tuple[int, ParamShard, dict[str, Any]]]:
         """Yield tile position, shard and its state, which is valid until the next one, in order."""

@@ -10,13 +10,15 @@ import torch
 
 from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.device import runs_ahead
+from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.validate import check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
-from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.attachment import Attachment
+from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.norm_parts import Counting
 from shardwise.core.engine.optimizer_state import OptimizerState
 from shardwise.core.engine.updates import TileUpdates
@@ -28,13 +30,13 @@ from shardwise.core.engine.user_optimizer import (
     redirect,
     restore_zero_grad,
 )
+from shardwise.core.engine.values import Values
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
 from shardwise.core.grads.scaler import LossScaler
-from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamInfo
+from shardwise.core.update.tiles import has_pre_hooks, run_post_hooks, run_pre_hooks
 
 __all__ = ["ShardedOptimizer", "first_non_finite", "sharded_of"]
 
@@ -49,10 +51,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     See [Note: A step uses gradients up].
 
     Args:
-        engine: the engine of the model.
         optimizer: any element-wise torch optimizer over the model's parameters.
-        index: its position among the engine's optimizers.
+        index: its position among the optimizers of the model.
         scaler: the loss scale, or ``None``.
+        values: of the model.
+        grads: of the model.
+        attachment: the hooks on the model.
+        events: notified of updates.
 
     Attributes:
         updates: applies the gradients, tile by tile.
@@ -60,59 +65,68 @@ class ShardedOptimizer(torch.optim.Optimizer):
         steps_ended: number of steps that updated, or that were skipped because of an overflow.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, scaler: LossScaler | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        scaler: LossScaler | None,
+        values: Values,
+        grads: Gradients,
+        attachment: Attachment,
+        events: Events,
+    ) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
-        self.engine, self.optimizer, self.index, self.scaler = engine, optimizer, index, scaler
-        self._states = [s for s in engine.grads.values() if s.spec.optimizer == index]
-        self._counting = Counting(engine, self._states) if engine.mesh.model_parallel is not None else None
-        self.updates = TileUpdates(engine, optimizer, index, self._states)
-        self.full_state = OptimizerState(engine, optimizer, index, self.updates)
-        self._early = self.updates.early() if engine.plan.grad.update == "backward" else None
+        self.optimizer, self.index, self.scaler = optimizer, index, scaler
+        self._values, self._grads, self._attachment, self._events = values, grads, attachment, events
+        shards = self._shards = values.shards
+        self._states = [s for s in grads.states.values() if s.spec.optimizer == index]
+        parts = shards.mesh.model_parallel is not None
+        self._counting = Counting(shards, grads.batches, self._states) if parts else None
+        self.updates = TileUpdates(optimizer, index, shards, self._states, values.guards.broken, grads.early)
+        self.full_state = OptimizerState(shards, optimizer, index, self.updates)
+        self._early = self.updates.early() if shards.plan.grad.update == "backward" else None
         if self._early is not None:
-            engine.early.by_optimizer[index] = self._early
-        self._margin_used = False
+            grads.early.by_optimizer[index] = self._early
+        self._limit: float | None = None  # max_norm, if the program has set it
         self._norm: Callable[[], float] | None = None
         self._late_norm = self._make_late_norm()
         self._settings = self._compared_settings()
-        self._loss_watch = LossWatch(engine.chunks)
-        self.last_step_skipped = False
+        self._watches_loss = any(not chunk.resident for chunk in shards.chunks)
         self.skipped_because: str | None = None
         self.steps_ended = 0
         if self.scales_losses:
-            engine.passes.scaled = True
+            grads.passes.scaled = True
+
+    @property
+    def _mesh(self) -> Mesh:
+        return self._shards.mesh
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last step was skipped because of an overflow."""
+        return self.skipped_because is not None
 
     def _compared_settings(self) -> HyperParameters:
         """The settings of the next step, which the ranks compare with what they exchange anyway."""
-        engine, index = self.engine, self.index
-        counts = engine.counts
+        grads, index = self._grads, self.index
+        counts = grads.counts
 
         def made_of() -> dict[str, float]:
             return {"number of reduced passes": float(counts.reduced.get(index, 0)), "loss scale": counts.loss_scale}
 
         def calls() -> list[tuple[str, float]]:
-            limit = [("max_norm", engine.limits[index])] if index in engine.limits else []
-            return [*limit, *engine.facade.asked.get(index, ())]
+            limit = [("max_norm", self._limit)] if self._limit is not None else []
+            return [*limit, *grads.facade.asked.get(index, ())]
 
-        groups = self.updates.param_groups
-        settings = HyperParameters(self.optimizer, groups, index, engine.mesh, calls, made_of, engine.broken)
-        engine.reducer.piggybacks.append(settings)
+        groups, broken = self.updates.stepper.param_groups, self._values.guards.broken
+        settings = HyperParameters(self.optimizer, groups, index, self._mesh, calls, made_of, broken)
+        grads.reducer.piggybacks.append(settings)
         return settings
-
-    def check_before_build(self) -> None:
-        """Raise what is wrong with the optimizer before anything of the model or the optimizer changes.
-
-        Raises:
-            DeviceMemoryError: the device has too little memory for the state that steps will make.
-            ValueError: the optimizer has state that cannot be sharded.
-        """
-        if self.engine.meter is not None:
-            self.engine.accounts.expect(self.updates.expected_bytes(Tier.DEVICE))
-        self.full_state.check_prior()
 
     def adopt(self) -> None:
         """Shard the state of the user's optimizer and redirect its methods to this one. Collective; called after
         ``Engine.take_over``."""
-        known = zip(self.engine.params, self.engine.layout.facts, strict=True)
+        known = zip(self._shards.params, self._shards.layout.facts, strict=True)
         names = {id(param): fact.names[0] for param, fact in known if fact.optimizer == self.index}
         redirect(self.optimizer, self, names)
         self.full_state.adopt()
@@ -156,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(f"{self!r} lives on {self.engine.mesh.size} ranks and cannot be pickled; use state_dict()")
+        raise TypeError(f"{self!r} lives on {self._mesh.size} ranks and cannot be pickled; use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Always raise: parameters are packed when the model is sharded.
@@ -185,34 +199,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        engine, grad_plan = self.engine, self.engine.plan.grad
-        engine.check_open(f"step() of the {type(self.optimizer).__name__}")
-        if closure is None and engine.passes.unreduced:
-            engine.passes.reduce_rest()  # the hooks see the gradients of this step
+        grads, guards, norm_type = self._grads, self._values.guards, self._shards.plan.grad.norm_type
+        guards.check_open(f"step() of the {type(self.optimizer).__name__}")
+        if closure is None and grads.passes.unreduced:
+            grads.passes.reduce_rest()  # the hooks see the gradients of this step
         # A hook may limit gradients: an overflow from before it still skips the step, as with torch's GradScaler.
-        scaled = self.scaler is not None and self.updates.hooked
+        scaled = self.scaler is not None and has_pre_hooks(self.optimizer)
         overflow = scaled and not all(bool(torch.isfinite(each).all()) for each in self._reduced())
-        self.updates.before_step()
+        self.updates.offload_state.check()
+        run_pre_hooks(self.optimizer)
         with torch.enable_grad():
             value = closure() if closure is not None else None
-        if engine.attachment.hooks is not None:
-            engine.attachment.hooks.unwind()
-        engine.guards.check_held()
+        if self._attachment.hooks is not None:
+            self._attachment.hooks.unwind()
+        guards.check_sharded()
         refusal = self._refusal()
         # A scheduler that steps next should not warn that the optimizer never did.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         inverse, limit = 1.0 / self.divisor(), self.max_norm
-        engine.stale_grads.check(self.index, type(self.optimizer).__name__)
+        grads.facade.stale.check(self.index, type(self.optimizer).__name__)
         if self._early is not None:
             self.updates.finish_early(self._early)
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here, but the settings that travel with it are compared.
             self._ask(0.0, False)
             factor = inverse * self._clip
-            self._norm = self._late_norm.note(self._reduced(), grad_plan.norm_type, factor)
+            self._norm = self._late_norm.note(self._reduced(), norm_type, factor)
         else:
             known = self._early.norms if self._early is not None else (math.inf,) if overflow else ()
-            norm = self._global_norm(grad_plan.norm_type, inverse, known, refusal)
+            norm = self._global_norm(norm_type, inverse, known, refusal)
             if refusal is not None:  # that of all ranks
                 raise refusal
             clip = self._clip
@@ -228,22 +243,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             norm or self._counting is not None or any(s.used_globally for s in self._states)
         ):
             self.scaler.update(overflow=False)
-        self.last_step_skipped, self.skipped_because = False, None
+        self.skipped_because = None
         self._drop()
-        self._use_margin()
+        meter = self._values.meter
+        if meter is not None and meter.stats is not None and not self.updates.moved:  # once, after a traced step
+            self.updates.move_to_device(meter.margin_bytes())
         self.steps_ended += 1
-        engine.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
+        guards.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
         return value
 
     def _refusal(self) -> Exception | None:
         """Return why this rank refuses the step. The ranks with other parts of the model, which may have nothing to
         refuse, learn of it with the norm that they wait for; without such ranks it is raised here."""
-        engine = self.engine
+        guards = self._values.guards
         try:
-            engine.broken.check("step()")
-            engine.guards.check()
-            self.updates.param_groups.check()
-            engine.values.take_edits(self.index)
+            guards.broken.check("step()")
+            guards.check()
+            self.updates.stepper.param_groups.check()
+            self._values.take_edits(self.index)
         except Exception as error:
             if self._counting is None:
                 raise
@@ -252,57 +269,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
         """The norm of steps that do not depend on it, where it is cheaper to make it after or during the update."""
-        engine, plan = self.engine, self.engine.plan
+        mesh, plan = self._mesh, self._shards.plan
         needed = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
-        if needed or engine.mesh.model_parallel is not None or not plan.tiers.all_on_device:
+        if needed or mesh.model_parallel is not None or not plan.tiers.all_on_device:
             return None
-        if runs_ahead(engine.mesh.device):
-            return LateNorm(engine.mesh.shard)
-        return self.updates.norm_of_tiles() if engine.mesh.mesh_group.size == 1 else None
+        if runs_ahead(mesh.device):
+            return LateNorm(mesh.shard)
+        if mesh.mesh_group.size > 1:
+            return None
+        self.updates.stepper.norm = TileNorm()
+        return self.updates.stepper.norm
 
     def _update(self, factor: float) -> None:
         early = self._early
         if early is not None:
             early.check_options()
-        self.engine.values.before_update()
-        self.engine.events.update_began(self.index)
+        self._values.before_update()
+        self._events.update_began(self.index)
         self.updates.run(factor, early)
-        self.engine.values.publish(optimizer=self.index)
-        self.engine.events.update_ended(self.index)
+        self._values.publish(optimizer=self.index)
+        self._events.update_ended(self.index)
         self._settings.used()  # before the post-hooks, which may change a learning rate
         if early is not None:
             early.forget()
-        self.updates.after_step()
-
-    def _use_margin(self) -> None:
-        """Once, after a step was traced: move state into the free device memory (``auto``)."""
-        meter = self.engine.meter
-        if meter is not None and meter.stats is not None and not self._margin_used:
-            self._margin_used = True
-            self.updates.move_to_device(meter.margin_bytes())
+        run_post_hooks(self.optimizer)
 
     def _skip(self, scaler: LossScaler) -> None:
         """Leave parameters and state as they are, move the scale, and drop the gradients."""
-        engine = self.engine
-        name = first_non_finite(self._states, engine.layout.facts, engine.mesh)
-        self.skipped_because = f"the gradient of {name} is not finite (loss scale {engine.counts.loss_scale:g})"
+        name = first_non_finite(self._states, self._shards.layout.facts, self._mesh)
+        self.skipped_because = f"the gradient of {name} is not finite (loss scale {self._grads.counts.loss_scale:g})"
         scaler.update(overflow=True)
-        self.last_step_skipped = True
         self.steps_ended += 1
-        if engine.plan.verbose and engine.mesh.is_rank0:
+        if self._shards.plan.verbose and self._mesh.is_rank0:
             print(f"step skipped: {self.skipped_because}", flush=True)
         self._drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
         self._drop()
-        self.engine.stale_grads.cleared(self.index)
-        self.engine.facade.clear(self.index)
+        self._grads.facade.stale.cleared(self.index)
+        self._grads.facade.clear(self.index)
 
     def _drop(self) -> None:
         """Drop the gradients. ``.grad`` stays until :meth:`zero_grad`, and raises when it is used."""
-        self.engine.stale_grads.note(self.index, self._states)
-        self.engine.drop_gradients(self.index)
+        self._grads.facade.stale.note(self.index, self._states)
+        self._grads.drop(self.index)
 
     def close(self, given_back: bool = False) -> None:
         """Stop updates. The state of the user's optimizer stays sharded, and its own ``step`` is refused. Idempotent.
@@ -354,21 +365,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: the model has pipeline stages, or it was closed.
         """
         self._check_no_stages(loss, "loss")
-        self._loss_watch.see(loss)
-        self.engine.passes.backward(loss, tokens, self.loss_scale, retain_graph)
+        self._warn_of_nan(loss)
+        self._grads.passes.backward(loss, tokens, self.loss_scale, retain_graph)
+
+    def _warn_of_nan(self, loss: torch.Tensor) -> None:
+        """Warn once about a NaN loss where parameters are gathered on use: it may have read one outside of a forward
+        pass. A gradient of a parameter that no forward pass reads is an error when it comes.
+
+        On a device only the first loss is looked at, since reading it waits for the device.
+        """
+        if self._watches_loss:
+            nan = bool(torch.isnan(loss.detach()).any())
+            self._watches_loss = not nan and not runs_ahead(loss.device)
+            if nan:
+                warn_user(
+                    "the loss is NaN. A sharded parameter has its values during a forward pass, and is NaN outside of "
+                    "it. If the loss reads parameters itself (a penalty over model.parameters()), compute it inside "
+                    "`with model.gathered():` of what boost/build returned"
+                )
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Run the backward pass from ``tensor`` with its gradient ``grad`` (same shape), scaled as in
         :meth:`backward`."""
         self._check_no_stages(tensor, "tensor")
-        with self.engine.passes.weighed(None, self.loss_scale) as factor:
+        with self._grads.passes.weighed(None, self.loss_scale) as factor:
             torch.autograd.backward(tensor, grad * factor if factor != 1.0 else grad)
 
     def _check_no_stages(self, tensor: object, name: str) -> None:
         check_tensor(name, tensor, "the tensor that the model's forward pass led to")
-        if self.engine.staging is not None:
+        staging = self._shards.partition.staging
+        if staging is not None:
             raise RuntimeError(
-                f"backward() of a model in {self.engine.staging.stages} pipeline stages: execute_pipeline(), or "
+                f"backward() of a model in {staging.stages} pipeline stages: execute_pipeline(), or "
                 "pipeline.step() of the session, runs forward and backward passes"
             )
 
@@ -383,18 +411,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: set to a negative number, or one that is not finite.
             RuntimeError: set where gradients are not kept until a norm is known (``update="backward"``).
         """
-        return self.engine.limits.get(self.index, self.engine.plan.grad.max_norm)
+        return self._shards.plan.grad.max_norm if self._limit is None else self._limit
 
     @max_norm.setter
     def max_norm(self, norm: float) -> None:
         limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
-        self.engine.check_open(f"max_norm={norm}")
-        if limit > 0.0 and self.engine.plan.grad.update == "backward":
+        self._values.guards.check_open(f"max_norm={norm}")
+        if limit > 0.0 and self._shards.plan.grad.update == "backward":
             raise RuntimeError(
-                f"max_norm={norm} with update={self.engine.plan.grad.update!r}: gradients are used before their norm "
+                f"max_norm={norm} with update={self._shards.plan.grad.update!r}: gradients are used before their norm "
                 "is known; use update='step'"
             )
-        self.engine.limits[self.index] = limit
+        self._limit = limit
         if isinstance(self._late_norm, TileNorm):
             self._late_norm.collects = False  # until the next step without a limit
 
@@ -403,9 +431,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Gradients that the user assigned to ``.grad`` are taken over first.
         """
-        self.engine.passes.reduce_rest()
-        self.engine.facade.collect()
-        return self.engine.facade.divisor(self.index)
+        self._grads.passes.reduce_rest()
+        self._grads.facade.collect()
+        return self._grads.facade.divisor(self.index)
 
     def _reduced(self) -> list[torch.Tensor]:
         return [state.reduced for state in self._states if state.reduced is not None]
@@ -413,8 +441,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_norm(
         self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
     ) -> float:
-        others = self._counting.others(self._settings, refusal) if self._counting is not None else None
-        return global_norm(self._reduced(), p, self._ask, inverse, known, others)
+        parts = self._counting.others(self._settings, refusal) if self._counting is not None else None
+        return global_norm(self._reduced(), p, self._ask, inverse, known, parts)
 
     def _ask(self, mine: float, largest: bool) -> float:
         """Return the sum of all ranks' shares of the norm, or the largest. The settings of the step travel with it.
@@ -423,19 +451,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: on every rank, if the ranks assigned different gradients.
             ValueError: on every rank, if they have different settings.
         """
-        engine, settings = self.engine, self._settings
-        words = [engine.facade.user_grads.mark(self.index), *settings.piggyback_on_norm()]
-        total, same = engine.mesh.shard.total(mine, "the gradient norm", engine.model_id, words, largest)
+        user_grads, settings = self._grads.facade.user_grads, self._settings
+        words = [user_grads.mark(self.index), *settings.piggyback_on_norm()]
+        total, same = self._mesh.shard.total(mine, "the gradient norm", self._shards.model_id, words, largest)
         if not same[0]:
-            engine.facade.user_grads.compare(self.index)
+            user_grads.compare(self.index)
         if not all(same[1:]):
             settings.explain()
         return total
 
     @property
     def _clip(self) -> float:
-        """A factor of the next step. The engine has it, so that wrappers that share these methods do."""
-        return self.engine.facade.clip.get(self.index, 1.0)
+        """A factor of the next step."""
+        return self._grads.facade.clip.get(self.index, 1.0)
 
     def get_grad_norm(self, norm_type: float | None = None) -> float | None:
         """Return the global norm of the last step's gradients before clipping: averaged, unscaled; ``None`` before a
@@ -444,7 +472,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: ``norm_type`` is not the one that the plan has steps compute.
         """
-        of_steps = self.engine.plan.grad.norm_type
+        of_steps = self._shards.plan.grad.norm_type
         if norm_type not in (None, of_steps):
             raise ValueError(
                 f"norm_type={norm_type}: step() computes the norm of p={of_steps:g} (norm_type of the plugin); call "
@@ -475,7 +503,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "error_if_nonfinite False"
             )
         factor = clip_factor(norm, max_norm) if math.isfinite(norm) else 1.0
-        self.engine.facade.note(self.index, "clip_grad_by_norm()", max_norm, factor)
+        self._grads.facade.note(self.index, "clip_grad_by_norm()", max_norm, factor)
         return norm
 
     @torch.no_grad()
@@ -492,9 +520,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         number("clip_value", clip_value, "(0, inf]", "a positive value")
         self._check_kept(f"clip_grad_by_value({clip_value})")
         inverse = 1.0 / self.divisor()
-        self.engine.facade.note(self.index, "clip_grad_by_value()", clip_value)
+        self._grads.facade.note(self.index, "clip_grad_by_value()", clip_value)
         if math.isfinite(self._global_norm(math.inf, inverse)):
-            limit = clip_value * self.engine.facade.scale(self.index)
+            limit = clip_value * self._grads.facade.scale(self.index)
             for gradient in self._reduced():
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
@@ -510,19 +538,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_kept(f"unscale({scale})")
         norm = self._global_norm(math.inf, 1.0 / self.divisor())
         if not self.unscaled:
-            self.engine.facade.note(self.index, UNSCALE, scale, 1.0 / scale)
+            self._grads.facade.note(self.index, UNSCALE, scale, 1.0 / scale)
         return math.isfinite(norm)
 
     @property
     def unscaled(self) -> bool:
         """Whether :meth:`unscale` was called for the current gradients."""
-        return any(call == UNSCALE for call, _ in self.engine.facade.asked.get(self.index, ()))
+        return any(call == UNSCALE for call, _ in self._grads.facade.asked.get(self.index, ()))
 
     def _check_kept(self, call: str) -> None:
-        self.engine.check_open(call)
-        if self.engine.plan.grad.update == "backward":
+        self._values.guards.check_open(call)
+        if self._shards.plan.grad.update == "backward":
             raise RuntimeError(
-                f"{call} with update={self.engine.plan.grad.update!r}: gradients have been used already; use "
+                f"{call} with update={self._shards.plan.grad.update!r}: gradients have been used already; use "
                 "update='step'"
             )
 
@@ -537,8 +565,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             only_rank_0: other ranks, which call it too, get groups without state and need no memory for it.
         """
         call_state_pre_hooks(self.optimizer)
-        self.engine.values.make_current("a state")
-        full = self.full_state.collect(wanted=not only_rank_0 or self.engine.mesh.is_rank0)
+        self._values.make_current("a state")
+        full = self.full_state.collect(wanted=not only_rank_0 or self._mesh.is_rank0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return call_state_post_hooks(self.optimizer, full)
@@ -553,17 +581,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             PeerError: another rank's do not match.
             RuntimeError: the model was closed, or given back by ``unshard()``.
         """
-        self.engine.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
+        self._values.guards.check_open(f"load_state_dict() of the {type(self.optimizer).__name__}")
         if self._early is not None:
-            self.engine.passes.recover(dropping=True)  # otherwise the next step would end updates of a failed pass
+            self._grads.passes.recover(dropping=True)  # otherwise the next step would end updates of a failed pass
 
         def checked() -> dict[str, Any]:
             state = call_load_pre_hooks(self.optimizer, state_dict)
-            self.engine.early.check_current("loading a state")
+            self._grads.early.check_current("loading a state")
             return state
 
         self.full_state.distribute(checked, self.scaler)
-        self.engine.broken.loaded(state_of(self.index))
+        self._values.guards.broken.loaded(state_of(self.index))
         call_load_post_hooks(self.optimizer)
 
 
@@ -601,27 +629,3 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
         return facts[int(first)].names[0]
     elsewhere = ", or of one on another model-parallel rank" if mesh.model_parallel is not None else ""
     return f"no single parameter (their norm{elsewhere})"
-
-
-class LossWatch:
-    """Warns once about a NaN loss where parameters are gathered on use: a loss may have read one outside of a forward
-    pass. A gradient of a parameter that no forward pass reads is an error when it comes.
-
-    On a device only the first loss is looked at, since reading it waits for the device.
-    """
-
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._waiting = any(not chunk.resident for chunk in chunks)
-
-    def see(self, loss: torch.Tensor) -> None:
-        """Look at the loss of a backward pass that begins."""
-        if not self._waiting:
-            return
-        self._waiting = not runs_ahead(loss.device)
-        if bool(torch.isnan(loss.detach()).any()):
-            self._waiting = False
-            warn_user(
-                "the loss is NaN. A sharded parameter has its values during a forward pass, and is NaN outside of it. "
-                "If the loss reads parameters itself (a penalty over model.parameters()), compute it inside "
-                "`with model.gathered():` of what boost/build returned"
-            )

@@ -6,6 +6,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.description import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.full_values import (
     LOAD,
     READ_AGAIN,
     READING_STATE,
     WRITING_STATE,
+    each_parameter,
     first_owners,
+    gather_chunk,
     merge_parts,
-    reads_disk,
 )
-from shardwise.core.engine.staging import gather_chunk
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.disk.store import DiskError
@@ -47,12 +48,20 @@ _Described = dict[int, dict[str, Any]]
 
 
 class OptimizerState:
-    """Shards and unshards the state of one optimizer."""
+    """Shards and unshards the state of one optimizer.
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
-        self.engine, self.optimizer, self.index, self._updates = engine, optimizer, index, updates
-        position = {id(p): i for i, p in enumerate(engine.params)}
-        self._groups = engine.partition.table.groups[index]
+    Args:
+        shards: of the model.
+        optimizer: the user's own.
+        index: its position among the optimizers of the model.
+        updates: of its tiles.
+    """
+
+    def __init__(self, shards: ModelShards, optimizer: torch.optim.Optimizer, index: int, updates: TileUpdates) -> None:
+        self._shards, self.optimizer, self.index, self._updates = shards, optimizer, index, updates
+        self._mesh, self._table = shards.mesh, shards.partition.table
+        position = {id(p): i for i, p in enumerate(shards.params)}
+        self._groups = self._table.groups[index]
         self._prior = {position[id(p)]: dict(s) for p, s in optimizer.state.items() if id(p) in position}
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
@@ -71,20 +80,11 @@ class OptimizerState:
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, self._completed(position, self._prior_of(position)))
-        self._commit()
+        self._shards.storage.commit()
         self._prior = {}
 
     def _all_write(self, outcome: str) -> AbstractContextManager[None]:
-        return collectively(self.engine.mesh.mesh_group, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
-
-    def _all_read(self) -> AbstractContextManager[None]:
-        needed = self.engine.storage.uses_disk
-        return collectively(self.engine.mesh.mesh_group, READING_STATE, READ_AGAIN, DiskError, needed)
-
-    def _commit(self) -> None:
-        """Make what was written to the disk current."""
-        if self.engine.storage.store is not None:
-            self.engine.storage.store.commit()
+        return collectively(self._mesh.mesh_group, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
 
     def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
         """Return the earlier state of a tile's parameters; ``None`` on the meta device if the optimizer's constructor
@@ -92,7 +92,8 @@ class OptimizerState:
         pieces = self._updates.tiles[position].pieces
         entries = [self._prior.get(piece.param) for piece in pieces]
         if self._made_at_once:
-            entries = [None if entry is not None and _on_meta(entry) else entry for entry in entries]
+            on_meta = [entry is not None and any(value.is_meta for value in tensors_of(entry)) for entry in entries]
+            entries = [None if meta else entry for meta, entry in zip(on_meta, entries, strict=True)]
         return entries
 
     def _completed(self, position: int, entries: Sequence[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
@@ -110,14 +111,14 @@ class OptimizerState:
         tile = self._updates.tiles[position]
         if not self._made_at_once:
             return [None] * len(tile.pieces)
-        group = self._updates.param_groups.now[tile.group]
+        group = self._updates.stepper.param_groups.now[tile.group]
         with self._updates.opened(position):
             return [constructed_state(self.optimizer, group, piece.value) or None for piece in tile.pieces]
 
     def _cut(self, piece: ParamShard, full: dict[str, Any]) -> dict[str, Any]:
-        fact = self.engine.layout.facts[piece.param]
+        fact = self._shards.layout.facts[piece.param]
         name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
-        whole = self.engine.layout.chunks[self.engine.layout.where[piece.param][0]].whole
+        whole = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].whole
         cut: dict[str, Any] = {}
         for key, value in flat(full).items():
             if not isinstance(value, torch.Tensor):
@@ -131,10 +132,10 @@ class OptimizerState:
                     own = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
                 else:
                     own = part_of_whole(value, part, piece.offset, numel)
-                dtype = self._updates.dtype_for(key, own.dtype, piece)
+                dtype = self._updates.stepper.dtype_for(key, own.dtype, piece.value)
                 cut[key] = own.to(device=piece.value.device, dtype=dtype, copy=True).view(piece.value.shape)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
-                dtype = self._updates.dtype_for(key, value.dtype, piece)
+                dtype = self._updates.stepper.dtype_for(key, value.dtype, piece.value)
                 cut[key] = value.detach().reshape(1).to(device=piece.value.device, dtype=dtype, copy=True)
             elif value.numel() == 1 and (value.dim() == 0 or key == "step" or not whole):
                 cut[key] = value.detach().clone()
@@ -149,7 +150,7 @@ class OptimizerState:
 
     def places_by_group(self) -> list[tuple[int, ...]]:
         """Return the places in the whole model of each current group's parameters, frozen ones included."""
-        return [self._groups[index] for index in self._updates.param_groups.order()]
+        return [self._groups[index] for index in self._updates.stepper.param_groups.order()]
 
     def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
         """Return each parameter's number in torch's state_dict, by place, and the packed groups."""
@@ -167,8 +168,8 @@ class OptimizerState:
         """Return the full state_dict, tensors on the host; without state if it is not ``wanted``. Collective."""
         number, groups = self._numbering()
         described = self._described()
-        own = self._own_entries(described, wanted or self.engine.mesh.pipeline.size > 1)
-        entries = own if self.engine.mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
+        own = self._own_entries(described, wanted or self._mesh.pipeline.size > 1)
+        entries = own if self._mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
         state = {number[place]: nested(entry) for place, entry in entries}
         return {"state": dict(sorted(state.items())) if wanted else {}, "param_groups": groups}
 
@@ -176,17 +177,19 @@ class OptimizerState:
         self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each parameter's state by place, from the stages that have it. Collective."""
-        table, pipeline = self.engine.partition.table, self.engine.mesh.pipeline
-        with self._all_read():  # a stage agrees on each read; the other stages learn of failures here
-            found = dict(own)
-        for place, rank, kinds in first_owners(self.engine, described, "optimizer state"):
+        table, pipeline = self._table, self._mesh.pipeline
+        uses_disk = self._shards.storage.uses_disk
+        # A stage agrees on each read; the other stages learn of failures here.
+        with collectively(self._mesh.mesh_group, READING_STATE, READ_AGAIN, DiskError, uses_disk):
+            entries = dict(own)
+        for place, rank, kinds in first_owners(self._shards, described, "optimizer state"):
             entry: dict[str, Any] = {}
             for key, kind in kinds.items():
                 if not isinstance(kind, str) and kind[0] != LARGE:
                     entry[key] = _plain(kind)
                     continue
                 if rank == pipeline.rank:
-                    value = found[place][key].to(self.engine.mesh.device)
+                    value = entries[place][key].to(self._mesh.device)
                 else:
                     value = self._room(kind, table.facts[place].whole)
                 pipeline.broadcast(value, rank)
@@ -195,52 +198,39 @@ class OptimizerState:
 
     def _own_entries(self, described: _Described, wanted: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the full state of this rank's parameters by place."""
-        engine, layout = self.engine, self.engine.layout
         positions: dict[int, list[int]] = {}
         for position, tile in enumerate(self._updates.tiles):
             positions.setdefault(tile.chunk.spec.index, []).append(position)
-        left = [len(spec.slots) for spec in layout.chunks]
-        arrays: dict[int, dict[str, torch.Tensor]] = {}
-        # See [Note: Ranks with other parts have other chunks].
-        for param, (index, slot) in enumerate(layout.where):
-            if layout.chunks[index].optimizer != self.index or index not in engine.grads:
-                continue
-            if index not in arrays or engine.mesh.tensor.size > 1:
-                arrays |= self._gathered(index, positions.get(index, []), described, wanted, index in arrays)
+        specs, where = self._shards.layout.chunks, self._shards.layout.where
+        trained = {spec.index for spec in specs if spec.trainable and spec.optimizer == self.index}
+        own = [param for param, (index, _) in enumerate(where) if index in trained]
+
+        def load(index: int) -> Callable[[], dict[str, torch.Tensor]]:
+            chunk = self._shards.chunks[index]
+            entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
+            kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
+            dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
+            return partial(self._gather, chunk, self._read(chunk, positions.get(index, []), dtypes), wanted)
+
+        for param, span, full in each_parameter(self._shards, own, READING_STATE, load):
             entry = described.get(param)
             if entry is not None:
-                yield engine.partition.table.place[param], self._entry(param, slot, entry, arrays[index], wanted)
-            left[index] -= 1
-            if not left[index]:
-                del arrays[index]
+                yield self._table.place[param], self._entry(param, span, entry, full, wanted)
 
-    def _gathered(
-        self, index: int, positions: Sequence[int], described: _Described, wanted: bool, known: bool
-    ) -> dict[int, dict[str, torch.Tensor]]:
-        """Return one chunk's element-wise state by key, on the host; nothing if it is ``known``."""
-        engine, shards = self.engine, dict[str, torch.Tensor]()
-        chunk = engine.chunks[index]
-        entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
-        kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
-        dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
-        needed = reads_disk(engine, known)
-        with collectively(engine.mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
-            if not known:
-                shards = self._shards(chunk, positions, dtypes)
-        if known:
-            return {}
+    def _gather(self, chunk: Chunk, shards: dict[str, torch.Tensor], wanted: bool) -> dict[str, torch.Tensor]:
+        """Return one chunk's element-wise state by key, on the host."""
         full: dict[str, torch.Tensor] = {}
         for key, shard in shards.items():
-            gathered = gather_chunk(engine.mesh.shard, chunk.spec, shard.to(chunk.device))
-            if wanted or engine.mesh.tensor.size > 1:
+            gathered = gather_chunk(self._mesh.shard, chunk.spec, shard.to(chunk.device))
+            if wanted or self._mesh.tensor.size > 1:
                 full[key] = gathered.cpu()
-        return {index: full}
+        return full
 
     def _entry(
         self, param: int, slot: ParamSpan, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
     ) -> dict[str, Any]:
         """Return a parameter's state, merged over tensor-parallel ranks."""
-        entry, part = dict[str, Any](), self.engine.layout.facts[param].part
+        entry, part = dict[str, Any](), self._shards.layout.facts[param].part
         for key, kind in described.items():
             if not isinstance(kind, str) and kind[0] == LARGE:
                 value = self._from_owner(param, slot, key, kind)
@@ -249,7 +239,7 @@ class OptimizerState:
                 entry[key] = _plain(kind)
             elif part is not None:
                 value = full[key][slot.start : slot.end].view(slot.shape)
-                value = merge_parts(self.engine.mesh.tensor, part, value.to(self.engine.mesh.device))
+                value = merge_parts(self._mesh.tensor, part, value.to(self._mesh.device))
                 entry[key] = value.cpu() if wanted else None
             elif wanted:
                 entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
@@ -259,11 +249,11 @@ class OptimizerState:
         """Allocate a tensor for a state described as ``kind``, of a parameter of ``shape``."""
         size, dtype = (shape, kind) if isinstance(kind, str) else kind[1:]
         dtype = getattr(torch, dtype.removeprefix("torch."))
-        return torch.empty(tuple(size), dtype=dtype, device=self.engine.mesh.device)
+        return torch.empty(tuple(size), dtype=dtype, device=self._mesh.device)
 
     def _from_owner(self, param: int, slot: ParamSpan, key: str, kind: Any) -> torch.Tensor:
         """Return state that is not element-wise, from the rank that has the unsharded parameter. Collective."""
-        shard, chunk = self.engine.mesh.shard, self.engine.layout.chunks[self.engine.layout.where[param][0]]
+        shard, chunk = self._mesh.shard, self._shards.layout.chunks[self._shards.layout.where[param][0]]
         owner, value = bisect_right(chunk.bounds, slot.start) - 1, self._room(kind, slot.shape)
         if shard.rank == owner:
             pieces = (piece for tile in self._updates.tiles for piece in tile.pieces)
@@ -277,14 +267,14 @@ class OptimizerState:
         Raises:
             TypeError: on every rank, if one has a value of another type than tensor, number, string, list, tuple, dict.
         """
-        mesh, pieces = self.engine.mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
+        mesh, pieces = self._mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
         wrong = self._not_plain(pieces)
         found = {} if wrong else self._describe(pieces)
         for group in (mesh.shard, mesh.tensor):
             posts, found = group.exchange_object([wrong, found], "optimizer state"), {}
             wrong = next((told for told, _ in posts if told), "")
             for _, post in posts:
-                for param, entry in _as_entries(post).items():
+                for param, entry in post.items():
                     found.setdefault(param, {}).update(entry)
         if mesh.pipeline.size > 1:
             wrong = next((told for told in mesh.pipeline.exchange_object(wrong, "optimizer state") if told), "")
@@ -297,7 +287,7 @@ class OptimizerState:
         for piece in pieces:
             entry = self.optimizer.state.get(piece.value, {})
             for told in (each for key, value in entry.items() for each in misfits(value, key)):
-                name = self.engine.layout.facts[piece.param].names[0]
+                name = self._shards.layout.facts[piece.param].names[0]
                 return (
                     f"state of {type(self.optimizer).__name__} of {name}: {told}; only tensors, numbers, strings, "
                     "None, and lists, tuples and dicts of these can be saved"
@@ -319,9 +309,7 @@ class OptimizerState:
                     entry[key] = ["tensor", value.tolist(), str(value.dtype)]
         return entries
 
-    def _shards(
-        self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]
-    ) -> dict[str, torch.Tensor]:
+    def _read(self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Return this rank's shard of one chunk's element-wise state by key; zero where there is none."""
         shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
         for position in positions:
@@ -348,7 +336,7 @@ class OptimizerState:
         """
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
-        everyone, doing = self.engine.mesh.mesh_group, f"loading the {name}"
+        everyone, doing = self._mesh.mesh_group, f"loading the {name}"
         with collectively(everyone, doing, "Nothing has changed.", describe=lambda: self._told(full, numbers, trial)):
             full = self._in_our_form(given())
             numbers = self._checked(full)
@@ -359,7 +347,7 @@ class OptimizerState:
             self.optimizer.state.clear()
             for position, states in enumerate(new):
                 self._updates.replace(position, self._own(full, numbers, position) if states is None else states)
-        self._commit()
+        self._shards.storage.commit()
         for group, theirs in zip(self.optimizer.param_groups, full["param_groups"], strict=True):
             group.update(copy.deepcopy({key: value for key, value in theirs.items() if key != "params"}))
         if scaler is not None and "scaler" in full:
@@ -391,7 +379,7 @@ class OptimizerState:
                 f"groups of {[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        table = self.engine.partition.table
+        table = self._table
         check_full_state(self.optimizer, full, [[table.facts[place].whole for place in own] for own in places])
         numbers: dict[int, int] = {}
         for own, group in zip(places, theirs, strict=True):
@@ -400,24 +388,20 @@ class OptimizerState:
 
     def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:
         """Return each tile's shards of ``full``; ``None`` if its state is on a disk, where it is only checked."""
-        tiles = self._updates.tiles
         # All shards are made before the first is replaced, so that a state that does not fit changes nothing.
-        new = [
-            self._own(full, numbers, position) if not tile.state.on_disk else None
-            for position, tile in enumerate(tiles)
-        ]
-        for position, tile in enumerate(tiles):
-            if tile.state.on_disk:  # all of them at once may not fit into memory
-                self._own(full, numbers, position)
+        new = list[list[dict[str, Any] | None] | None]()
+        for position, tile in enumerate(self._updates.tiles):
+            states = self._own(full, numbers, position)
+            new.append(None if tile.state.on_disk else states)  # all of a disk's at once may not fit into memory
         return new
 
     def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:
-        table, pieces = self.engine.partition.table, self._updates.tiles[position].pieces
+        table, pieces = self._table, self._updates.tiles[position].pieces
         return self._completed(position, [full["state"].get(numbers[table.place[p.param]]) for p in pieces])
 
     def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
         """Describe the parts of a state that are loaded, which the ranks compare."""
-        facts, found = self.engine.partition.table.facts, dict[str, Mapping[str, Any]]()
+        facts, found = self._table.facts, dict[str, Mapping[str, Any]]()
         if scaler is not None and "scaler" in full:
             found["the loss scale in the state"] = scaler.state_dict()
         for number, group in enumerate(full["param_groups"]):
@@ -428,16 +412,6 @@ class OptimizerState:
         for (name, key, value), word in zip(values, words, strict=True):
             found[f"{key} of {name} in the state"] = described(value) | {"a sample of the values": word}
         return found
-
-
-def _on_meta(entry: dict[str, Any]) -> bool:
-    return any(value.is_meta for value in tensors_of(entry))
-
-
-def _as_entries(post: object) -> dict[str, dict[str, Any]]:
-    if not isinstance(post, dict):
-        raise RuntimeError(f"a rank answered {post!r} for its optimizer state; all ranks must run the same version")
-    return post
 
 
 def _plain(packed: Sequence[Any]) -> Any:

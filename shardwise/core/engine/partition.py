@@ -176,12 +176,10 @@ def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> Sta
     """Return the saved names of the whole model if it has stages. State hooks run here, since their results may be
     refused; on a deferred model they run at the first state."""
     hooked = any(module._state_dict_hooks for module in model.modules()) and not is_deferred(model)
-    found = StateNames.read(model, every) if staged or hooked else None
-    return _outlined(found) if staged and found is not None else None
-
-
-def _outlined(names: StateNames) -> StateNames:
-    """Return the names without values of buffers, which only other ranks may have."""
+    names = StateNames.read(model, every) if staged or hooked else None
+    if not staged or names is None:
+        return None
+    # Without values of buffers, which only other ranks may have.
     others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
     return replace(names, others=others)
 

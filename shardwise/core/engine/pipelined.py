@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.checks.batches import TEXT_LENGTH, differing, fingerprint, fingerprint_value, outline
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine.casts import map_tensors
-from shardwise.core.engine.engine import Engine
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.engine.gradients import Arrived, Gradients
+from shardwise.core.engine.model_shards import ModelShards
+from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.parallel.pipeline import (
     MicroBatch,
     Outcome,
@@ -30,9 +31,6 @@ from shardwise.core.parallel.pipeline import (
 )
 from shardwise.plan.precision import HALF_DTYPES
 
-if TYPE_CHECKING:
-    from shardwise.core.engine.optimizer import ShardedOptimizer
-
 __all__ = ["PipelineSteps"]
 
 
@@ -40,23 +38,24 @@ class PipelineSteps:
     """The pipeline steps of one session.
 
     Args:
-        engine: of a model with stages.
+        shards: of a model with stages.
+        grads: of the model.
         optimizer: its loss scale is applied; ``None``: losses are not scaled.
     """
 
-    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
-        staging, wire = engine.staging, engine.mesh.wire
+    def __init__(self, shards: ModelShards, grads: Gradients, optimizer: ShardedOptimizer | None) -> None:
+        self._plan, self._mesh, self._grads = shards.plan, shards.mesh, grads
+        staging, wire = shards.partition.staging, self._mesh.wire
         if staging is None or wire is None:
-            raise RuntimeError(f"{engine.mesh!r} has no stages; report this")
-        self._engine, self._optimizer = engine, optimizer
-        wire = wire.compressed() if engine.plan.comm.compress is not None else wire
-        self._run = StageRun(staging, wire, engine.plan.pipeline.cache_shapes, self._tell)
+            raise RuntimeError(f"{self._mesh!r} has no stages; report this")
+        wire = wire.compressed() if self._plan.comm.compress is not None else wire
+        self._run = StageRun(staging, wire, self._plan.pipeline.cache_shapes, self._tell)
         self._sent: Later | None = None
         """A fingerprint of the step's batch on a GPU: it is copied to the host during the passes, and read at the end
         of the step."""
-        self._shared = engine.partition.shared
+        self._shared = shards.partition.shared
         self._staging = staging
-        self._passes = _EnginePasses(engine, optimizer)
+        self._passes = _EnginePasses(grads, optimizer)
 
     @property
     def last(self) -> bool:
@@ -75,16 +74,16 @@ class PipelineSteps:
             train: gradients accumulate to those of the loss over the batch.
             wants_outputs: see :class:`Outcome`.
         """
-        engine = self._engine
+        grads = self._grads
         parts = self._begin(batch, train)
         schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
                 outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
             return outcome
-        late, before = engine.plan.shard.reduce == "last", engine.passes.held()
+        late, before = self._plan.shard.reduce == "last", grads.passes.held()
         try:
-            with engine.no_sync() if late else contextlib.nullcontext():
+            with grads.no_sync() if late else contextlib.nullcontext():
                 with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
                     outcome = self._run.step(schedule, parts, criterion, self._passes, wants_outputs)
                 if self._shared is not None:
@@ -93,9 +92,9 @@ class PipelineSteps:
                             torch.autograd.backward(param, grad)
         except BaseException:
             self._passes.forget()
-            engine.passes.fail(before)  # also if a forward pass failed: the gradients are incomplete
+            grads.passes.fail(before)  # also if a forward pass failed: the gradients are incomplete
             raise
-        engine.passes.due = late and engine.passes.sync  # false under a no_sync() of the program
+        grads.passes.due = late and grads.passes.sync  # false under a no_sync() of the program
         return outcome
 
     def _begin(self, batch: Any, train: bool) -> list[MicroBatch]:
@@ -104,7 +103,7 @@ class PipelineSteps:
         Raises:
             ValueError: on all ranks, if it cannot be split on one, or ranks have different batches.
         """
-        plan, refusal, parts = self._engine.plan.pipeline, None, list[MicroBatch]()
+        plan, refusal, parts = self._plan.pipeline, None, list[MicroBatch]()
         number = plan.microbatches
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
@@ -113,7 +112,7 @@ class PipelineSteps:
         self._sent = Later(word) if runs_ahead(word.device) else None
         values = 0.0 if self._sent is not None else fingerprint_value(word)
         try:
-            on_device = map_tensors(batch, lambda tensor: tensor.to(self._engine.mesh.device))
+            on_device = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
             self._run.check_number(len(parts))
         except Exception as error:
@@ -122,7 +121,7 @@ class PipelineSteps:
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
-        if train and self._engine.plan.shard.reduce == "every":
+        if train and self._plan.shard.reduce == "every":
             self._compare_number(len(parts))
         return parts
 
@@ -132,10 +131,9 @@ class PipelineSteps:
         Raises:
             ValueError: on each of them, if they do not.
         """
-        world = self._engine.mesh.world
-        found = [int(post[0]) for post in world.exchange([float(microbatches)], "the number of micro-batches")]
-        if len({*found}) > 1:
-            by_rank = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(found))
+        posts = self._mesh.world.exchange([float(microbatches)], "the number of micro-batches")
+        if len({post[0] for post in posts}) > 1:
+            by_rank = ", ".join(f"rank {rank} {int(post[0])}" for rank, post in enumerate(posts))
             raise ValueError(
                 f"data-parallel ranks divide their batches into different numbers of micro-batches ({by_rank}), and "
                 "ZeRO-2 reduces the gradients of each: give all ranks batches with the same number of rows "
@@ -157,15 +155,15 @@ class PipelineSteps:
             Exception: ``refusal``.
             PeerError: another rank has one.
         """
-        self._engine.mesh.world.activity.begin_pass()
+        self._mesh.world.activity.begin_pass()
         words = (float(zlib.crc32(told.encode())), values, float(bool(refusal)))
         posts = self._model.exchange(words, "the batch of a step of a pipeline")
         if any(post[2] for post in posts):
             text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-            found = self._model.exchange_object([why, text], "a bad batch")
+            texts = self._model.exchange_object([why, text], "a bad batch")
             if refusal is not None:
                 raise refusal
-            first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(found) if text)
+            first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(texts) if text)
             raise PeerError(f"a batch {first}. No pass of the step was run on any rank")
         return [tuple(post) for post in posts]
 
@@ -183,22 +181,22 @@ class PipelineSteps:
     @property
     def _model(self) -> Group:
         """The model-parallel group."""
-        group = self._engine.mesh.model_parallel
+        group = self._mesh.model_parallel
         assert group is not None
         return group
 
     def _schedule(self, microbatches: int) -> Schedule:
         """Return the plan's own schedule if it is for this number of micro-batches, otherwise a new one."""
-        plan, ranks = self._engine.plan.pipeline, self._staging.ranks
+        plan, ranks = self._plan.pipeline, self._staging.ranks
         if plan.orders is not None:
-            given = given_schedule(ranks, plan.orders)
-            if given.microbatches == microbatches:
-                return given
+            own = given_schedule(ranks, plan.orders)
+            if own.microbatches == microbatches:
+                return own
         return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
 
     def everywhere(self, loss: Tensor | None) -> Tensor:
         """Return the loss of the last stage on every rank of the pipeline. Collective over these."""
-        mesh = self._engine.mesh
+        mesh = self._mesh
         own = None if loss is None else [loss.item(), str(loss.dtype).removeprefix("torch.")]
         value, kind = mesh.pipeline.exchange_object(own, "the loss")[self._staging.last_rank]
         return torch.tensor(value, dtype=getattr(torch, kind), device=mesh.device) if loss is None else loss
@@ -209,37 +207,36 @@ class _EnginePasses(Passes):
     gradients of both with the second, so that a micro-batch is reduced once.
 
     Args:
-        engine, optimizer: see :class:`PipelineSteps`.
+        grads, optimizer: see :class:`PipelineSteps`.
     """
 
-    def __init__(self, engine: Engine, optimizer: ShardedOptimizer | None) -> None:
-        self._engine, self._optimizer = engine, optimizer
-        self._kept: dict[WeightGradients, list[tuple[ChunkGrads, int, Tensor]]] = {}
+    def __init__(self, grads: Gradients, optimizer: ShardedOptimizer | None) -> None:
+        self._grads, self._optimizer = grads, optimizer
+        self._pending: dict[WeightGradients, list[Arrived]] = {}
 
     def whole(self, output: Tensor, grad: Tensor | None) -> None:
         with self.one() as scale:
             torch.autograd.backward(_scaled(output, grad, scale), grad)
 
     def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
-        passes = self._engine.passes
-        with passes.no_sync(), self._engine.attachment.kept() as self._kept[later], self.one() as scale:
+        with self._grads.passes.no_sync(), self._grads.collect() as self._pending[later], self.one() as scale:
             walk(_scaled(output, grad, scale), grad)
 
     def weights(self, later: WeightGradients) -> None:
         with self.one():
-            self._engine.attachment.hand_on(self._kept.pop(later, []))
+            self._grads.reduce(self._pending.pop(later, []))
             super().weights(later)
 
     def forget(self) -> None:
         """Drop pending gradients after a step failed."""
-        self._kept.clear()
+        self._pending.clear()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[float]:
         """Return a context for one backward pass, with the loss scale that gradients between stages include."""
         scaler = self._optimizer.scaler if self._optimizer is not None else None
         scale = scaler.scale if scaler is not None else 1.0
-        with self._engine.passes.around(scale):
+        with self._grads.passes.around(scale):
             yield scale
 
 

@@ -133,10 +133,15 @@ class Storage:
     def _all_reserve(self) -> AbstractContextManager[None]:
         return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
 
-    def roll_back(self) -> None:
-        """Drop what was written to the disk and not committed."""
+    def commit(self, optimizer: int | None = None) -> None:
+        """Make what was written to the disk current: the records of one optimizer, or all."""
         if self.store is not None:
-            self.store.rollback()
+            self.store.commit(optimizer)
+
+    def roll_back(self, optimizer: int | None = None) -> None:
+        """Drop what was written to the disk and not committed: the records of one optimizer, or all."""
+        if self.store is not None:
+            self.store.rollback(optimizer)
 
     @property
     def _pins_for(self) -> torch.device | None:

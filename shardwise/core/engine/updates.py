@@ -15,27 +15,149 @@ from typing import Any
 
 import torch
 
+from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
-from shardwise.core.checks.broken import PARAMETERS, state_of
-from shardwise.core.checks.param_groups import ParamGroups
+from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.offload_states import StateOffload
+from shardwise.core.engine.accounts import StateAccounts
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.grads.norm import TileNorm
 from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import mapped, tensors_of
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.core.update.masters import ChunkState
-from shardwise.core.update.tiles import ParamShard, TileStepper, UpdateCalls, UpdateTile, make_tiles
+from shardwise.core.update.tiles import (
+    ParamShard,
+    TileStepper,
+    UpdateCalls,
+    UpdateTile,
+    make_tiles,
+)
 
-__all__ = ["TileUpdates"]
+__all__ = ["StateOffload", "TileUpdates"]
 
 Update = Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both with load_state_dict())."
+
+
+class StateOffload:
+    """Masters and state of one optimizer. Used between steps, on every rank, with Ctrl-C deferred.
+
+    Args:
+        optimizer: the user's.
+        tiles: what it updates.
+        changed: called when state has another home.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, tiles: Sequence[UpdateTile], changed: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._tiles, self._changed = optimizer, tiles, changed
+        self._moved: list[UpdateTile] = []
+        self._arena: torch.Tensor | None = None
+        self._host_before: list[torch.Tensor] = []
+        """Tensors of nested state that were on the host before anything was moved there."""
+
+    def check(self) -> None:
+        """Raise if state is offloaded, since training needs it.
+
+        Raises:
+            RuntimeError: it is.
+        """
+        if self._moved:
+            raise RuntimeError(
+                f"the masters and state of {len(self._moved)} tiles are offloaded to host memory: call "
+                "reload_states() before training goes on"
+            )
+
+    def offload(self, pin: bool) -> int:
+        """Move what is at home on the device to host memory, which must have room for it.
+
+        Args:
+            pin: page-lock that memory if the device is a GPU, and keep it for the next time.
+
+        Returns:
+            Bytes moved.
+        """
+        tiles = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
+        if not tiles:
+            return 0
+        self._host_before = [inner for inner in self._inner(tiles) if inner.device != tiles[0].chunk.device]
+        sizes = [HostArena.rounded(value.nbytes) for value in self._values(tiles)]
+        arena, start = self._arena, 0
+        if arena is None or sum(sizes) > arena.numel():
+            arena = host_block(sum(sizes), tiles[0].chunk.device if pin else None)
+        self._arena = arena if pin else None
+
+        def copied(value: torch.Tensor) -> torch.Tensor:
+            nonlocal start
+            place = arena[start : start + value.nbytes].view(value.dtype)
+            start += HostArena.rounded(value.nbytes)
+            return place.copy_(value.reshape(-1)).view(value.shape)
+
+        self._moved = tiles
+        self._replace(tiles, copied, Tier.HOST)
+        return sum(sizes)
+
+    def reload(self) -> None:
+        """Move it back to the device."""
+        if self._moved:
+            device = self._moved[0].chunk.device
+            self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
+            self._moved, self._host_before = [], []
+
+    def _values(self, tiles: Sequence[UpdateTile]) -> Iterator[torch.Tensor]:
+        for state in {id(tile.state): tile.state for tile in tiles}.values():
+            if state.master is not None:
+                yield state.master
+        for own, key in self._elements(tiles):
+            yield own[key]
+        yield from self._inner(tiles)
+
+    def _elements(self, tiles: Sequence[UpdateTile]) -> Iterator[tuple[dict[str, Any], str]]:
+        """Element-wise state: of the shape of its piece."""
+        for tile in tiles:
+            for piece in tile.pieces:
+                own = self._optimizer.state.get(piece.value, {})
+                for key, value in own.items():
+                    if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
+                        yield own, key
+
+    def _inner(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
+        """Tensors in lists, tuples and dicts of state, each once, without counts (of no dimension) and without those
+        that were on the host before."""
+        skipped, found = {id(each) for each in self._host_before}, {}
+        for tile in tiles:
+            for piece in tile.pieces:
+                own = self._optimizer.state.get(piece.value, {})
+                for value in (value for value in own.values() if not isinstance(value, torch.Tensor)):
+                    for each in tensors_of(value):
+                        if each.dim() and id(each) not in skipped:
+                            found[id(each)] = each
+        return list(found.values())
+
+    @torch.no_grad()
+    def _replace(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
+        by_state: dict[int, list[UpdateTile]] = {}
+        for tile in tiles:
+            by_state.setdefault(id(tile.state), []).append(tile)
+        for own in by_state.values():
+            state = own[0].state
+            if state.master is not None:
+                state.master = copied(state.master)
+                for piece in (piece for tile in own for piece in tile.pieces):
+                    point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
+        for entry, key in list(self._elements(tiles)):
+            entry[key] = copied(entry[key])
+        for inner in self._inner(tiles):
+            point(inner, copied(inner))  # in place, since it stands in a list or tuple
+        for own in by_state.values():
+            own[0].state.home = replace(own[0].state.home, state=tier)
+        self._changed()
 
 
 # [Note: The order of an update]
@@ -48,27 +170,44 @@ class TileUpdates:
     """Updates the tiles of one optimizer.
 
     Args:
-        engine: of the model.
         optimizer: the user's own.
-        index: its position among the engine's optimizers.
+        index: its position among the optimizers of the model.
+        shards: of the model.
         grads: gradient states of the chunks that it trains.
+        broken: parts that an update changes are marked there.
+        early: updates during backward; what they made is lost if a step fails.
+
+    Attributes:
+        tiles: all of them, in the order of updates.
+        stepper: makes the updates.
+        uses_disk: whether any rank has parameters or state of this optimizer on a disk.
+        offload_state: moves masters and state to host memory for a while.
+        moved: :meth:`move_to_device` was called.
     """
 
     def __init__(
-        self, engine: Engine, optimizer: torch.optim.Optimizer, index: int, grads: Sequence[ChunkGrads]
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        shards: ModelShards,
+        grads: Sequence[ChunkGrads],
+        broken: Broken,
+        early: EarlyObserver,
     ) -> None:
-        self._engine, self.optimizer, self._index = engine, optimizer, index
+        self._shards, self._broken, self._observer = shards, broken, early
+        storage, plan = shards.storage, shards.plan
+        self.optimizer, self._index, self._grads = optimizer, index, grads
         self.tiles: list[UpdateTile] = []
         self._disk: dict[int, DiskTile] = {}
         """Tiles on a disk by position among all tiles."""
-        homes = [engine.storage.homes[each.spec.index] for each in grads]
+        homes = [storage.homes[each.spec.index] for each in grads]
         # By homes, since a rank may have no tile of a small chunk whose other tiles its peers have on a disk.
         own = any(Tier.DISK in (home.param, home.state) for home in homes)
-        self.uses_disk = engine.storage.on_any_disk(own)
-        self._sizes = BufferSizes(engine.storage.value_buffer_bytes)
+        self.uses_disk = storage.on_any_disk(own)
+        self._sizes = BufferSizes(storage.value_buffer_bytes)
         for each in grads:
-            state = engine.states[each.spec.index]
-            tiles = make_tiles(each, state, engine.storage.tile_ranges(each.spec))
+            state = shards.states[each.spec.index]
+            tiles = make_tiles(each, state, storage.tile_ranges(each.spec))
             if state.store is not None:
                 for tile, record in zip(tiles, state.values, strict=True):
                     self._disk[len(self.tiles)] = DiskTile(
@@ -81,30 +220,29 @@ class TileUpdates:
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
         """Tiles with state in memory and parameters on a disk."""
-        self._updates_early = engine.plan.grad.update == "backward"
-        self._stepper = TileStepper(optimizer, self.tiles, lambda param: engine.layout.facts[param].names[0])
-        self._tells = self._stepper.foreign or index in engine.whole_tensor_optimizers
+        self._updates_early = plan.grad.update == "backward"
+        self.stepper = TileStepper(optimizer, self.tiles, shards.name)
+        self._tells = self.stepper.foreign or any(each.spec.whole for each in grads)
         """Whether a step may raise on one rank alone without a disk."""
-        self._calls = UpdateCalls(together=not self._stepper.foreign)
+        self._calls = UpdateCalls(together=not self.stepper.foreign)
         self._roomy = 0
-        disk = engine.plan.tiers.disk
+        self.moved = False
+        disk = plan.tiers.disk
         by_chunk = [list(own) for _, own in groupby(self._disk.values(), lambda each: each.tile.chunk)]
         if self._updates_early:  # backward comes from the last chunk to the first
             # The expected order of the first step; later steps follow the previous one (TileVisits).
             by_chunk.reverse()
         order = [each for own in by_chunk for each in own]
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
-        engine.accounts.hold(self.state_bytes, self._stepper.scratch_bytes)
-        if self._disk:
-            engine.events.masters_wanted.listen(self._give_back)
-            engine.events.update_expected.listen(self._visits.read_ahead)
-        self._offload = StateOffload(optimizer, self.tiles, self._stepper.state_changed)
-        engine.state_offloads.append(self._offload)
-        engine.events.backward_asked.listen(self._offload.check)
+        self.offload_state = StateOffload(optimizer, self.tiles, self.stepper.state_changed)
 
-    def state_bytes(self, tier: Tier) -> int:
-        """Return the bytes of optimizer state in ``tier``."""
-        return self._stepper.state_bytes(tier)
+    def connect(self, events: Events, accounts: StateAccounts) -> None:
+        """Listen to ``events``, and register state and scratch memory with ``accounts``."""
+        accounts.hold(self.stepper.state_bytes, self.stepper.scratch_bytes)
+        if self._disk:
+            events.masters_wanted.listen(self._give_back)
+            events.update_expected.listen(self._visits.read_ahead)
+        events.backward_asked.listen(self.offload_state.check)
 
     def expected_bytes(self, tier: Tier) -> int:
         """Return the bytes of state in ``tier`` after every parameter was stepped, found by stepping a dummy."""
@@ -118,7 +256,7 @@ class TileUpdates:
             first, numel = numels.get(kind, (piece, 0))
             numels[kind] = first, numel + piece.end - piece.start
         kinds = numels.items()
-        return sum(self._stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
+        return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
 
     def _give_back(self, optimizer: int) -> None:
         """Free the buffers of reads ahead, if they are this optimizer's."""
@@ -127,12 +265,12 @@ class TileUpdates:
 
     def _make_room(self, element_bytes: int) -> None:
         """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
-        disk = self._engine.plan.tiers.disk
-        if element_bytes > self._roomy and disk is not None and self._engine.storage.store is not None:
+        disk, store = self._shards.plan.tiers.disk, self._shards.storage.store
+        if element_bytes > self._roomy and disk is not None and store is not None:
             largest = max(each.tile.end - each.tile.start for each in self._disk.values())
             # Each key's tensors begin on a cache line.
             self._sizes.state_bytes = largest * element_bytes + 4096
-            self._engine.storage.store.reserve(disk.state_buffers, self._sizes.state_bytes)
+            store.reserve(disk.state_buffers, self._sizes.state_bytes)
             self._roomy = element_bytes
 
     def opened(self, position: int) -> AbstractContextManager[None]:
@@ -140,11 +278,6 @@ class TileUpdates:
         self._visits.release()
         disk_tile = self._disk.get(position)
         return disk_tile.opened() if disk_tile is not None else nullcontext()
-
-    def norm_of_tiles(self) -> TileNorm:
-        """Return the norm that updates compute from now on."""
-        self._stepper.norm = TileNorm()
-        return self._stepper.norm
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
         """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
@@ -157,11 +290,7 @@ class TileUpdates:
                 self.optimizer.state.pop(piece.value, None)
                 if state is not None:
                     self.optimizer.state[piece.value] = state
-        self._stepper.state_changed()
-
-    def dtype_for(self, key: str, stored: torch.dtype, piece: ParamShard) -> torch.dtype:
-        """Return the dtype for loaded element-wise state; see :meth:`TileStepper.dtype_for`."""
-        return self._stepper.dtype_for(key, stored, piece.value)
+        self.stepper.state_changed()
 
     def move_to_device(self, room_bytes: int) -> None:
         """Move masters and state of whole chunks from the host to the device, in the order of the tiles, as long as
@@ -169,29 +298,26 @@ class TileUpdates:
 
         Source: Gemini's ``gpu_margin_mem_ratio`` and ZeRO-Offload++'s twin flow: their updates then run on the device.
         """
-        engine, early = self._engine, self._updates_early
+        storage, early, self.moved = self._shards.storage, self._updates_early, True
+        grads_of = {each.spec.index: each for each in self._grads}
         by_chunk: dict[int, list[UpdateTile]] = {}
         for tile in self.tiles:
             if tile.state.tier is Tier.HOST:
                 by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
         moved = 0
         for index, own in by_chunk.items():
-            state, grads = engine.states[index], engine.grads[index]
-            size = self._bytes_on_device(state, grads, own)
+            state, grads = self._shards.states[index], grads_of[index]
+            entries = [self.optimizer.state.get(piece.value, {}) for tile in own for piece in tile.pieces]
+            itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
+            size = state.chunk.shard_numel * itemsize + sum(value.nbytes for value in tensors_of(entries))
             if moved + size <= room_bytes:
                 self._move(state, own)
-                grads.move_to_device(engine.storage.ring(Tier.DEVICE) if early else None)
+                grads.move_to_device(storage.ring(Tier.DEVICE) if early else None)
                 moved += size
         if moved and early:
-            engine.storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
+            storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
         self._calls.forget()
-        self._stepper.state_changed()
-
-    def _bytes_on_device(self, state: ChunkState, grads: ChunkGrads, tiles: Sequence[UpdateTile]) -> int:
-        entries = [self.optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
-        itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
-        state_bytes: int = sum(value.nbytes for value in tensors_of(entries))
-        return state_bytes + state.chunk.shard_numel * itemsize
+        self.stepper.state_changed()
 
     @torch.no_grad()
     def _move(self, state: ChunkState, tiles: Sequence[UpdateTile]) -> None:
@@ -215,7 +341,7 @@ class TileUpdates:
         """Mark the state as broken while the block replaces it. The caller removes the mark when all ranks are done."""
         if not isinstance(self.optimizer.state, dict):  # set to another type by the user
             self.optimizer.state = defaultdict(dict)
-        self._engine.broken.mark("loading a state", state_of(self._index))
+        self._broken.mark("loading a state", state_of(self._index))
         try:
             yield
         except BaseException:
@@ -224,38 +350,19 @@ class TileUpdates:
 
     # ---- an update
 
-    @property
-    def param_groups(self) -> ParamGroups:
-        """The user's param groups, now and when the model was sharded."""
-        return self._stepper.param_groups
-
-    @property
-    def hooked(self) -> bool:
-        """Whether the user's optimizer has step pre-hooks."""
-        return self._stepper.hooked
-
-    def before_step(self) -> None:
-        """See :meth:`TileStepper.before_step`."""
-        self._offload.check()
-        self._stepper.before_step()
-
-    def after_step(self) -> None:
-        """See :meth:`TileStepper.before_step`."""
-        self._stepper.after_step()
-
     def early(self) -> EarlyUpdates:
         """Create the updates during backward; of parameters on a disk only if their state is there, too."""
         by_chunk: dict[int, list[DiskTile]] = {}
         for each in self._disk.values():
             by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
         return EarlyUpdates(
-            self._stepper,
+            self.stepper,
             self._in_memory,
             by_chunk,
             self._visits,
-            self._engine.storage.new_shards,
-            self._engine.plan.grad.norm_type,
-            self._engine.mesh.device,
+            self._shards.storage.new_shards,
+            self._shards.plan.grad.norm_type,
+            self._shards.mesh.device,
         )
 
     def run(self, factor: float, early: EarlyUpdates | None) -> None:
@@ -271,20 +378,22 @@ class TileUpdates:
             DiskError: on every rank, if the disk of one failed.
             PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
-        self._engine.broken.mark("optimizer.step()", *self.parts)
+        self._broken.mark("optimizer.step()", *self.parts)
         try:
-            with self._together(), self._stepper.stepping(factor) as update:
+            with self._together(), self.stepper.stepping(factor) as update:
                 if early is not None and early.failure is not None:
                     raise early.failure
                 if self.uses_disk:
                     self._update_disk(update)
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
-                self._update_memory(update)
+                # Nothing else is on a disk: the shards need not be opened.
+                for run in self._calls.of([tile for tile in self._in_memory if tile.grads.present]):
+                    update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
         except BaseException:
             self._roll_back()
             if early is not None:
-                self._engine.early.lose([self._index])
+                self._observer.lose([self._index])
             raise
 
     def _together(self) -> AbstractContextManager[None]:
@@ -292,15 +401,14 @@ class TileUpdates:
         error = DiskError if self.uses_disk else PeerError
         name = type(self.optimizer).__name__
         return collectively(
-            self._engine.mesh.mesh_group, f"step() of {name}", HALF, error, self.uses_disk or self._tells
+            self._shards.mesh.mesh_group, f"step() of {name}", HALF, error, self.uses_disk or self._tells
         )
 
     def _roll_back(self) -> None:
         """Free buffers and drop what was written to the disk and not committed, after a failure."""
         self._visits.end_step()
-        if self._engine.storage.store is not None:
-            self._engine.storage.store.rollback(self._index)
-        self._stepper.state_changed()
+        self._shards.storage.roll_back(self._index)
+        self.stepper.state_changed()
 
     def finish_early(self, early: EarlyUpdates) -> None:
         """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises what
@@ -318,42 +426,31 @@ class TileUpdates:
                 if early.failure is not None:
                     raise early.failure
         except Exception:
-            self._engine.early.lose([self._index])
+            self._observer.lose([self._index])
             raise
-
-    def _update_memory(self, update: Update) -> None:
-        # Nothing here is on a disk: the shards need not be opened.
-        rest = [tile for tile in self._in_memory if tile.grads.present]
-        for run in self._calls.of(rest):
-            update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
 
     @property
     def parts(self) -> tuple[str, str]:
         """The parts that an update changes; see :class:`Broken`."""
         return PARAMETERS, state_of(self._index)
 
-    def _active(self, tiles: Sequence[UpdateTile]) -> list[tuple[Chunk, list[UpdateTile]]]:
-        """The tiles that have a gradient, by chunk."""
-        active = [tile for tile in tiles if self._stepper.active(tile)]
-        return [(chunk, list(own)) for chunk, own in groupby(active, key=lambda tile: tile.chunk)]
-
     def _update_disk(self, update: Update) -> None:
         """Update tiles that have their state or their parameters on a disk."""
         with _shards() as shard_of:
             for each in self._disk.values():
-                if self._stepper.active(each.tile):
+                if self.stepper.active(each.tile):
                     self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
         # After the block, at whose end the last parameters are written.
         self._visits.drain()
         self._visits.end_step()
-        for chunk, tiles in self._active(self._params_on_disk):
-            with _for_update(chunk, tiles[0].grads) as shard:
-                for tile in tiles:
-                    update([(tile, shard)])
+        active = [tile for tile in self._params_on_disk if self.stepper.active(tile)]
+        with _shards() as shard_of:
+            for tile in active:
+                update([(tile, shard_of(tile))])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
-        self._stepper.close(given_back or all(chunk.resident for chunk in self._engine.chunks))
+        self.stepper.close(given_back or all(chunk.resident for chunk in self._shards.chunks))
 
 
 def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:

@@ -119,17 +119,17 @@ def call_state_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 def call_state_post_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return what the hooks make of the result of ``state_dict()``."""
-    for hook in optimizer._optimizer_state_dict_post_hooks.values():
-        changed = hook(optimizer, state)
-        state = state if changed is None else changed
-    return state
+    return _through(optimizer._optimizer_state_dict_post_hooks, optimizer, state)
 
 
 def call_load_pre_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return what the hooks make of the argument of ``load_state_dict()``."""
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
-    state = dict(state) if hooks else state
-    for hook in hooks:
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    return _through(hooks, optimizer, dict(state) if hooks else state)
+
+
+def _through(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    for hook in hooks.values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
     return state

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.core.base.device import synchronize
 from shardwise.core.checks.broken import PARAMETERS
+from shardwise.core.checks.guards import Guards
 from shardwise.core.comm import Description, Handle, collectively
-from shardwise.core.engine.staging import WhenAsked, gather_chunk
+from shardwise.core.engine.full_values import WhenAsked, gather_chunk
+from shardwise.core.engine.gradients import Gradients
+from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.update.masters import take_over
-
-if TYPE_CHECKING:
-    from shardwise.core.engine.engine import Engine
+from shardwise.core.shards.meter import MemoryMeter
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.update.masters import MasterEdits, take_over
 
 __all__ = ["Values"]
 
@@ -39,10 +40,22 @@ class _Block:
 # then on, writes to parameters are the program's (edits.accept). See [Note: Fences]. If gathers read the peers' memory,
 # resident arrays are renewed at their first use (WhenAsked), at the latest in the next before_update().
 class Values:
-    """The parameter values of one engine."""
+    """The parameter values of one model.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        shards: of the model.
+        pool: of gathered parameters.
+        guards: of the model.
+        grads: of the model; a pass that failed may have updated masters.
+        meter: of the device's memory, or ``None``.
+    """
+
+    def __init__(
+        self, shards: ModelShards, pool: ChunkPool, guards: Guards, grads: Gradients, meter: MemoryMeter | None
+    ) -> None:
+        self.shards, self.pool, self.guards, self.meter = shards, pool, guards, meter
+        self.grads, self._early = grads, grads.early
+        self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.comm_dtypes.rounding)
         self._writing: tuple[Collection[int] | None, ...] = ()
         """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
 
@@ -52,15 +65,14 @@ class Values:
         Raises:
             RuntimeError: some values are half-changed; see :class:`Broken` and :class:`EarlyObserver`.
         """
-        if self._engine.early.active:
-            self._engine.passes.recover(dropping=True)  # a pass that failed may have updated masters
+        if self._early.active:
+            self.grads.passes.recover(dropping=True)  # a pass that failed may have updated masters
         self._take_edits(what)
 
     def _take_edits(self, what: str) -> None:
-        engine = self._engine
-        engine.broken.check(what)
-        engine.early.check_current(what)
-        engine.master_edits.take()
+        self.guards.broken.check(what)
+        self._early.check_current(what)
+        self.master_edits.take()
 
     def take_written(self) -> None:
         """Take over what the program has written so far inside a ``gathered(write_back=True)`` block, before all values
@@ -69,14 +81,13 @@ class Values:
         Raises:
             RuntimeError: as at the end of the block.
         """
-        engine = self._engine
-        if not self._writing or not engine.pool.blocks.any_open:
+        if not self._writing or not self.pool.blocks.any_open:
             return
-        self._take_given()
-        engine.guards.check_edits()
+        self._take_assigned()
+        self.guards.check_edits()
         units = None if None in self._writing else frozenset[int]().union(*filter(None, self._writing))
         chunks = self._chunks_of(units)
-        with engine.mesh.doing("gathered(write_back=True)"):
+        with self.shards.mesh.doing("gathered(write_back=True)"):
             self._keep(chunks)
         for chunk in chunks:
             chunk.placed_at = chunk.generation  # graphs are made with the written values
@@ -84,24 +95,23 @@ class Values:
     def settle(self, what: str) -> None:
         """Make all values those that the program sees, before ``what`` reads them. Collective."""
         self.take_written()
-        self._engine.guards.check()
+        self.guards.check()
         self.make_current(what)
-        self._engine.pool.settle()
+        self.pool.settle()
 
     def take_edits(self, optimizer: int | None = None) -> None:
         """Take over the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
-        if self._engine.master_edits.moved(optimizer):
+        if self.master_edits.moved(optimizer):
             self._take_edits("an update of changed parameters")
 
     def before_load(self, whole: bool) -> None:
         """Prepare for loading masters of the ``whole`` model or of a part: forget updates during backward, and keep the
         program's writes to parameters that are not loaded. Collective."""
-        engine = self._engine
-        if engine.early.active:
-            engine.passes.recover(dropping=True)
-            engine.early.lose(engine.early.pending)
+        if self._early.active:
+            self.grads.passes.recover(dropping=True)
+            self._early.lose(self._early.pending)
         if not whole:
-            engine.master_edits.take()
+            self.master_edits.take()
 
     @contextlib.contextmanager
     def gathered(self, write_back: bool = False, places: Sequence[int] | None = None) -> Iterator[None]:
@@ -113,40 +123,40 @@ class Values:
         Raises:
             ValueError: on every rank, if they have different ``places``.
         """
-        engine = self._engine
-        engine.guards.check_held()
-        own_state = engine.attachment.own_state
+        mesh, pool, guards = self.shards.mesh, self.pool, self.guards
+        guards.check_sharded()
+        state_dicts = guards.state_dicts
         among = None if places is None else self._units_of(places)
-        own = [chunk for chunk in engine.chunks if among is None or chunk.spec.unit in among]
-        holder, opened, kept, writing = _Block(), False, own_state.kept, self._writing
+        own = [chunk for chunk in self.shards.chunks if among is None or chunk.spec.unit in among]
+        holder, opened, keeps_loads, writing = _Block(), False, state_dicts.keeps_loads, self._writing
         try:
-            with engine.mesh.doing("gathered()"):
-                engine.pool.enter_scope(holder, among)
-                if places is not None and engine.pool.has_transient:
+            with mesh.doing("gathered()"):
+                pool.enter_scope(holder, among)
+                if places is not None and pool.has_transient:
                     self.compare(places)  # after the fence: ranks may be at different points of a pass
-                if engine.plan.comm.gather_on_use:
-                    engine.mesh.shard.fence()  # no rank writes while a peer's renewal reads
+                if self.shards.plan.comm.gather_on_use:
+                    mesh.shard.fence()  # no rank writes while a peer's renewal reads
             opened = True
-            own_state.kept = write_back
+            state_dicts.keeps_loads = write_back
             self._writing = (*writing, among) if write_back else writing
             yield
-            if engine.guards.given_back:  # inside the block
+            if guards.given_back:  # inside the block
                 return
             if write_back:
-                self._take_given()
-            engine.guards.check_edits()
+                self._take_assigned()
+            guards.check_edits()
             if write_back:
-                with engine.mesh.doing("gathered(write_back=True)"):
+                with mesh.doing("gathered(write_back=True)"):
                     self._keep(self._chunks_of(among))
         finally:
-            own_state.kept, self._writing = kept, writing
-            engine.pool.leave_scope(holder)
+            state_dicts.keeps_loads, self._writing = keeps_loads, writing
+            pool.leave_scope(holder)
             if opened:
                 if write_back:
-                    engine.pool.drop_changed(among)  # each rank's copy has only its own writes
+                    pool.drop_changed(among)  # each rank's copy has only its own writes
                 else:
-                    engine.pool.drop_idle(among)  # writes are dropped; a graph may read the rest
-                engine.guards.edits.accept(own)
+                    pool.drop_idle(among)  # writes are dropped; a graph may read other parameters
+                guards.edits.accept(own)
 
     def compare(self, places: Sequence[int]) -> None:
         """Check that every rank gathers the same parameters. Collective.
@@ -154,28 +164,26 @@ class Values:
         Raises:
             ValueError: they differ; the message says in which.
         """
-        engine = self._engine
-        wanted: Description = {engine.layout.facts[at].names[0]: {} for at in places}
-        with collectively(engine.mesh.world, "which parameters to gather", describe=lambda: wanted):
+        names: Description = {self.shards.name(at): {} for at in places}
+        with collectively(self.shards.mesh.world, "which parameters to gather", describe=lambda: names):
             pass
 
     def _units_of(self, places: Sequence[int]) -> frozenset[int]:
-        engine = self._engine
-        return frozenset(engine.chunks[engine.layout.where[at][0]].spec.unit for at in places)
+        shards = self.shards
+        return frozenset(shards.chunks[shards.layout.where[at][0]].spec.unit for at in places)
 
     def _chunks_of(self, units: Collection[int] | None) -> list[Chunk]:
         """Return the chunks of these units (``None``: all), and resident ones."""
-        chunks = self._engine.chunks
+        chunks = self.shards.chunks
         return [chunk for chunk in chunks if units is None or chunk.resident or chunk.spec.unit in units]
 
     def _in_blocks(self) -> list[Chunk]:
         """Return the chunks of open blocks, and resident ones."""
-        engine = self._engine
-        blocks = engine.pool.blocks
-        return [chunk for chunk in engine.chunks if chunk.resident or blocks.holds(chunk.spec.unit)]
+        blocks = self.pool.blocks
+        return [chunk for chunk in self.shards.chunks if chunk.resident or blocks.holds(chunk.spec.unit)]
 
     @torch.no_grad()
-    def _take_given(self) -> None:
+    def _take_assigned(self) -> None:
         """Take ``parameter.data = values`` in the block for a write (``vector_to_parameters`` does it)."""
         for chunk in self._in_blocks():
             chunk.take_given()
@@ -186,13 +194,12 @@ class Values:
         Raises:
             RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
         """
-        engine = self._engine
-        engine.check_open("take_given()")
-        self._take_given()
-        wrong = any(chunk.misplaced() is not None for chunk in engine.chunks)
-        posts = engine.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
+        self.guards.check_open("take_given()")
+        self._take_assigned()
+        wrong = any(chunk.misplaced() is not None for chunk in self.shards.chunks)
+        posts = self.shards.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
         if any(post[0] for post in posts):
-            engine.guards.check_edits()  # which raises, and says what was given
+            self.guards.check_edits()  # which raises, and says what was given
             ranks = [rank for rank, post in enumerate(posts) if post[0]]
             raise RuntimeError(
                 f"parameters were moved, cast or given data of another shape on ranks {ranks}; the error on "
@@ -205,46 +212,40 @@ class Values:
 
     @torch.no_grad()
     def _keep(self, chunks: Sequence[Chunk]) -> None:
-        engine = self._engine
-        engine.check_open("write_back()")
-        engine.early.check_current("taking over gathered parameters")
-        engine.mesh.shard.fence("before an update")
+        self.guards.check_open("write_back()")
+        self._early.check_current("taking over gathered parameters")
+        self.shards.mesh.shard.fence("before an update")
         # What was broken before stays so, since most blocks do not load the whole model.
-        with engine.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
+        with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             self._write_back(chunks)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
-        engine, group = self._engine, self._engine.mesh.shard
+        mesh, storage = self.shards.mesh, self.shards.storage
+        group, comm_dtypes = mesh.shard, storage.comm_dtypes
         for chunk in chunks:
             # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
             if chunk.resident and not chunk.spec.trainable and group.size > 1:
                 chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
         outcome = "Some parameters were written and some were not: repair the disk and load a state."
-        doing, needed = "writing changed parameters to disk", engine.storage.uses_disk
-        with collectively(engine.mesh.mesh_group, doing, outcome, DiskError, needed):
+        doing = "writing changed parameters to disk"
+        with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
             for chunk in chunks:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
                         shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                        if engine.storage.comm_dtypes.rounds_on_the_way(chunk.spec):
+                        if comm_dtypes.rounds_on_the_way(chunk.spec):
                             take_over(chunk, shown, shard, chunk.source.dequantized)
                         else:
                             shard.copy_(shown)
-                    state = engine.states.get(chunk.spec.index)
+                    state = self.shards.states.get(chunk.spec.index)
                     if state is not None:
                         with state.opened(write=True) as master:
-                            take_over(chunk, shard, master, engine.storage.comm_dtypes.rounding(chunk.spec))
+                            take_over(chunk, shard, master, comm_dtypes.rounding(chunk.spec))
                 chunk.source.forget()  # kept gathers have the old values
-        self._commit()
+        storage.commit()
         self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
         self._refuse_graphs(chunks)
-        engine.master_edits.note()
-
-    def _commit(self, optimizer: int | None = None) -> None:
-        """Make what was written to the disk current."""
-        engine = self._engine
-        if engine.storage.store is not None:
-            engine.storage.store.commit(optimizer)
+        self.master_edits.note()
 
     def publish(self, everything: bool = False, optimizer: int | None = None) -> None:
         """Renew or drop gathered copies after shards were written on every rank.
@@ -254,18 +255,18 @@ class Values:
             optimizer: only this one's chunks were updated (``None``: all were). Updates that another one has made
                 before its step stay uncommitted, and graphs of its chunks stay valid.
         """
-        engine = self._engine
-        self._commit(optimizer)
-        updated = [c for c in engine.chunks if c.spec.trainable and optimizer in (None, c.spec.optimizer)]
-        for chunk in engine.chunks if everything else updated:
+        chunks = self.shards.chunks
+        self.shards.storage.commit(optimizer)
+        updated = [c for c in chunks if c.spec.trainable and optimizer in (None, c.spec.optimizer)]
+        for chunk in chunks if everything else updated:
             chunk.source.forget()  # reads ahead and kept gathers have the old version
         self._renew_resident(updated)
-        engine.pool.invalidate(everything)
-        if engine.meter is not None:
-            engine.meter.end_step(engine.pool.followed)
-        self._refuse_graphs(engine.chunks if everything else updated)
-        engine.guards.edits.accept()
-        engine.master_edits.note(None if everything else optimizer)
+        self.pool.invalidate(everything)
+        if self.meter is not None:
+            self.meter.end_step(self.pool.followed)
+        self._refuse_graphs(chunks if everything else updated)
+        self.guards.edits.accept()
+        self.master_edits.note(None if everything else optimizer)
 
     def _refuse_graphs(self, updated: Sequence[Chunk]) -> None:
         """Invalidate graphs that were made with the old values."""
@@ -275,8 +276,10 @@ class Values:
                 chunk.refuse_graphs()
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
-        engine = self._engine
-        group, storage = engine.mesh.shard, engine.storage  # no renewal is under way: before_update() saw to that
+        group, storage = (
+            self.shards.mesh.shard,
+            self.shards.storage,
+        )  # no renewal is under way: before_update() saw to that
         for chunk in updated:
             storage.round_(chunk)
         group.fence("after an update")
@@ -288,14 +291,14 @@ class Values:
                 pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:
                 pending = over.all_gather_in_place(chunk.exchange)
-            engine.pool.renew_later(chunk, pending)
-        if not engine.plan.comm.gather_on_use:
-            engine.pool.settle()
+            self.pool.renew_later(chunk, pending)
+        if not self.shards.plan.comm.gather_on_use:
+            self.pool.settle()
             group.fence()
 
     def renews_late(self, chunk: Chunk) -> bool:
-        engine = self._engine
-        late = engine.plan.comm.gather_on_use and engine.mesh.shard.size > 1
+        """Whether the chunk is gathered at its first use after an update."""
+        late = self.shards.plan.comm.gather_on_use and self.shards.mesh.shard.size > 1
         return late and chunk.resident and chunk.spec.trainable
 
     def before_update(self) -> None:
@@ -304,12 +307,12 @@ class Values:
         Raises:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or after ``unshard()``.
         """
-        engine = self._engine
-        engine.guards.check_held()  # publish() would evict what is the user's
-        if engine.pool.blocks.any_open:
-            name = type(engine.model).__name__
+        shards = self.shards
+        self.guards.check_sharded()  # publish() would evict what is the user's
+        if self.pool.blocks.any_open:
+            name = type(shards.model).__name__
             raise RuntimeError(f"an update or a load of the {name} inside gathered(): leave the block first")
-        engine.pool.settle(ahead=True)
-        if not engine.plan.tiers.all_on_device:
-            synchronize(engine.mesh.device)  # uploads still read the shards that the CPU will write
-        engine.mesh.shard.fence("before an update")
+        self.pool.settle(ahead=True)
+        if not shards.plan.tiers.all_on_device:
+            synchronize(shards.mesh.device)  # uploads still read the shards that the CPU will write
+        shards.mesh.shard.fence("before an update")

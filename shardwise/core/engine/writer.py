@@ -128,8 +128,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
             elif isinstance(held, nn.Parameter):
                 held.grad = None
                 adopt(held, value.new_zeros(()).expand(value.shape))  # of another rank's stage
-    if storage.store is not None:
-        storage.store.commit()  # makes it current
+    storage.commit()
     for chunk in storage.chunks:
         storage.round_whole(chunk)
         chunk.adopt_params()

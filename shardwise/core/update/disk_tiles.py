@@ -219,14 +219,11 @@ class DiskTile:
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         self._make_room(sum(dtype.itemsize for _, dtype in keys))
         # The old layout stays valid if there is no space for the new one.
-        self._state, self._room = self._new_record(at), room
-        return self._current_entries()
-
-    def _new_record(self, nbytes: int) -> Record:
         self._made += 1
-        name = f"optimizer state {self._made} of chunk {self.tile.chunk.spec.index}"
-        name = f"{name}, elements {self.tile.start} to {self.tile.end}"
-        return self._store.create(name, nbytes, owner=self.tile.chunk.spec.optimizer)
+        spec, tile = self.tile.chunk.spec, self.tile
+        name = f"optimizer state {self._made} of chunk {spec.index}, elements {tile.start} to {tile.end}"
+        self._state, self._room = self._store.create(name, at, owner=spec.optimizer), room
+        return self._current_entries()
 
     def _bring_in(self) -> None:
         """State that was read moves to memory of its own, because the record will be another one."""

@@ -111,7 +111,8 @@ class EarlyUpdates:
         if reduced is None:
             raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
         while len(self._jobs) >= PENDING:
-            self._wait_for_one()
+            self._jobs[0].result()
+            self._jobs.popleft()  # after the wait, so that an interrupt does not forget one
         self.updated.add(state.spec.index)
         self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
 
@@ -144,10 +145,6 @@ class EarlyUpdates:
             with chunk.renewing() if memory is None else nullcontext(memory) as shard:
                 for each in self._disk[index]:
                     self._visits.visit(each, lambda one: step(one.tile, shard))
-
-    def _wait_for_one(self) -> None:
-        self._jobs[0].result()
-        self._jobs.popleft()
 
     def catch_up(self) -> None:
         """Wait for all that was begun; what it raised is in :attr:`failure`."""

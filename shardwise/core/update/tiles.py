@@ -260,7 +260,9 @@ def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Hooks on this optimizer's steps and on those of all optimizers, in torch's order.
+    """Call the hooks on this optimizer's steps and on those of all optimizers, in torch's order.
+
+    They run once a step, not once a tile, and before anything is made of gradients and options.
 
     Raises:
         RuntimeError: one wants to change the arguments of ``step``, which has none here.
@@ -275,7 +277,7 @@ def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """See :func:`run_pre_hooks`."""
+    """Call the hooks after a step, as :func:`run_pre_hooks` does those before it."""
     hooks = chain(optimizer._optimizer_step_post_hooks.values(), torch_optimizer._global_optimizer_post_hooks.values())
     for hook in hooks:
         hook(optimizer, (), {})
@@ -391,7 +393,7 @@ class TileStepper:
 
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
         memory, and they be alike as :meth:`step_tiles` says. The user's step hooks are not run; see
-        :meth:`before_step`.
+        :func:`run_pre_hooks`.
         """
         with torch.no_grad(), self.groups() as groups:
 
@@ -598,19 +600,6 @@ class TileStepper:
             return value.device.type != "cpu" and not ADAGRAD_ON_GPUS
         on_cpu = isinstance(self.optimizer, torch.optim.SGD) and value.device.type == "cpu"
         return on_cpu and value.dtype in HALF_DTYPES
-
-    @property
-    def hooked(self) -> bool:
-        """Whether :meth:`before_step` calls a hook on this rank."""
-        return has_pre_hooks(self.optimizer)
-
-    def before_step(self) -> None:
-        """The user's step hooks run once a step, not once a tile; before anything is made of gradients and options."""
-        run_pre_hooks(self.optimizer)
-
-    def after_step(self) -> None:
-        """See :meth:`before_step`."""
-        run_post_hooks(self.optimizer)
 
 
 def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:

@@ -199,8 +199,10 @@ def _nothing_for_the_base(name: str, early: bool, folder: str) -> dict[str, int]
     session = vars(run.model)["_shardwise_session"]
     session.reset_traffic()
     run.steps(1, 2)
-    facts = session.engine.layout.facts
-    padded = sum(fact.shape.numel() * 4 + 64 for fact in facts if fact.trainable) + 64 * len(session.engine.chunks)
+    facts = session.engine.shards.layout.facts
+    padded = sum(fact.shape.numel() * 4 + 64 for fact in facts if fact.trainable) + 64 * len(
+        session.engine.shards.chunks
+    )
     return {"trainable": padded, **session.traffic()}
 
 

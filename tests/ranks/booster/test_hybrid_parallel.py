@@ -70,7 +70,7 @@ def _trained(
     loader = plugin.prepare_dataloader(Texts(STEPS * replicas * BATCH), BATCH)
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     session = plugin.session(model)
-    facts = session.engine.layout.facts
+    facts = session.engine.shards.layout.facts
     assert (session.mesh.tensor.size, session.mesh.size) == (tp, replicas)
     assert tp == 1 or any(fact.part is not None for fact in facts)
     whole_logits = tp == 1 or not plugin.parallel_output or type(plugin.custom_policy) is GPT2Policy

@@ -34,7 +34,7 @@ def _trained(kind: str, given: dict[str, Any], expected: Steps, of_parts: bool) 
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     session = plugin.session(model)
     assert (session.mesh.sequence.size, session.mesh.tensor.size) == (sp, tp)
-    facts = session.engine.layout.facts
+    facts = session.engine.shards.layout.facts
     most = 1e-9 if of_parts else 1e-6
     for (loss, norm, values), inputs in zip(expected, loader, strict=True):
         own = model(**inputs).loss

@@ -127,7 +127,7 @@ def large(root: str, load: bool) -> tuple[int, int, int]:
         model = nn.Linear(WIDTH, WIDTH)
         session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
         saver = Checkpointer(session)
-        own = session.engine.chunks[0].shard_numel * 4
+        own = session.engine.shards.chunks[0].shard_numel * 4
         if not load:
             session.backward(session.module(torch.ones(1, WIDTH)).square().mean())
             session.optimizer.step()

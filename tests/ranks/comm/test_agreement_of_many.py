@@ -250,7 +250,7 @@ def switching(name: str, rows_up_to: int, kept: int) -> tuple[dict[str, Tensor],
                 session.backward(session.module(batch(mesh.rank, step)).square().mean())
             session.optimizer.step()
             session.optimizer.zero_grad()
-            orders.append([state.spec.index for state in session.engine.passes._reducer._order])
+            orders.append([state.spec.index for state in session.engine.grads.passes._reducer._order])
         state = {key: value.clone() for key, value in session.module.state_dict().items()}
         session.close()
         mesh.close()

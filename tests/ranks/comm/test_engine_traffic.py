@@ -80,7 +80,7 @@ def count(
                     session.backward(loss)
             session.optimizer.step()
             traffic.append(session.traffic())
-        chunks = session.engine.layout.chunks
+        chunks = session.engine.shards.layout.chunks
         trainable = [c.padded_numel for c in chunks if c.trainable]
         frozen = [c.padded_numel for c in chunks if not c.trainable]
         return Counted(traffic, trainable, frozen, session.memory().peak_gathered_bytes)
@@ -318,7 +318,7 @@ def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
         session.reset_traffic()
         session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())
         session.optimizer.step()
-        return session.traffic(), session.engine.layout.chunks[0].padded_numel
+        return session.traffic(), session.engine.shards.layout.chunks[0].padded_numel
 
 
 def test_gradients_of_unused_units_are_not_sent() -> None:
@@ -335,11 +335,13 @@ def order_of_events(plan: Plan, steps: int, mesh: Mesh) -> list[list[int | str]]
     events: list[int | str] = []
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh) as session, ExitStack() as stack:
         engine = session.engine
-        facts = engine.layout.facts
-        held = {spec.index: {int(facts[s.param].names[0][0]) for s in spec.slots} for spec in engine.layout.chunks}
+        facts = engine.shards.layout.facts
+        held = {
+            spec.index: {int(facts[s.param].names[0][0]) for s in spec.slots} for spec in engine.shards.layout.chunks
+        }
         assert sorted(map(list, held.values())) == [[layer] for layer in range(DEPTH)]  # one chunk a layer
         layer_of = {index: layers.pop() for index, layers in held.items()}
-        reducer, finish, begun = engine.reducer, engine.reducer.finish, list[int]()
+        reducer, finish, begun = engine.grads.reducer, engine.grads.reducer.finish, list[int]()
         engine.events.reduction_began.listen(begun.append)
 
         def recording(start: Callable[..., Any]) -> Callable[..., Any]:

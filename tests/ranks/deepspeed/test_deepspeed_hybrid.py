@@ -23,7 +23,7 @@ CUT: dict[str, Any] = {"tensor_parallel": {"autotp_size": TP}}
 
 def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What this rank has of each parameter, and what it should have."""
-    facts = session.engine.layout.facts
+    facts = session.engine.shards.layout.facts
     with session.module.gathered():
         own = {fact.names[0]: p.detach().clone() for fact, p in zip(facts, session.params, strict=True)}
     return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}

@@ -100,8 +100,8 @@ def alike(session: Session) -> None:
     group = session.mesh.world
     rows = torch.tensor(group.exchange(own.double().tolist()), dtype=torch.float64)
     assert torch.equal(rows.nan_to_num(), rows[:1].expand_as(rows).nan_to_num())
-    for chunk in engine.chunks:
-        state = engine.states.get(chunk.spec.index)
+    for chunk in engine.shards.chunks:
+        state = engine.shards.states.get(chunk.spec.index)
         if state is None or session.mesh.shard.size == 1:
             continue
         assert state.master is not None
@@ -165,7 +165,7 @@ def one_step(plan: Plan) -> dict[str, Any]:
         session.optimizer.step()
         stepped = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
         whole = session.traffic()
-        chunks = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in session.engine.layout.chunks]
+        chunks = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in session.engine.shards.layout.chunks]
         session.close()
     return {
         "used": used,

@@ -273,7 +273,7 @@ def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
         warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
-            held = [t for state in session.engine.reducer.states for t in (state.bucket, state.reduced)]
+            held = [t for state in session.engine.grads.reducer.states for t in (state.bucket, state.reduced)]
             graphs |= any(t is not None and t.requires_grad for t in held)
             session.optimizer.step()
         return graphs, session.module.state_dict()
@@ -334,7 +334,7 @@ def reentrant(plan: Plan) -> tuple[dict[int, int], Grads]:
     model = seeded(reentrant_net)
     with sharded(model, sgd(model), plan) as session:
         square(session.module, session.mesh.rank, 0).backward()
-        return dict(session.engine.counts.reduced), session.full_gradients()
+        return dict(session.engine.grads.counts.reduced), session.full_gradients()
 
 
 @pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])

@@ -120,7 +120,7 @@ class Shape(NamedTuple):
 
 
 def shapes(session: Session) -> list[Shape]:
-    layout = session.engine.layout
+    layout = session.engine.shards.layout
     return [
         Shape(
             chunk.spec.dtype,
@@ -129,7 +129,7 @@ def shapes(session: Session) -> list[Shape]:
             list(chunk.spec.bounds),
             [(layout.facts[slot.param].names[0], slot.start, slot.end) for slot in chunk.spec.slots],
         )
-        for chunk in session.engine.chunks
+        for chunk in session.engine.shards.chunks
     ]
 
 
@@ -331,7 +331,7 @@ def secondary_bytes() -> list[tuple[int, int, int, int]]:
                 session.reset_traffic()
                 assert torch.equal(one, session.module(torch.ones(3, 16)))
             expected, frozen = 0, 0
-            for chunk in session.engine.chunks:
+            for chunk in session.engine.shards.chunks:
                 shard = chunk.spec.shard_numel(0)
                 small = weights is not None or not chunk.spec.trainable
                 expected += 2 * (row_bytes(shard) if small else shard * 2)
@@ -480,7 +480,7 @@ def whole_tensors() -> tuple[float, list[Shape]]:
     plan, model = zero(3).but(compress_frozen="int8"), net()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
     with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session, torch.no_grad():
-        assert any(chunk.shard_offsets for chunk in session.engine.layout.chunks if chunk.trainable)
+        assert any(chunk.shard_offsets for chunk in session.engine.shards.layout.chunks if chunk.trainable)
         return loss_of(session.module, 0, 0).item(), shapes(session)
 
 

@@ -129,7 +129,7 @@ def on_rank(folder: str) -> list[Found]:
                     session.optimizer.zero_grad()
                 trained = session.module.state_dict()
                 held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
-                chunks = session.engine.layout.chunks
+                chunks = session.engine.shards.layout.chunks
                 whole = sum(chunk.padded_bytes for chunk in chunks)
                 session.checkpoints.save(folder, f"plan-{number}")
                 if number == 0:

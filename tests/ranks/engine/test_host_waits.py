@@ -26,7 +26,7 @@ from tensor_setup import loss_of
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.core.checks import batches, edits
+from shardwise.core.checks import batches, guards
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import PipelinePlan, Plan, replicated, zero
@@ -63,7 +63,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside, what reading a value costs on a GPU decides."""
     yes = lambda _device: True  # noqa: E731
     with contextlib.ExitStack() as stack:
-        for module in (batches, edits, optimizer, pipelined):
+        for module in (batches, guards, optimizer, pipelined):
             stack.enter_context(mock.patch.object(module, "runs_ahead", yes))
         yield
 

@@ -18,8 +18,8 @@ from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_ti
 from torch import nn
 
 from shardwise.core.checkpoint.run import EngineRun
-from shardwise.core.engine.offload_states import StateOffload
 from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.updates import StateOffload
 from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, ScalerPlan, zero
 from shardwise.session import Session, build

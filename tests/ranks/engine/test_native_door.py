@@ -46,7 +46,7 @@ def _trained(settings: dict[str, Any]) -> None:
     # Of labels that are padded unevenly the mean over micro-batches is another number than that over the batch.
     texts.items["labels"] = texts.items["input_ids"]
     sampler: Any = DistributedSampler(texts, session.data_ranks, session.data_rank, shuffle=False)
-    facts = session.engine.layout.facts
+    facts = session.engine.shards.layout.facts
     oracle = plain("llama", session.data_ranks, BATCH, of_parts=sp == 1, full=True)
     for (loss, norm, values), inputs in zip(oracle, DataLoader(texts, BATCH, sampler=sampler), strict=True):
         if session.pipeline is not None:

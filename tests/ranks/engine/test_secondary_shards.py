@@ -295,8 +295,8 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
         for plan in plans:
             model = chain(freeze=1)
             with sharded(model, sgd(model), plan, mesh_of(plan)) as session:
-                told: dict[str, Any] = {"unit": session.engine.layout.chunks[1].padded_bytes}
-                assert {c.padded_bytes for c in session.engine.layout.chunks} == {told["unit"]}
+                told: dict[str, Any] = {"unit": session.engine.shards.layout.chunks[1].padded_bytes}
+                assert {c.padded_bytes for c in session.engine.shards.layout.chunks} == {told["unit"]}
                 assert session.optimizer is not None
                 session.reset_traffic()
                 passes(session, 1)
@@ -318,7 +318,7 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
                 evaluated(session, 1)
                 told["written"] = sent(session)
                 if session.mesh.rank == 0 and session.mesh.secondary is not None:  # as an interrupt would leave it
-                    session.engine.chunks[2].source.forget()
+                    session.engine.shards.chunks[2].source.forget()
                 evaluated(session, 1)
                 told["ranks that differ"] = sent(session)
                 memory = session.memory()

@@ -56,7 +56,7 @@ def trained(session: Session, step: int) -> None:
 
 def states(session: Session, directory: str) -> dict[str, State]:
     """By what takes them."""
-    own = zip(session.engine.layout.facts, session.params, strict=True)
+    own = zip(session.engine.shards.layout.facts, session.params, strict=True)
     values = {fact.names[0]: session.one(param).value() for fact, param in own}  # type: ignore[union-attr]
     session.checkpoints.save(directory, "inside", use_async=True)
     mine = {name: value.clone() for name, value in session.model.state_dict().items()}

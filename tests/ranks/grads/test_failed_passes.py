@@ -98,7 +98,7 @@ def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first:
     session = build(model, adam(model), plan, mesh)
     own = session.optimizer
     assert own is not None
-    impatient = Impatient(session.engine.reducer)
+    impatient = Impatient(session.engine.grads.reducer)
     for step, trial in enumerate(trials):
         ends: list[str] = []
 

@@ -58,8 +58,8 @@ def train(stage: int, ahead: bool) -> tuple[dict[str, Tensor], list[int], int, i
                 session.backward(losses_of(session.module, mesh.rank, PASSES * step + index, False))
                 waited.append(Slow.waits)
             session.optimizer.step()
-        kept = sum(m.nbytes for s in session.engine.grads.values() if (m := s.kept_memory) is not None)
-        return session.module.state_dict(), waited, session.engine.reducer.bytes(Tier.HOST), kept
+        kept = sum(m.nbytes for s in session.engine.grads.states.values() if (m := s.kept_memory) is not None)
+        return session.module.state_dict(), waited, session.engine.grads.reducer.bytes(Tier.HOST), kept
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -156,7 +156,7 @@ def comes_again() -> tuple[int, dict[str, Tensor]]:
         # Where its turn comes first, before the layers'.
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
             assert session.optimizer is not None
-            order = session.engine.reducer._order
+            order = session.engine.grads.reducer._order
             order.sort(key=lambda state: any(slot.numel > 6 for slot in state.spec.slots))
             for step, way in enumerate(WAYS):
                 session.backward(session.module(data(mesh.rank, step), way).square().mean())

@@ -49,7 +49,7 @@ def run(plan: Plan, mesh: Mesh, whole: bool, ways: list[str] | None = None) -> R
     session = build(model, adam(model, lr=0.01), plan, mesh)
     own = session.optimizer
     assert own is not None
-    impatient, watch = Impatient(session.engine.reducer), Watch(session)
+    impatient, watch = Impatient(session.engine.grads.reducer), Watch(session)
 
     def step(way: str, at: int | None, rest: bool) -> int:
         impatient.arm(at, rest)

@@ -66,7 +66,7 @@ class Watch:
     def __init__(self, session: Session) -> None:
         self.inside = False
         self.seen: list[str] = []
-        reducer, passes = session.engine.reducer, session.engine.passes
+        reducer, passes = session.engine.grads.reducer, session.engine.grads.passes
         add, finish = reducer.add, passes._finish
 
         def adding(*args: Any) -> None:

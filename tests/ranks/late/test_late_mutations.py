@@ -63,7 +63,7 @@ FOUND = {
     "core/base/device.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
     "core/base/device.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
     "core/base/device.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
-    "core/engine/values.py Values.settle: self._engine.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
+    "core/engine/values.py Values.settle: self.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
     "core/shards/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
 """Places, and the quickest scenario that finds each: one of every kind."""

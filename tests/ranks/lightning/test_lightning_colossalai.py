@@ -35,7 +35,7 @@ def _session_facts(arguments: dict[str, Any]) -> dict[str, Any]:
     session = made.strategy.session
     report = session.memory()
     facts = {
-        "chunks": [sum(slot.numel for slot in each.slots) for each in session.engine.layout.chunks],
+        "chunks": [sum(slot.numel for slot in each.slots) for each in session.engine.shards.layout.chunks],
         "parameters": report.parameters_bytes,
         "on host": report.tier_bytes("host") > 0,
         "on device": report.by_tier.get("device", {}).get("parameters", 0) > 0,

@@ -72,11 +72,11 @@ def effects(name: str) -> tuple[set[str | None], set[bool], set[str], set[str], 
     made.fit(toy(**model), data(1))
     engine = made.strategy.session.engine
     found = (
-        {unit.module for unit in engine.layout.units},
-        {chunk.resident for chunk in engine.chunks},
-        {chunk.source.tier.name for chunk in engine.chunks},
-        {state.tier.name for state in engine.states.values()},
-        len(engine.chunks),
+        {unit.module for unit in engine.shards.layout.units},
+        {chunk.resident for chunk in engine.shards.chunks},
+        {chunk.source.tier.name for chunk in engine.shards.chunks},
+        {state.tier.name for state in engine.shards.states.values()},
+        len(engine.shards.chunks),
     )
     close(made)
     return found

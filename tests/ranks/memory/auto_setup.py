@@ -134,7 +134,7 @@ def train(
             found.peak_gathered.append(pool.peak_gathered_bytes)
             stats = session.memory_stats()
             found.rest = max(found.rest, stats.peak_non_model_bytes if stats is not None else 0)
-        found.peak = session.engine.ledger.peak_bytes
+        found.peak = session.ledger.peak_bytes
         found.tiers = session.memory().by_tier
         found.stats = session.memory_stats()
         found.state = digest([session.module.state_dict(), session.optimizers[0].state_dict()])
@@ -143,7 +143,7 @@ def train(
 
 def watch(session: Session, found: Found) -> None:
     """Note order and budget at each use, and compare the accounts with a count of their own."""
-    pool, ledger = session.engine.pool, session.engine.ledger
+    pool, ledger = session.engine.pool, session.ledger
 
     def use(unit: int) -> None:
         if pool.in_training and len(found.orders[-1]) < len(pool.trace.current):
@@ -169,11 +169,11 @@ def foreseen(session: Session) -> int:
 def model_data(session: Session) -> int:
     """Bytes of model data on the device, from the tensors themselves."""
     engine = session.engine
-    tensors = [chunk.full for chunk in engine.chunks if chunk.full is not None]
-    tensors += [chunk.exchange.local for chunk in engine.chunks if chunk.source.tier is Tier.DEVICE]
+    tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
+    tensors += [chunk.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
-    tensors += engine.reducer._buckets.arrays()
-    for grads in engine.reducer.states:
+    tensors += engine.grads.reducer._buckets.arrays()
+    for grads in engine.grads.reducer.states:
         kept = (grads.bucket, grads.overflow)
         at_home = (grads.kept_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
         tensors += [t for t in (*kept, *at_home) if t is not None]
@@ -185,7 +185,7 @@ def model_data(session: Session) -> int:
                 tensors += [tile.state.master] if tile.state.master is not None else []
                 for piece in tile.pieces:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
-        tensors += [s for (_, tier), s in own.updates._stepper._scratch.items() if tier is Tier.DEVICE]
+        tensors += [s for (_, tier), s in own.updates.stepper._scratch.items() if tier is Tier.DEVICE]
     given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
     return live_bytes(tensors) + given_up
 

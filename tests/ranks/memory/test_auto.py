@@ -282,7 +282,7 @@ def streaming() -> tuple[Found, Found, list[bool]]:
     sessions: list[Session] = []
     found = train(partial(Stack, PLAIN), plan, None, prepare=sessions.append)
     engine = sessions[0].engine
-    on_device = [grads.ring is engine.storage.ring(Tier.DEVICE) for grads in engine.grads.values()]
+    on_device = [grads.ring is engine.shards.storage.ring(Tier.DEVICE) for grads in engine.grads.states.values()]
     return train(partial(Stack, PLAIN), plan_of(), None), found, on_device
 
 

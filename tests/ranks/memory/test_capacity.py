@@ -128,7 +128,7 @@ class Place:
 
     @contextlib.contextmanager
     def too_small(self, session: Session) -> Iterator[None]:
-        ledger, pool = session.engine.ledger, session.engine.pool
+        ledger, pool = session.ledger, session.engine.pool
         real = ledger.check_peak
 
         def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
@@ -286,7 +286,7 @@ def with_buffers(deferred: bool) -> dict[str, Any]:
         except DeviceMemoryError as error:
             found[name] = str(error)
             continue
-        ledger, steps = session.engine.ledger, []
+        ledger, steps = session.ledger, []
         for step in range(3):
             one_step(session, step, rows=4)
             session.optimizers[0].zero_grad()
@@ -335,7 +335,7 @@ def wrong_accounts() -> None:
     with sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
         found = Found(orders=[[]], budgets=[[]])
         watch(session, found)
-        session.engine.ledger._holders["gradients"] = lambda: 0
+        session.ledger._holders["gradients"] = lambda: 0
         with pytest.raises(AssertionError, match="bytes are accounted"):
             one_step(session, 0, 4)
 

@@ -119,7 +119,7 @@ def train(plan: Plan, held: bool = False) -> Seen:
             session.optimizer.step()
             seen.losses.append(float(loss.detach()))
         seen.threads = sum(thread.name == "shardwise-disk" for thread in threading.enumerate())
-        store = session.engine.storage.store
+        store = session.engine.shards.storage.store
         seen.shard_buffers = _buffers(store, pages(4 * (WIDTH * WIDTH + WIDTH)))
         seen.value_buffers = _buffers(store, pages(4 * TILE))
         seen.state_buffers = _buffers(store, pages(2 * 4 * TILE + 4096))

@@ -49,8 +49,8 @@ def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
     engine = session.engine
-    buffers = [chunk.exchange for chunk in engine.chunks] + engine.reducer._buckets._buffers
-    buffers += [state.buffer for state in engine.reducer.states if state.buffer is not None]
+    buffers = [chunk.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
+    buffers += [state.buffer for state in engine.grads.reducer.states if state.buffer is not None]
     for buffer in buffers:
         if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's
             storage = buffer.local.untyped_storage()

@@ -50,9 +50,9 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             report = session.memory()
             session.optimizer.step()
             traffic.append(session.traffic())
-        store = session.engine.storage.store
+        store = session.engine.shards.storage.store
         scratch = sum(
-            session.engine.accounts.scratch_bytes(tier) for tier in type(session.engine.storage.homes[0].param)
+            session.engine.accounts.scratch_bytes(tier) for tier in type(session.engine.shards.storage.homes[0].param)
         )
         return {
             "by_tier": report.by_tier,

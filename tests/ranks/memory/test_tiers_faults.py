@@ -293,7 +293,7 @@ def read_ahead_and_not_used(plan: Plan) -> bool:
         with session_of(plan, "adamw", mesh) as session:
             for step in range(3):
                 backward(session, step)
-                for chunk in session.engine.chunks:
+                for chunk in session.engine.shards.chunks:
                     chunk.source.prepare()
                 session.optimizer.step()
             return everything(session) == expected
@@ -408,7 +408,7 @@ def dies_in_a_step(plan: Plan) -> None:
 
 def trains(plan: Plan) -> list[str]:
     with one_mesh(plan) as mesh, session_of(plan, "adamw", mesh) as session:
-        removed = list(session.engine.storage.store.removed)
+        removed = list(session.engine.shards.storage.store.removed)
         backward(session, 0)
         session.optimizer.step()
         with torch.no_grad():

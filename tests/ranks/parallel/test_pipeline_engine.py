@@ -84,7 +84,7 @@ def trained(plan: Plan, name: str, index: int, expected: Steps) -> None:
         if plan.pipeline.orders is not None:
             assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
             assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
-        facts = session.engine.layout.facts
+        facts = session.engine.shards.layout.facts
         for step, (losses, norm, values) in enumerate(expected):
             assert len(losses) == mesh.size
             with Exact():

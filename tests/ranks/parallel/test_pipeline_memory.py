@@ -35,7 +35,7 @@ def held(plan: Plan) -> tuple[int, list[int], int, int]:
     """Parameters of this rank, those that are whole on each rank of its tensor-parallel set, and bytes."""
     model = made()
     with sharded(model, adam(model), plan) as session:
-        optimizer, facts = session.optimizer, session.engine.layout.facts
+        optimizer, facts = session.optimizer, session.engine.shards.layout.facts
         assert optimizer is not None
         ids = torch.arange(2 * 6).view(2, 6) % VOCABULARY
         batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids}

@@ -56,7 +56,7 @@ def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
         assert optimizer is not None
         one_step(session, 0)
         before = states(session)
-        stores = session.mesh.mesh_group.exchange_object(session.engine.storage.store is not None)
+        stores = session.mesh.mesh_group.exchange_object(session.engine.shards.storage.store is not None)
         assert stores == [True, True, not frozen, not frozen]
         fails = len(stores) - 1 - stores[::-1].index(True)
         told.append(str(fails))
@@ -108,7 +108,7 @@ def of_both(plan: Plan) -> str:
     model = case_of("llama", 1).made()
     with Fault().installed() as fault, sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
-        assert optimizer is not None and session.engine.storage.store is not None
+        assert optimizer is not None and session.engine.shards.storage.store is not None
         assert mesh.stage_group.size * mesh.pipeline.size == mesh.mesh_group.size == 4
         one_step(session, 0)
         before = states(session)

@@ -67,7 +67,7 @@ def trained(plan: Plan, tied: bool) -> None:
     with sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
         assert optimizer is not None and mesh.tensor.size == plan.mesh.tp
-        facts = session.engine.layout.facts
+        facts = session.engine.shards.layout.facts
         for step, (loss, norm, values) in enumerate(plain(tied, mesh.size)):
             own = loss_of(session.module, mesh.rank, step)
             session.backward(own)
@@ -121,7 +121,7 @@ def test_tiers_change_nothing(name: str, mix: str, tmp_path: Path) -> None:
 def uneven(plan: Plan) -> None:
     model: Model = made(True)
     with sharded(model, adam(model, LR), plan) as session:
-        storage = session.engine.storage
+        storage = session.engine.shards.storage
         on_disk = any(home.state is Tier.DISK for home in storage.homes)
         told = [bool(post[0]) for post in session.mesh.mesh_group.exchange([float(on_disk)])]
         assert True in told and False in told and storage.uses_disk

@@ -69,7 +69,7 @@ def trained(plan: Plan, checkpointed: bool, expected: Steps) -> None:
                 for each in (numbers, {"loss": loss, "norm": norm})
             ]
             assert_close(*wide, 1e-10, f"step {step}")
-            facts = session.engine.layout.facts
+            facts = session.engine.shards.layout.facts
             with session.module.gathered():
                 held = {fact.names[0]: p.detach() for fact, p in zip(facts, session.params, strict=True)}
             parts = {f.names[0]: v if f.part is None else f.part.of(v) for f in facts for v in (values[f.names[0]],)}

@@ -127,7 +127,7 @@ def hugging_face(plan: Plan, kind: str, reentrant: bool) -> Generated:
             session.optimizer.step()
         state = session.module.state_dict()
         session.module.eval()
-        chunks = session.engine.layout.chunks
+        chunks = session.engine.shards.layout.chunks
         whole = sum(c.padded_bytes for c in chunks) // session.mesh.size * (session.mesh.size - 1)
         traffic = []
         for _ in range(2):

@@ -33,7 +33,7 @@ def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport:
             # In any order: when a reduction begins, among other operations, is a matter of waiting.
             assert sorted(asked.log) == sorted(log), f"rank {rank}"
             assert counted(mesh) == groups
-            assert sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.chunks) == shard_numel
+            assert sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks) == shard_numel
             session.close()
     assert len(log) > STEPS
 

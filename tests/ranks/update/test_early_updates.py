@@ -386,7 +386,7 @@ def interrupted_before_it_is_noted() -> tuple[int, int]:
         ended += 1
 
     with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
-        early = session.engine.early.by_optimizer[0]
+        early = session.engine.grads.early.by_optimizer[0]
         with mock.patch.object(EarlyUpdates, "_run", slow), mock.patch.object(early, "_jobs", Interrupted()):
             with pytest.raises(KeyboardInterrupt):
                 one_pass(session, 0)

@@ -342,7 +342,7 @@ def measured(plans: list[Plan]) -> list[tuple[int, int, int, int, int]]:
                 session.optimizer.backward(session.module(tokens(session.mesh.rank, step)))
                 session.optimizer.step()
             memory, sent = session.memory(), session.traffic()
-            padded = sum(chunk.padded_bytes for chunk in session.engine.layout.chunks)
+            padded = sum(chunk.padded_bytes for chunk in session.engine.shards.layout.chunks)
             found.append(
                 (memory.parameters_bytes, memory.optimizer_bytes, sent["reduce_scatter"], sent["all_gather"], padded)
             )

@@ -119,7 +119,7 @@ def bytes_sent(options: dict[str, Any]) -> tuple[int, torch.dtype]:
     model.session.reset_traffic()
     step_with(model, optimizer, [1.0, 2.0, 3.0, 4.0])
     sent = model.session.traffic()["reduce_scatter"]
-    dtype = next(iter(model.session.engine.grads.values())).accumulate_dtype
+    dtype = next(iter(model.session.engine.grads.states.values())).accumulate_dtype
     model.close()
     return sent, dtype
 
@@ -170,8 +170,8 @@ def partly_whole() -> dict[str, bool]:
     optimizer = ShardedOptimizerV2(model, adam(model), initial_scale=SCALE)
     step_batch(model, optimizer)
     found = {}
-    for chunk in model.session.engine.chunks:
-        names = [model.session.engine.layout.facts[slot.param].names[0] for slot in chunk.spec.slots]
+    for chunk in model.session.engine.shards.chunks:
+        names = [model.session.engine.shards.layout.facts[slot.param].names[0] for slot in chunk.spec.slots]
         found.update(dict.fromkeys(names, chunk.resident))
     model.close()
     return found

@@ -1,0 +1,60 @@
+"""The sharded parameters of one model: which chunk, memory and ranks each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.core.comm import ModelId
+from shardwise.core.engine.partition import Partition
+from shardwise.core.engine.storage import Storage
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import Layout
+from shardwise.core.update.masters import ChunkState
+from shardwise.plan import Plan
+
+__all__ = ["ModelShards"]
+
+
+@dataclass(frozen=True)
+class ModelShards:
+    """Where each parameter of one model is. Set up by the build, and constant afterwards.
+
+    Attributes:
+        model: the user's module.
+        model_id: its id on process groups that models share.
+        partition: this rank's part of the model, and the table of all parameters.
+        layout: chunk and span of each parameter, by index.
+        storage: memory of chunks, in all tiers.
+        params: this rank's parameters, by index.
+        optimizers: the user's; ``ChunkSpec.optimizer`` is a position among them.
+        chunks: by chunk index.
+        states: masters, by chunk index.
+        plan: of the build.
+        mesh: the ranks.
+    """
+
+    model: nn.Module
+    model_id: ModelId
+    partition: Partition
+    layout: Layout
+    storage: Storage
+    params: Sequence[nn.Parameter]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    chunks: Sequence[Chunk]
+    states: Mapping[int, ChunkState]
+    plan: Plan
+    mesh: Mesh
+
+    def __deepcopy__(self, _memo: object) -> ModelShards:
+        raise TypeError(
+            f"a model sharded over {self.mesh.size} ranks cannot be copied: build another one and load state_dict()"
+        )
+
+    def name(self, index: int) -> str:
+        """Return the first name of a parameter in the model."""
+        return self.layout.facts[index].names[0]
