@@ -46,6 +46,7 @@ __all__ = [
     "GradPlan",
     "MeshPlan",
     "Packing",
+    "ParamGroupPlan",
     "Plan",
     "ShardPlan",
     "replicated",
@@ -221,6 +222,32 @@ Packing = ByNumel | ByTensor | ByModule | BySearch
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamGroupPlan:
+    """The options of one parameter group: of the modules and parameters with some names.
+
+    Attributes:
+        names: of modules, each with everything inside it, or of parameters. A parameter has the options of the longest
+            name that matches.
+        reshard_after_forward: as in FSDP2. ``False``: stays gathered, so backward gathers nothing, whatever the budget
+            and the offloaded fraction. ``True``: freed after the forward pass of its module and gathered again by
+            backward, even where the budget would keep it.
+    """
+
+    names: tuple[str, ...]
+    reshard_after_forward: bool
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.names, tuple) and self.names and all(n and isinstance(n, str) for n in self.names)
+        require(bool(named), f"names={short_repr(self.names)} of a parameter group: give a tuple of names of modules")
+        require(
+            isinstance(self.reshard_after_forward, bool),
+            f"reshard_after_forward={short_repr(self.reshard_after_forward)} of {', '.join(self.names):.80} is neither "
+            "True nor False. For backward gathers from a number of neighbouring ranks set secondary in the plan's "
+            "mesh, for all modules, and give True here",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan:
     """How parameters are packed and gathered, and when gradients are reduced.
 
@@ -233,7 +260,7 @@ class ShardPlan:
             round trip, more small units are gathered ahead, up to 16 MiB together.
         reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps full gradients,
             so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
-        kept: names of parameters that stay gathered, whatever the budget.
+        groups: options of some modules, which go before those above.
     """
 
     packing: Packing
@@ -241,7 +268,7 @@ class ShardPlan:
     gathered_budget_bytes: int | None
     prefetch: int
     reduce: Literal["every", "last"]
-    kept: tuple[str, ...] = ()
+    groups: tuple[ParamGroupPlan, ...] = ()
 
     def __post_init__(self) -> None:
         fraction("gathered_fraction", self.gathered_fraction)
@@ -249,11 +276,15 @@ class ShardPlan:
             integer("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
         integer("prefetch", self.prefetch, 0, what="a number of units")
         require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
+        groups = f"groups={short_repr(self.groups)}"
+        require(all(isinstance(each, ParamGroupPlan) for each in self.groups), f"{groups}: give ParamGroupPlan objects")
+        names = [name for group in self.groups for name in group.names]
+        require(len(names) == len(set(names)), f"{groups} have a name twice; give each name once")
 
     @property
     def always_gathered(self) -> bool:
         """Whether all parameters stay gathered (DDP, ZeRO-1, ZeRO-2)."""
-        return self.gathered_fraction >= 1.0
+        return self.gathered_fraction >= 1.0 and not any(group.reshard_after_forward for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

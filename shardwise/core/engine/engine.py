@@ -82,7 +82,7 @@ class Engine:
             shard.packing,
             mesh.shard.size,
             mesh.replicate.size,
-            shard.kept,
+            shard.groups,
             self.whole_tensor_optimizers,
             uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
         )

@@ -8,8 +8,9 @@ one rank's shard; see [Note: Whole tensors].
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from torch import nn
 
 from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
-from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing, ParamGroupPlan
 
 __all__ = [
     "ChunkSpec",
@@ -106,8 +107,9 @@ class ChunkSpec:
     slots: tuple[ParamSpan, ...]
     bounds: Bounds
     """Offsets of the ranks' shards, and the end of the last; no shard is empty."""
-    persistent: bool
-    """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
+    reshard_after_forward: bool | None
+    """False: stays gathered (small tensors of ``ByTensor``, and what the plan says). True: freed after forward.
+    None: the plan's budget decides."""
     whole: bool = False
     """Each parameter lies in one rank's shard, where the optimizer gets it in its shape."""
 
@@ -175,7 +177,7 @@ class _Bin:
 
     params: list[int]
     module: str | None = None
-    persistent: bool = False
+    reshard_after_forward: bool | None = None
 
 
 def _bins_by_numel(facts: Sequence[ParamInfo], chunk_numel: int) -> list[_Bin]:
@@ -255,27 +257,52 @@ def _bins(facts: Sequence[ParamInfo], model: nn.Module, packing: ByNumel | ByTen
         limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
         return _bins_by_numel(facts, limit)
     if isinstance(packing, ByTensor):
-        return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
+        small = [0 < fact.numel <= packing.persist_numel for fact in facts]
+        return [_Bin([i], reshard_after_forward=False if stays else None) for i, stays in enumerate(small)]
     return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
 
 
-def _keep(bins: Sequence[_Bin], facts: Sequence[ParamInfo], kept: Sequence[str]) -> list[_Bin]:
-    """Move the parameters named in ``kept`` to bins of their own.
+def _split_by_group(
+    bins: Sequence[_Bin], facts: Sequence[ParamInfo], model: nn.Module, groups: Sequence[ParamGroupPlan]
+) -> list[_Bin]:
+    """Divide bins, so that all parameters of a bin have the same options.
 
     Raises:
-        ValueError: a name is not a parameter's.
+        ValueError: a name is not in the model, or a shared parameter has names with different options.
     """
-    stays = set(kept)
-    unknown = stays.difference(*(fact.names for fact in facts))
-    if unknown:
-        raise ValueError(f"kept={sorted(unknown)} are not parameters of the model; use {[f.names[0] for f in facts]}")
-    found = []
+    options = {name: group.reshard_after_forward for group in groups for name in group.names}
+    modules = [name for name, _ in model.named_modules()]
+    known = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    for unknown in [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown, known, 3, 0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use names of named_modules()"
+        raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
+    found: list[_Bin] = []
     for bin_ in bins:
-        apart = [index for index in bin_.params if not stays.isdisjoint(facts[index].names)]
-        rest = [index for index in bin_.params if stays.isdisjoint(facts[index].names)]
-        found += [_Bin(rest, bin_.module, bin_.persistent)] if rest else []
-        found += [_Bin(apart, bin_.module, True)] if apart else []
+        parts: dict[str | None, list[int]] = {}
+        for index in bin_.params:
+            parts.setdefault(_group_name(facts[index], options), []).append(index)
+        for name, params in parts.items():
+            if name is None:
+                found.append(replace(bin_, params=params))
+                continue
+            inside = name in modules and bin_.module is not None and name.startswith(bin_.module + ".")
+            found.append(_Bin(params, name if inside else bin_.module, options[name]))
     return found
+
+
+def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str | None:
+    """Return the longest name in ``options`` that is a parameter's, or of a module around it."""
+    matches: list[str] = []
+    for name in fact.names:
+        around = accumulate(name.split("."), "{}.{}".format)
+        matches += [each for each in around if each in options][-1:]
+    if len({options[each] for each in matches}) > 1:
+        raise ValueError(
+            f"{', '.join(fact.names)} is one parameter, and its names {matches} have different options in the plan's "
+            "groups: give them the same"
+        )
+    return matches[0] if matches else None
 
 
 # Source: the behaviour of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
@@ -397,7 +424,7 @@ def make_layout(
     packing: Packing,
     shard_size: int,
     replicate_size: int,
-    kept: Sequence[str] = (),
+    groups: Sequence[ParamGroupPlan] = (),
     whole: Collection[int] = (),
     uneven: bool = True,
 ) -> Layout:
@@ -409,7 +436,7 @@ def make_layout(
         packing: how parameters are grouped.
         shard_size: every chunk divides by it.
         replicate_size: every shard divides by it.
-        kept: names of parameters that stay gathered, in persistent chunks.
+        groups: options of the modules with some names, whose parameters are in chunks of their own.
         whole: indices of optimizers that need whole tensors; see [Note: Whole tensors].
         uneven: whether shards of their chunks may differ in length.
     """
@@ -424,7 +451,7 @@ def make_layout(
     bins = _bins(facts, model, packing)
     if whole and not uneven and isinstance(packing, ByNumel):
         bins = _merge_lopsided(bins, facts, shard_size, whole)
-    for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
+    for unit_index, bin_ in enumerate(_split_by_group(bins, facts, model, groups) if groups else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
             fact = facts[index]
@@ -446,7 +473,7 @@ def make_layout(
                 optimizer=optimizer,
                 slots=tuple(slots),
                 bounds=bounds,
-                persistent=bin_.persistent,
+                reshard_after_forward=bin_.reshard_after_forward,
                 whole=tensors,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
