@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.rng import RankRng, dropouts_of
-from shardwise.core.comm import Group, P2PChannel
+from shardwise.core.comm import Description, Group, P2PChannel, collectively
 from shardwise.core.parallel.sequence.attention import OWN_ATTENTION, Pass, called, original_of, running
 from shardwise.core.parallel.sequence.axis import SequenceAxis
 from shardwise.core.parallel.sequence.parts import Parts
@@ -80,7 +80,8 @@ class SequenceLoss:
         return self.axis.total(share, "the loss")
 
 
-BATCH = "the batch whose sequences they share"
+PASS = "a forward pass over shared sequences"
+SAME = "All ranks that share sequences get the same whole batch."
 
 
 # [Note: What sharing sequences changes]
@@ -111,9 +112,9 @@ class Sequences:
         self._local = False
         """Whether logits stay sharded in the current pass."""
         self._looked = False
+        """Whether the contents of a batch have been compared."""
         self._labels: Tensor | None = None
         """Labels of the current pass, if its loss is computed from sharded logits."""
-        """Whether the contents of a batch have been compared."""
         self._now: Pass | None = None
         self._farthest = 0
         self._parts: Parts | None = None
@@ -200,7 +201,7 @@ class Sequences:
 
     def _run_body(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._by_name(self._names, args, kwargs)
-        tokens = self._agreed(given)
+        tokens = self._checked(given)
         zigzag = self.plan.mode == "ring_attn"
         self._parts = parts = Parts(tokens.shape[-1], self.axis.size, zigzag)
         now = self._enter(given, tokens, parts)
@@ -342,35 +343,32 @@ class Sequences:
                     "them for whole sequences"
                 )
 
-    def _agreed(self, given: dict[str, Any]) -> Tensor:
-        """Check that all ranks have the same tokens, and return them as ``[..., length]``. Shapes are always compared.
-        Values are always compared on a CPU, but elsewhere only in the first pass, since reading them synchronizes.
+    def _checked(self, given: dict[str, Any]) -> Tensor:
+        """Check the inputs of every rank, and return the tokens as ``[..., length]``. Collective.
 
         Raises:
             ValueError: on all ranks, if the inputs of one are not supported, or they differ.
         """
-        try:
+        with collectively(self.axis.group, PASS, SAME, ValueError, describe=lambda: self._described(given)):
             self._check(given)
-        except ValueError:
-            self.axis.group.exchange([1.0] + [0.0] * 5, BATCH)
-            raise
-        tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+        return _tokens(given)
+
+    def _described(self, given: dict[str, Any]) -> Description:
+        """Return the shape of the tokens, which is always compared, and a checksum of the inputs.
+
+        Values are always compared on a CPU, but elsewhere only in the first pass, since reading them synchronizes.
+        """
+        tokens = _tokens(given)
         looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
-        shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
         others = (given.get("attention_mask"), given.get("position_ids"), self._labels)
         seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
-        checksum = float(sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD)
-        rows = self.axis.group.exchange([0.0, *shape, checksum], BATCH)
-        refused = [rank for rank, row in enumerate(rows) if row[0]]
-        if refused:
-            raise ValueError(f"of the ranks that share sequences {refused} cannot take what they were given: see there")
-        if any(row != rows[0] for row in rows):
-            shapes = [tuple(int(size) for size in row[1 : 1 + tokens.dim()]) for row in rows]
-            raise ValueError(
-                f"the {self.axis.size} ranks that share sequences were given different batches (shapes by rank: "
-                f"{shapes}; checksums: {[int(row[-1]) for row in rows]}): give each of them the same whole batch"
-            )
-        return tokens
+        checksum = sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD
+        return {"the batch": {"shape": list(tokens.shape), "checksum": checksum}}
+
+
+def _tokens(given: dict[str, Any]) -> Tensor:
+    tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+    return tokens
 
 
 class _Forward:
