@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -180,15 +180,16 @@ class _Bin:
     reshard_after_forward: bool | None = None
 
 
-def _bins_by_numel(facts: Sequence[ParamInfo], chunk_numel: int) -> list[_Bin]:
+def _bins_by_numel(facts: Sequence[ParamInfo], params: Iterable[int], chunk_numel: int) -> list[_Bin]:
     bins: list[_Bin] = []
-    used = chunk_numel
-    for index, fact in enumerate(facts):
-        if not bins or used + fact.numel > chunk_numel:
+    used = 0
+    for index in params:
+        numel = facts[index].numel
+        if not bins or used + numel > chunk_numel:
             bins.append(_Bin([]))
             used = 0
         bins[-1].params.append(index)
-        used += fact.numel
+        used += numel
     return bins
 
 
@@ -218,48 +219,38 @@ def module_units(model: nn.Module, packing: ByModule) -> list[str]:
 
 
 def _bins_by_module(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
-    units = module_units(model, packing)
-    bins: dict[str, _Bin] = {}
-    for index, fact in enumerate(facts):
-        name = fact.names[0]
-        unit = next((u for u in units if name.startswith(u + ".")), None)
-        key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
-        bins.setdefault(key, _Bin([], module=unit)).params.append(index)
-    return list(bins.values())
+    """Return one bin per unit, without the parameters of units inside it.
 
-
-def _bins_by_name(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
-    """Return one bin per named module, without the parameters of named modules inside it; the rest by size."""
+    Other parameters are grouped by the root's children, or, where the units are named, by size.
+    """
     modules = {name for name, _ in model.named_modules()}
     missing = [name for name in packing.unit_names if name not in modules]
     if missing:
         raise ValueError(f"unit_names={missing} are not modules of the model; use names of its named_modules()")
-    innermost_first = sorted(packing.unit_names, key=lambda name: -name.count("."))
+    units = sorted(packing.unit_names or module_units(model, packing), key=lambda name: -name.count("."))
     bins: dict[str, _Bin] = {}
     rest: list[int] = []
     for index, fact in enumerate(facts):
-        unit = next((u for u in innermost_first if fact.names[0].startswith(u + ".")), None)
-        if unit is None:
+        name = fact.names[0]
+        unit = next((u for u in units if name.startswith(u + ".")), None)
+        if unit is None and packing.unit_names:
             rest.append(index)
         else:
-            bins.setdefault(unit, _Bin([], module=unit)).params.append(index)
-    if packing.rest_numel is None:
-        others = [_Bin(rest)] if rest else []
-    else:
-        found = _bins_by_numel([facts[i] for i in rest], packing.rest_numel)
-        others = [_Bin([rest[i] for i in each.params]) for each in found]
-    return sorted([*bins.values(), *others], key=lambda each: each.params[0])
+            key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
+            bins.setdefault(key, _Bin([], module=unit)).params.append(index)
+    size = sum(fact.numel for fact in facts) if packing.rest_numel is None else packing.rest_numel
+    return sorted([*bins.values(), *_bins_by_numel(facts, rest, size)], key=lambda each: each.params[0])
 
 
 def _bins(facts: Sequence[ParamInfo], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
-    if isinstance(packing, ByNumel):
-        share = -(-sum(f.numel for f in facts) // packing.min_chunks)
-        limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
-        return _bins_by_numel(facts, limit)
+    if isinstance(packing, ByModule):
+        return _bins_by_module(facts, model, packing)
     if isinstance(packing, ByTensor):
         small = [0 < fact.numel <= packing.persist_numel for fact in facts]
         return [_Bin([i], reshard_after_forward=False if stays else None) for i, stays in enumerate(small)]
-    return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
+    share = -(-sum(f.numel for f in facts) // packing.min_chunks)
+    limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
+    return _bins_by_numel(facts, range(len(facts)), limit)
 
 
 def _split_by_group(
@@ -279,20 +270,18 @@ def _split_by_group(
         raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
     found: list[_Bin] = []
     for bin_ in bins:
-        parts: dict[str | None, list[int]] = {}
+        parts: dict[str, list[int]] = {}
         for index in bin_.params:
             parts.setdefault(_group_name(facts[index], options), []).append(index)
         for name, params in parts.items():
-            if name is None:
-                found.append(replace(bin_, params=params))
-                continue
             inside = name in modules and bin_.module is not None and name.startswith(bin_.module + ".")
-            found.append(_Bin(params, name if inside else bin_.module, options[name]))
+            option = options.get(name, bin_.reshard_after_forward)
+            found.append(_Bin(params, name if inside else bin_.module, option))
     return found
 
 
-def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str | None:
-    """Return the longest name in ``options`` that is a parameter's, or of a module around it."""
+def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str:
+    """Return the longest name in ``options`` that is a parameter's, or of a module around it; ``""`` for none."""
     matches: list[str] = []
     for name in fact.names:
         around = accumulate(name.split("."), "{}.{}".format)
@@ -302,7 +291,7 @@ def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str | None:
             f"{', '.join(fact.names)} is one parameter, and its names {matches} have different options in the plan's "
             "groups: give them the same"
         )
-    return matches[0] if matches else None
+    return matches[0] if matches else ""
 
 
 # Source: the behaviour of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
