@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -196,7 +197,7 @@ class Staging:
         roles |= {prefix + name: "zeros" for name in table.zeros} | {prefix + name: "through" for name in table.before}
         layers = prefix + table.layers
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        way = {layers[: at if at >= 0 else None] for at in [*_dots(layers), -1]} | {""}
+        way = {"", *accumulate(layers.split("."), "{}.{}".format)}
         units: dict[str, tuple[int, str]] = {}
         for name in way - {layers}:
             for child, _ in self.model.get_submodule(name).named_children():
@@ -498,10 +499,6 @@ class _StageLayer(nn.Module):
         if staging.is_layer(name):
             return staging.own_layer(name, super().__call__, args, kwargs)
         return super().__call__(*args, **kwargs)
-
-
-def _dots(name: str) -> list[int]:
-    return [at for at, letter in enumerate(name) if letter == "."]
 
 
 def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:

@@ -235,7 +235,8 @@ class Sequences:
         if self.table.positions != "none":
             if positions is None:
                 positions = self._counted(tokens, whole)
-            self._farthest = int(positions.max()) if self._asks_farthest() else 0
+            by_length = any(rotary_by_length(module) for module in self.body.modules())
+            self._farthest = int(positions.max()) if by_length else 0
             given["position_ids"] = parts.take(positions, -1, self.axis.rank)
         # A mask of full length defines the number of keys, and disables the detection of packed sequences.
         ones = tokens.new_ones((rows, parts.length), dtype=torch.long)
@@ -291,9 +292,6 @@ class Sequences:
         last = position_ids.new_full((*position_ids.shape[:-1], 1), self._farthest)
         cos, sin = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]
-
-    def _asks_farthest(self) -> bool:
-        return any(rotary_by_length(module) for module in self.body.modules())
 
     # ---- validation
 
