@@ -545,31 +545,6 @@ class Plan:
         return list(plan_text.differences(ours, theirs))
 
 
-def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:
-    return PrecisionPlan(
-        param_dtype=param_dtype,
-        buffer_dtype=param_dtype,
-        master_weights=True,
-        reduce_dtype=None,
-        accumulate_dtype=None,
-        cast_inputs=param_dtype is not None,
-        output_dtype=None,
-        scaler=scaler,
-    )
-
-
-def _default_scaler() -> ScalerPlan:
-    return ScalerPlan(
-        initial_scale=2.0**16,
-        min_scale=1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=1000,
-        hysteresis=2,
-        max_scale=2.0**32,
-    )
-
-
 def usual_exchange() -> CommPlan:
     """Return the default communication settings, which front-ends change by their arguments."""
     return CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
@@ -581,6 +556,15 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
     Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 gets the dynamic loss scale.
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
+    scaler = ScalerPlan(
+        initial_scale=2.0**16,
+        min_scale=1.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=1000,
+        hysteresis=2,
+        max_scale=2.0**32,
+    )
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=dp_replicate),
@@ -591,7 +575,16 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
             prefetch=1 if stage == 3 else 0,
             reduce="last" if stage == 1 else "every",
         ),
-        precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
+        precision=PrecisionPlan(
+            param_dtype=param_dtype,
+            buffer_dtype=param_dtype,
+            master_weights=True,
+            reduce_dtype=None,
+            accumulate_dtype=None,
+            cast_inputs=param_dtype is not None,
+            output_dtype=None,
+            scaler=scaler if param_dtype is torch.float16 else None,
+        ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=usual_exchange(),
         tiers=on_device(),

@@ -131,7 +131,7 @@ def _value(hint: Any, value: Any, where: str, old: Any) -> Any:
             items = _tuple(value, where)
             return tuple(_part(parts, each, f"{where}[{i}]", None) for i, each in enumerate(items)) if parts else items
     if float in options:
-        return _number(value)
+        return math.inf if value == "inf" else value
     return value
 
 
@@ -152,11 +152,6 @@ def _tuple(value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{where}={short_repr(value)}: give a list")
     return tuple(_tuple(each, where) if isinstance(each, list | tuple) else each for each in value)
-
-
-def _number(value: Any) -> Any:
-    """Return infinity for ``"inf"``; the dataclass validates everything else."""
-    return math.inf if value == "inf" else value
 
 
 def _classes(hint: Any) -> dict[str, type]:
