@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from shardwise.core.base.device import give_back, on_device
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
-from shardwise.core.base.validate import integer, require, short_repr
+from shardwise.core.base.validate import as_mapping, integer, require, short_repr
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checks.collective import collective
 from shardwise.core.comm import collectively
@@ -36,7 +36,7 @@ from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.core.update.tiles import needs_whole_tensors
-from shardwise.plan import DiskPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
+from shardwise.plan import DiskPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
 from shardwise.plan import on_device as tiers_on_device
 
 __all__ = [
@@ -56,6 +56,9 @@ DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float1
 IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Names of devices in other libraries, which are not meant as directories."""
+BY_MODULE = (
+    "a dict by names of modules, such as {'lm_head': False}; for all modules use stage=3 (True) or stage=2 (False)"
+)
 
 
 class Session:
@@ -496,10 +499,13 @@ class Settings:
             1.
         microbatches: of a batch in a pipeline; ``None`` is one for each stage.
         device_memory: limit of device memory, in bytes or as a string such as ``"64MiB"``; ``None``: no limit.
+        reshard_after_forward: for modules by name, whether their parameters are freed after forward and gathered again
+            by backward (FSDP2's ``True``), or stay gathered (``False``): ``{"lm_head": False}``. Modules inside them
+            may have another value. Other modules are as ``stage`` says.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
-        TypeError: ``offload`` is neither a string nor a path.
+        TypeError: ``offload`` is neither a string nor a path, or ``reshard_after_forward`` is no mapping.
     """
 
     stage: int = 3
@@ -514,6 +520,7 @@ class Settings:
     sequence: str | None = None
     microbatches: int | None = None
     device_memory: int | str | None = None
+    reshard_after_forward: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stages = isinstance(self.stage, int) and not isinstance(self.stage, bool)
@@ -551,6 +558,7 @@ class Settings:
         base = replicated(dtype) if self.stage == 0 else zero(self.stage, dtype, self.replicas)  # type: ignore[arg-type]
         in_layers = self.sequence if self.sequence in IN_LAYERS else None
         everywhere = self.sequence if self.sequence in EVERYWHERE else "all_to_all"
+        by_module = as_mapping("reshard_after_forward", self.reshard_after_forward, BY_MODULE)
         return base.but(
             mesh=replace(base.mesh, tp=self.tp, pp=self.pp, sp=self.sp),
             max_norm=self.max_norm,
@@ -559,6 +567,7 @@ class Settings:
             tensor=TensorPlan(sequence=in_layers),  # type: ignore[arg-type]
             sequence=SequencePlan(mode=everywhere),  # type: ignore[arg-type]
             microbatches=self.microbatches,
+            groups=tuple(ParamGroupPlan(names=(name,), reshard_after_forward=each) for name, each in by_module.items()),
         )
 
     def _tiers(self) -> TierPlan:

@@ -46,6 +46,7 @@ __all__ = [
     "GradPlan",
     "MeshPlan",
     "Packing",
+    "ParamGroupPlan",
     "Plan",
     "ShardPlan",
     "replicated",
@@ -221,6 +222,32 @@ Packing = ByNumel | ByTensor | ByModule | BySearch
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamGroupPlan:
+    """The options of one parameter group: of the modules and parameters with some names.
+
+    Attributes:
+        names: of modules, each with everything inside it, or of parameters. A parameter has the options of the longest
+            name that matches.
+        reshard_after_forward: as in FSDP2. ``False``: stays gathered, so backward gathers nothing, whatever the budget
+            and the offloaded fraction. ``True``: freed after the forward pass of its module and gathered again by
+            backward, even where the budget would keep it.
+    """
+
+    names: tuple[str, ...]
+    reshard_after_forward: bool
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.names, tuple) and self.names and all(n and isinstance(n, str) for n in self.names)
+        require(bool(named), f"names={short_repr(self.names)} of a parameter group: give a tuple of names of modules")
+        require(
+            isinstance(self.reshard_after_forward, bool),
+            f"reshard_after_forward={short_repr(self.reshard_after_forward)} of {', '.join(self.names):.80} is neither "
+            "True nor False. For backward gathers from a number of neighbouring ranks set secondary in the plan's "
+            "mesh, for all modules, and give True here",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan:
     """How parameters are packed and gathered, and when gradients are reduced.
 
@@ -233,7 +260,7 @@ class ShardPlan:
             round trip, more small units are gathered ahead, up to 16 MiB together.
         reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps full gradients,
             so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
-        kept: names of parameters that stay gathered, whatever the budget.
+        groups: options of some modules, which go before those above.
     """
 
     packing: Packing
@@ -241,7 +268,7 @@ class ShardPlan:
     gathered_budget_bytes: int | None
     prefetch: int
     reduce: Literal["every", "last"]
-    kept: tuple[str, ...] = ()
+    groups: tuple[ParamGroupPlan, ...] = ()
 
     def __post_init__(self) -> None:
         fraction("gathered_fraction", self.gathered_fraction)
@@ -249,11 +276,15 @@ class ShardPlan:
             integer("gathered_budget_bytes", self.gathered_budget_bytes, 0, MOST_BYTES, "bytes, or None,")
         integer("prefetch", self.prefetch, 0, what="a number of units")
         require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
+        groups = f"groups={short_repr(self.groups)}"
+        require(all(isinstance(each, ParamGroupPlan) for each in self.groups), f"{groups}: give ParamGroupPlan objects")
+        names = [name for group in self.groups for name in group.names]
+        require(len(names) == len(set(names)), f"{groups} have a name twice; give each name once")
 
     @property
     def always_gathered(self) -> bool:
         """Whether all parameters stay gathered (DDP, ZeRO-1, ZeRO-2)."""
-        return self.gathered_fraction >= 1.0
+        return self.gathered_fraction >= 1.0 and not any(group.reshard_after_forward for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,31 +545,6 @@ class Plan:
         return list(plan_text.differences(ours, theirs))
 
 
-def _precision(param_dtype: torch.dtype | None, scaler: ScalerPlan | None) -> PrecisionPlan:
-    return PrecisionPlan(
-        param_dtype=param_dtype,
-        buffer_dtype=param_dtype,
-        master_weights=True,
-        reduce_dtype=None,
-        accumulate_dtype=None,
-        cast_inputs=param_dtype is not None,
-        output_dtype=None,
-        scaler=scaler,
-    )
-
-
-def _default_scaler() -> ScalerPlan:
-    return ScalerPlan(
-        initial_scale=2.0**16,
-        min_scale=1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=1000,
-        hysteresis=2,
-        max_scale=2.0**32,
-    )
-
-
 def usual_exchange() -> CommPlan:
     """Return the default communication settings, which front-ends change by their arguments."""
     return CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
@@ -550,6 +556,15 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
     Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 gets the dynamic loss scale.
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
+    scaler = ScalerPlan(
+        initial_scale=2.0**16,
+        min_scale=1.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=1000,
+        hysteresis=2,
+        max_scale=2.0**32,
+    )
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=dp_replicate),
@@ -560,7 +575,16 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
             prefetch=1 if stage == 3 else 0,
             reduce="last" if stage == 1 else "every",
         ),
-        precision=_precision(param_dtype, _default_scaler() if param_dtype is torch.float16 else None),
+        precision=PrecisionPlan(
+            param_dtype=param_dtype,
+            buffer_dtype=param_dtype,
+            master_weights=True,
+            reduce_dtype=None,
+            accumulate_dtype=None,
+            cast_inputs=param_dtype is not None,
+            output_dtype=None,
+            scaler=scaler if param_dtype is torch.float16 else None,
+        ),
         grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
         comm=usual_exchange(),
         tiers=on_device(),

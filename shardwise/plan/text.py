@@ -1,7 +1,8 @@
 """Plans as text: frozen dataclasses to plain tables, TOML and JSON, and back, without loss.
 
 ``None`` is ``"none"`` in TOML, which has no null. A ``torch.dtype`` is written by name. A field with several possible
-classes (``shard.packing``) has the class in ``kind``. Objects of the program (an architecture) have no text form.
+classes (``shard.packing``) has the class in ``kind``. A tuple of dataclasses (``shard.groups``) is a list of tables.
+Objects of the program (an architecture) have no text form.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ def to_tables(part: Any, objects: bool = False) -> dict[str, Any]:
 def _plain(name: str, value: Any, objects: bool) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if dataclasses.is_dataclass(value):
+        return to_tables(value, objects)
     if isinstance(value, tuple | list):
         return [_plain(name, each, objects) for each in value]
     if value is None or isinstance(value, str | bool | int | float):
@@ -122,10 +125,13 @@ def _value(hint: Any, value: Any, where: str, old: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{where}={short_repr(value)}: give the name of a dtype, such as 'bfloat16'")
         return dtype
-    if any(get_origin(option) is tuple for option in options):
-        return _tuple(value, where)
+    for option in options:
+        if get_origin(option) is tuple:
+            parts = _classes(get_args(option)[0])
+            items = _tuple(value, where)
+            return tuple(_part(parts, each, f"{where}[{i}]", None) for i, each in enumerate(items)) if parts else items
     if float in options:
-        return _number(value)
+        return math.inf if value == "inf" else value
     return value
 
 
@@ -146,11 +152,6 @@ def _tuple(value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(f"{where}={short_repr(value)}: give a list")
     return tuple(_tuple(each, where) if isinstance(each, list | tuple) else each for each in value)
-
-
-def _number(value: Any) -> Any:
-    """Return infinity for ``"inf"``; the dataclass validates everything else."""
-    return math.inf if value == "inf" else value
 
 
 def _classes(hint: Any) -> dict[str, type]:
@@ -178,6 +179,8 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(_toml(each) for each in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(each)}' for name, each in value.items())}}}"
     if isinstance(value, _Object):
         return _toml(f"{value.own!r:.80}")
     return repr(value)  # numbers; infinity is inf there, too
@@ -247,10 +250,4 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = ""
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             yield from differences(ours, theirs, where)
         elif ours != theirs:
-            yield f"{where}: {_short(ours)} -> {_short(theirs)}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_short(each)}" for name, each in value.items()) + "}"
-    return _toml(value)
+            yield f"{where}: {_toml(ours)} -> {_toml(theirs)}"

@@ -24,7 +24,7 @@ from shardwise.booster.plugin.fsdp_units import unit_modules
 from shardwise.core.base.validate import MOST_BYTES, integer, refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
-from shardwise.plan import ByModule, ByNumel, MeshPlan, Plan, replicated, zero
+from shardwise.plan import ByModule, ByNumel, MeshPlan, ParamGroupPlan, Plan, replicated, zero
 from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.plan.precision import HALF_DTYPES
 
@@ -95,10 +95,10 @@ def plan_of_fsdp(
     ignored = set(ignored_modules or ())
     states = list(ignored_states or ())
     ignored |= {each for each in states if isinstance(each, nn.Module)}
-    kept = names_of_ignored(model, [p for p in states if isinstance(p, nn.Parameter)], ignored)
+    groups = stays_gathered(names_of_ignored(model, [p for p in states if isinstance(p, nn.Parameter)], ignored))
     if strategy is not ShardingStrategy.NO_SHARD:
         prefetch = 0 if backward_prefetch is None and not forward_prefetch else 1
-        plan = plan.but(prefetch=prefetch, gathered_fraction=1.0 if strategy in STAYS else 0.0, kept=kept)
+        plan = plan.but(prefetch=prefetch, gathered_fraction=1.0 if strategy in STAYS else 0.0, groups=groups)
     if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         warn_user(f"backward_prefetch={backward_prefetch}: one unit is fetched ahead, as BACKWARD_PRE")
     if auto_wrap_policy is not None and strategy is not ShardingStrategy.NO_SHARD:
@@ -115,6 +115,11 @@ def on_host(plan: Plan, pin: bool) -> Plan:
     """Return ``plan`` with everything that is not gathered on the host."""
     tiers = replace(plan.tiers, param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=pin)
     return replace(plan, tiers=tiers)
+
+
+def stays_gathered(names: tuple[str, ...]) -> tuple[ParamGroupPlan, ...]:
+    """Return the parameter group of ``names``, which stay gathered; none without names."""
+    return (ParamGroupPlan(names=names, reshard_after_forward=False),) if names else ()
 
 
 def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -211,7 +216,7 @@ def plan_of_fully_shard(
         mesh=ranks if stays else replace(ranks, secondary=kept_by),
         gathered_fraction=1.0 if stays else 0.0,
         packing=ByModule(unit_classes=(), unit_names=names),
-        kept=names_of_ignored(model, ignored_params or (), ()),
+        groups=stays_gathered(names_of_ignored(model, ignored_params or (), ())),
         sync_init=False,
     )
     if mp_policy is not None:

@@ -14,6 +14,7 @@ from shardwise.plan import (
     GradPlan,
     MeshPlan,
     Packing,
+    ParamGroupPlan,
     Plan,
     PrecisionPlan,
     ShardPlan,
@@ -174,7 +175,7 @@ def _shard(model: ModelArguments, facts: ModelFacts) -> ShardPlan:
             gathered_budget_bytes=None,
             prefetch=1,
             reduce="every",
-            kept=facts.kept,
+            groups=(ParamGroupPlan(names=facts.kept, reshard_after_forward=False),) if facts.kept else (),
         )
     bucket = int(model.reduce_scatter_bucket_size_mb * MIB) // facts.itemsize
     packing: Packing = ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByTensor(persist_numel=0)

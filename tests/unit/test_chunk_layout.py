@@ -92,7 +92,7 @@ def test_by_numel_fills_in_order_and_large_ones_go_alone() -> None:
 def test_by_tensor_persists_small_ones_but_not_empty_ones() -> None:
     layout = make_layout([fact(str(i), n) for i, n in enumerate([0, 1, 4, 5])], EMPTY, ByTensor(persist_numel=4), 2, 1)
     assert grouped(layout) == [["0"], ["1"], ["2"], ["3"]]
-    assert [chunk.persistent for chunk in layout.chunks] == [False, True, True, False]
+    assert [chunk.reshard_after_forward for chunk in layout.chunks] == [None, False, False, None]
 
 
 class Deep(nn.Module):

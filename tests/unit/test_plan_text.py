@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.plan import BySearch, ByTensor, DiskPlan, Plan, replicated, zero
+from shardwise.plan import BySearch, ByTensor, DiskPlan, ParamGroupPlan, Plan, replicated, zero
 from shardwise.session import Settings
 
 PLANS = {
@@ -28,7 +28,10 @@ PLANS = {
         norm_type=math.inf,
         max_norm=0.1,
         reduce_dtype=torch.float64,
-        kept=("a.b", "c"),
+        groups=(
+            ParamGroupPlan(names=("a.b", "c"), reshard_after_forward=False),
+            ParamGroupPlan(names=("a",), reshard_after_forward=True),
+        ),
     ),
     "secondary": zero(3, torch.bfloat16).but(secondary=8),
     "orders": zero(1).but(
@@ -62,7 +65,8 @@ def test_a_file_gives_an_equal_plan(name: str, ending: str, tmp_path: Path) -> N
 )
 def test_every_value_survives(stage: int, precision: str | None, norm: float, name: str, divisor: float) -> None:
     plan = Settings(stage=stage, precision=precision, max_norm=norm).plan()
-    plan = plan.but(kept=(name,), predivide=divisor, disk=DiskPlan(directory=name or "x"), state_disk_fraction=0.5)
+    groups = (ParamGroupPlan(names=(name or "x",), reshard_after_forward=len(name) % 2 == 0),)
+    plan = plan.but(groups=groups, predivide=divisor, disk=DiskPlan(directory=name or "x"), state_disk_fraction=0.5)
     assert Plan.from_dict(tomllib.loads(str(plan))) == plan
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
@@ -136,7 +140,16 @@ WRONG: list[tuple[Any, str]] = [
     ({"stage": 3, "grad": 5}, r"plan\.toml: grad=5: give a table"),
     ({"stage": 3, "grad": {"max_norm": "none"}}, r"plan\.toml: grad: max_norm"),
     ({"stage": 3, "shard": {"packing": {"kind": "ByLuck"}}}, r"packing\.kind='ByLuck': give one of ByNumel"),
-    ({"stage": 3, "shard": {"kept": "all"}}, r"shard: kept='all': give a list"),
+    ({"stage": 3, "shard": {"groups": "all"}}, r"shard: groups='all': give a list"),
+    ({"stage": 3, "shard": {"groups": ["all"]}}, r"shard: groups\[0\]='all': give a table of fields"),
+    (
+        {"stage": 3, "shard": {"groups": [{"names": ["a"]}]}},
+        r"groups\[0\]: the field 'reshard_after_forward' .*missing",
+    ),
+    (
+        {"stage": 3, "shard": {"groups": [{"names": ["a"], "reshard_after_forward": 2}]}},
+        r"groups\[0\]: reshard_after_forward=2 of a is neither True nor False.*set secondary in the plan's mesh",
+    ),
     (
         {"stage": 3, "tensor": {"architecture": "llama"}},
         r"tensor: architecture='llama': the field takes an object of the program",

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.shards.layout import ParamInfo, make_layout
-from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, Plan, zero
+from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, ParamGroupPlan, Plan, zero
 from shardwise.zero import (
     BucketTensorShardStrategy,
     ShardedModelV2,
@@ -330,11 +330,10 @@ def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said
 def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     facts = [ParamInfo((n,), p.shape, p.dtype, True, 0, 0) for n, p in model.named_parameters()]
-    layout = make_layout(facts, model, packing, 2, 1, ("0.bias", "1.weight"))
-    persistent = [layout.chunks[chunk].persistent for chunk, _ in layout.where]
-    assert persistent == [False, True, True, False]
-    with pytest.raises(ValueError, match=r"kept=\['2.bias'\]"):
-        make_layout(facts, model, packing, 2, 1, ("2.bias", "0.bias"))
+    groups = (ParamGroupPlan(names=("0.bias", "1.weight"), reshard_after_forward=False),)
+    layout = make_layout(facts, model, packing, 2, 1, groups)
+    options = [layout.chunks[chunk].reshard_after_forward for chunk, _ in layout.where]
+    assert options == [None, False, False, None]
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan")])

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ from shardwise.core.comm.release import destroy, let_go_with
 from shardwise.core.comm.shared import SharedGroup
 
 __all__ = ["GroupMaker", "GroupRequest", "register_backend"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,8 @@ MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
 """Makes the requested group. Collective over all ranks of its lists."""
 MakeLane = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 """Makes a communicator for point-to-point messages from gloo's communicator of the same ranks."""
-_REGISTERED: dict[str, MakeGroup] = {}
-_LANES: dict[str, MakeLane] = {}
+_BACKENDS: dict[str, tuple[MakeGroup, MakeLane | None]] = {}
+"""By type of device; without those of :mod:`shardwise` itself."""
 
 
 def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = None) -> Callable[[], None]:
@@ -72,22 +70,15 @@ def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = 
     """
     if not callable(make):
         raise TypeError(f"make={make!r:.80} is not callable; give a function (GroupMaker, GroupRequest) -> Group")
-    before, lane_before = _REGISTERED.get(device_type), _LANES.get(device_type)
-    _put(_REGISTERED, device_type, make)
-    _put(_LANES, device_type, lane)
+    before = _BACKENDS.get(device_type)
+    _BACKENDS[device_type] = make, lane
 
     def put_back() -> None:
-        _put(_REGISTERED, device_type, before)
-        _put(_LANES, device_type, lane_before)
+        del _BACKENDS[device_type]
+        if before is not None:
+            _BACKENDS[device_type] = before
 
     return put_back
-
-
-def _put(entries: dict[str, T], key: str, entry: T | None) -> None:
-    """Set or remove an entry."""
-    entries.pop(key, None)
-    if entry is not None:
-        entries[key] = entry
 
 
 class GroupMaker:
@@ -137,7 +128,8 @@ class GroupMaker:
         called = name if self.members is None else f"{name} of ranks {self._own(rank_lists)}"
         control = Control(called, self._for_messages(name, rank_lists), self.activity)
         request = GroupRequest(name, called, rank_lists, control)
-        make = _REGISTERED.get(self.device.type) or (_on_cpu if self.device.type == "cpu" else _native)
+        own = _on_cpu if self.device.type == "cpu" else _native
+        make, _ = _BACKENDS.get(self.device.type, (own, None))
         # Compared first, since different makers would exchange different things, and deadlock.
         makers, _ = control.exchange_object(f"{make.__module__}.{make.__qualname__} for {self.device.type}")
         if any(maker != makers[0] for maker in makers):
@@ -163,7 +155,7 @@ class GroupMaker:
 
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> P2PChannel:
         """Return a point-to-point channel between the ranks of this rank's list. Collective as :meth:`make`."""
-        made = _LANES.get(self.device.type)
+        _, made = _BACKENDS.get(self.device.type, (None, None))
         over_gloo = made is not None or self.backend == "gloo"
         backend = "gloo" if over_gloo else dist.get_default_backend_for_device(self.device)
         # gloo has tags; see [Note: Messages that do not wait for each other].

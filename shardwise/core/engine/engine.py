@@ -240,7 +240,7 @@ def _make_shards(
         plan.shard.packing,
         mesh.shard.size,
         mesh.replicate.size,
-        plan.shard.kept,
+        plan.shard.groups,
         whole_tensor_optimizers,
         uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
     )

@@ -71,7 +71,7 @@ class Storage:
         self.layout, self.plan, self.mesh, self._events = layout, plan, mesh, events
         self._among = _secondary_group(plan, mesh)
         specs = layout.chunks
-        sizes, fixed = [s.padded_bytes for s in specs], [s.persistent for s in specs]
+        sizes, fixed = [s.padded_bytes for s in specs], [s.reshard_after_forward is False for s in specs]
         trainable = [s.trainable for s in specs]
         self.homes: list[Home] = assign_homes(sizes, fixed, plan.tiers, trainable)
         for missed in missed_shares(sizes, self.homes, plan.tiers, trainable) if mesh.is_rank0 else ():
@@ -153,7 +153,9 @@ class Storage:
 
     def _resident(self, spec: ChunkSpec) -> bool:
         """Whether the full array stays on the device."""
-        stays = self.plan.shard.always_gathered or spec.persistent or self.mesh.shard.size == 1
+        reshard = spec.reshard_after_forward
+        stays = not reshard if reshard is not None else self.plan.shard.gathered_fraction >= 1.0
+        stays = stays or self.mesh.shard.size == 1
         return stays and self.homes[spec.index].param is Tier.DEVICE
 
     def round_(self, chunk: Chunk) -> None:

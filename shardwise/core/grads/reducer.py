@@ -1,12 +1,10 @@
 """Reduce gradients from buckets into shards, in an order that all ranks share.
 
-The way of a gradient: the engine's post-accumulate-grad hook calls :meth:`Reducer.add`, which copies it into the
-chunk's bucket. When all gradients of the chunk have arrived, and the chunks before it in the shared order have begun,
-its reduce-scatter begins (``_launch``). ``_complete`` waits for it and adds the result to this rank's gradient shard,
-which the update reads. The chunks that are left are reduced at the end of backward, so that ranks which use different
-parameters still issue the same collectives. At that point the ranks exchange which parameters had a gradient: a
-parameter that no rank used is neither reduced nor updated (its gradient is None in plain PyTorch), and a parameter that
-only some ranks used counts as zero on the others (as in DDP).
+A gradient goes down the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
+``_take_result`` of :class:`Reducer`; docs/architecture.md has the whole way. The chunks that are left are reduced at
+the end of backward (``finish``), so that ranks which use different parameters still issue the same collectives. At that
+point the ranks exchange which parameters had a gradient: a parameter that no rank used is neither reduced nor updated
+(its gradient is None in plain PyTorch), and one that only some ranks used counts as zero on the others (as in DDP).
 """
 
 from __future__ import annotations
@@ -359,11 +357,12 @@ class Reducer:
         """Begin reductions in the shared order until ``count`` have begun."""
         with deferred_interrupts(REDUCTION):
             while self.begun < count:
-                self._launch(self._order[self.begun])
+                state = self._order[self.begun]
+                self._reduce(state, state.filled)
                 self.begun += 1
 
     def add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
-        """Take the gradient of slot ``index``; in a reduced pass (``sync``) begin the reductions that are complete."""
+        """Copy the gradient of slot ``index`` into the bucket; in a reduced pass (``sync``) reduce complete chunks."""
         self._waits.begin()
         self._reduces = sync
         if not state.launched:
@@ -456,6 +455,8 @@ class Reducer:
         state.buffer, state.bucket = buffer, buffer.local
 
     def _advance(self) -> None:
+        """Reduce the chunks whose turn it is. One that lacks gradients, or a bucket, waits for the next gradient of any
+        chunk (:meth:`add`), or for the end of the pass (:meth:`finish`)."""
         while self.begun < len(self._order):
             state = self._order[self.begun]
             if state.state is not Reduction.DEPOSITED:
@@ -500,44 +501,40 @@ class Reducer:
         if self._buckets.user(state) is state:
             self._buckets.give(state)
 
-    def _launch(self, state: ChunkGrads) -> None:
+    def _reduce(self, state: ChunkGrads, filled: Collection[int]) -> None:
+        """Begin the reduction of the slots ``filled`` of the bucket, and of zero for other slots."""
         if self.keep_unsharded and state.state is Reduction.EMPTY and state.buffer is not None:
             self._before_write(state)
-        self._reduce(state, state.filled)
-
-    def _reduce(self, state: ChunkGrads, filled: Collection[int]) -> None:
-        """Begin the reduction of the slots ``filled`` of the bucket, and of zero for the rest."""
-        whole = self._into_buffer(state)
-        state.hand_over(whole, filled)
+        bucket = self._into_buffer(state)
+        state.hand_over(bucket, filled)
         if self._predivide != 1.0:
-            whole.local.div_(self._predivide)
-        # In flight before anything below can fail: abort() starts it again if it has no handle.
+            bucket.local.div_(self._predivide)
+        # In flight before anything below can fail: abort() issues it again if it has no handle.
         state.become(Reduction.REDUCING)
         self._in_flight.append(state)
         self._ledger.charge(state.overflow)
-        self._start(state, whole)
+        self._issue(state, bucket)
 
-    def _start(self, state: ChunkGrads, whole: Buffer) -> None:
+    def _issue(self, state: ChunkGrads, bucket: Buffer) -> None:
+        """Issue the collective. Its handle is waited for in :meth:`_complete`, by the next chunk that needs the bucket,
+        or at the end of the pass."""
         self._events.reduction_began(state.spec.index)
         self.mesh.world.activity.at("backward", "reduction of chunk", str, state.spec.index)
         if self.mesh.shard.size == 1:
-            state.rs_output = whole.local
-            state.handle = self.mesh.replicate.all_reduce(whole, self._scale)
-        else:
-            self._reduce_scatter(state, whole)
-
-    def _reduce_scatter(self, state: ChunkGrads, whole: Buffer) -> None:
+            state.rs_output = bucket.local
+            state.handle = self.mesh.replicate.all_reduce(bucket, self._scale)
+            return
         replica = self._replica.get(state.spec.index)
         if replica is not None:
             state.claim()
             replica.wait_writable()
             state.rs_output = replica.local
         elif self.keep_unsharded:
-            state.rs_output = whole.local[state.chunk.shard_start : state.chunk.shard_end]
+            state.rs_output = bucket.local[state.chunk.shard_start : state.chunk.shard_end]
         else:
             state.rs_output = state.result_memory()
             self._ledger.charge(state.rs_output)
-        state.handle = self.mesh.shard.reduce_scatter(state.rs_output, whole, self._scale)
+        state.handle = self.mesh.shard.reduce_scatter(state.rs_output, bucket, self._scale)
         if replica is not None:
             state.handle = ThenReplicas(state.handle, self.mesh.replicate, replica, self._side_stream)
 
@@ -554,6 +551,8 @@ class Reducer:
             self._take_result(state)
 
     def _take_result(self, state: ChunkGrads) -> None:
+        """Add the result to the gradient shard. The update reads it in ``step()``, or, under ``update="backward"``, at
+        the event ``result_added``."""
         output, state.rs_output, state.handle = state.rs_output, None, None
         if output is None:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({output}); report this")
@@ -592,13 +591,13 @@ class Reducer:
             with deferred_interrupts(REDUCTION):
                 for state, any_rank in zip(self._order, used, strict=True):
                     if any_rank and not state.launched:
-                        self._launch(state)
+                        self._reduce(state, state.filled)
                 self.begun = len(self._order)  # as on every rank, should the rest of this fail
             self._complete_all()
             with deferred_interrupts(REDUCTION):
                 for state, any_rank in zip(self._order, overflow, strict=True):
                     if any_rank:
-                        self._launch_overflow(state)
+                        self._reduce_overflow(state)
             self._complete_all()
             self._reorder(used)
             self._observer.end_pass()
@@ -627,8 +626,8 @@ class Reducer:
             PeerError: some rank has not noticed; nothing is dropped.
         """
         for state in self._in_flight:
-            if state.handle is None and state.buffer is not None:  # its launch failed
-                self._start(state, state.buffer)
+            if state.handle is None and state.buffer is not None:  # its collective was not issued
+                self._issue(state, state.buffer)
         while self.begun < len(self._order) and self._order[self.begun].launched:
             self.begun += 1
         self._dropping = True
@@ -663,7 +662,7 @@ class Reducer:
         while self._in_flight:
             self._complete(self._in_flight[0])
 
-    def _launch_overflow(self, state: ChunkGrads) -> None:
+    def _reduce_overflow(self, state: ChunkGrads) -> None:
         """Begin a second reduction, for gradients that came after the first."""
         if state.bucket is not None:
             self._before_write(state)
@@ -680,12 +679,12 @@ class Reducer:
         overflow for it."""
         counts = list(map(float, self.counts.unreduced()))
         if self._agrees:
-            riding = [number for rider in self.piggybacks for number in rider.piggyback_on_pass()]
-            votes = self._summarize(riding + counts, "which parameters had gradients", flags=used_mask(self._order))
-            first = len(riding)
+            compared = [number for each in self.piggybacks for number in each.piggyback_on_pass()]
+            votes = self._summarize(compared + counts, "which parameters had gradients", flags=used_mask(self._order))
+            first = len(compared)
             if votes.least[:first] != votes.most[:first]:
-                for rider in self.piggybacks:
-                    rider.explain()
+                for each in self.piggybacks:
+                    each.explain()
             self._waits.compared(votes.flags_alike)
             counts = votes.most[first:]
             used, overflow = take_used_mask(self._order, votes.anywhere)

@@ -48,9 +48,9 @@ PASSES = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Axes:
-    """This rank's groups; see the attributes of :class:`Mesh`."""
+    """The groups of a :class:`Mesh`, whose attributes say what they are."""
 
     shard: Group
     replicate: Group
@@ -58,15 +58,15 @@ class _Axes:
     tensor: Group
     pipeline: Group
     model: Group
-    everyone: Group
-    stage: Group
+    mesh_group: Group
+    stage_group: Group
     sequence: Group
     wire: P2PChannel | None = None
     ring: P2PChannel | None = None
     secondary: Group | None = None
 
 
-class Mesh:
+class Mesh(_Axes):
     """The groups of this rank along each axis, over all ranks or the ranks of one process group.
 
     ``rank`` and ``size`` count data-parallel ranks: rank = replica index * shard ranks + shard index. With tensor or
@@ -100,21 +100,14 @@ class Mesh:
     def __init__(
         self, axes: _Axes, maker: GroupMaker | None, device_mesh: DeviceMesh | None, ranks: tuple[int, ...]
     ) -> None:
-        self.device = axes.world.device
-        self.shard, self.replicate, self.world = axes.shard, axes.replicate, axes.world
-        self.secondary = axes.secondary
-        self.tensor, self.pipeline, self.mesh_group = axes.tensor, axes.pipeline, axes.everyone
-        self.stage_group = axes.stage
-        self.rank = axes.world.rank
-        self.size = axes.world.size
+        super().__init__(**vars(axes))
+        self.device, self.rank, self.size = axes.world.device, axes.world.rank, axes.world.size
         self.ranks = ranks
         self.members = maker.members if maker is not None else None
         self.model_parallel: Group | None = axes.model if axes.model.size > 1 else None
         self.joined: Group | None = None
         self._parts: tuple[int, ...] | None = None
         self.device_mesh = device_mesh
-        self.wire = axes.wire
-        self.sequence, self.ring = axes.sequence, axes.ring
         self._makers = [] if maker is None else [maker]
         self._parties = 0
         self._process = os.getpid()
@@ -363,32 +356,17 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
     replicate = maker.make(REPLICATE_AXIS, _along(grid, 1))
     tensor = maker.make(TENSOR_AXIS, _along(grid, 3))
     pipeline = maker.make(PIPELINE_AXIS, _along(grid, 0))
-    if replicas == 1:
-        world = shard
-    elif shards == 1:
-        world = replicate
-    else:
-        world = maker.make("world", _along(grid, 1, 2))
-    if stages == 1:
-        model = tensor
-    elif parts == 1:
-        model = pipeline
-    else:
-        model = maker.make(MODEL_AXIS, _along(grid, 0, 3))
-    if model.size == 1:
-        everyone = world
-    elif world.size == 1:
-        everyone = model
-    else:
-        everyone = maker.make("everyone", [sorted(grid.flatten().tolist())])
-    if stages == 1:
-        stage = everyone
-    elif parts == 1:
-        stage = world
-    elif world.size == 1:
-        stage = tensor
-    else:
-        stage = maker.make("stage", _along(grid, 1, 2, 3))
+
+    def across(name: str, one: Group, other: Group, lines: list[list[int]]) -> Group:
+        """Return the group over both; it is one of them where the other has a single rank."""
+        if other.size == 1:
+            return one
+        return other if one.size == 1 else maker.make(name, lines)
+
+    world = across("world", shard, replicate, _along(grid, 1, 2))
+    model = across(MODEL_AXIS, tensor, pipeline, _along(grid, 0, 3))
+    everyone = across("everyone", world, model, [sorted(grid.flatten().tolist())])
+    stage = everyone if stages == 1 else across("stage", world, tensor, _along(grid, 1, 2, 3))
     wire = maker.make_wire(PIPELINE_AXIS, _along(grid, 0)) if stages > 1 else None
     lines = _along(grid.reshape(stages, replicas * shards // sp, sp, parts), 2)
     sequence = maker.make(SEQUENCE_AXIS, lines)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.parallel.mixed_class import mixed_class
 
 __all__ = ["linear", "multiply_in_8_bits", "product", "scaled"]
 
@@ -115,21 +116,28 @@ NAMED = 3
 """Number of layers that the warning names."""
 
 
-class _LinearForward(nn.Module):
-    """The forward pass of an ``nn.Linear`` in 8 bits."""
+class _Float8Layer(nn.Module):
+    """A layer that multiplies in 8 bits. pickle finds classes by name, and this one has the user's name."""
 
     weight: Tensor
     bias: Tensor | None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        bases = type(self).__bases__
+        if bases[0] in (_LinearForward, _Conv1DForward) and type(self) is mixed_class(bases[1], *bases):
+            return _blank, bases, vars(self)
+        return object.__reduce_ex__(self, protocol)
+
+
+class _LinearForward(_Float8Layer):
+    """The forward pass of an ``nn.Linear`` in 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class _Conv1DForward(nn.Module):
+class _Conv1DForward(_Float8Layer):
     """The forward pass of transformers' ``Conv1D``, whose weight is ``[in, out]``, in 8 bits."""
-
-    weight: Tensor
-    bias: Tensor | None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.t(), self.bias)
@@ -154,7 +162,7 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
     changed, skipped, before = [], [], False
     for name, module in model.named_modules():
         kind = _kind(module)
-        before |= isinstance(module, _LinearForward | _Conv1DForward)
+        before |= isinstance(module, _Float8Layer)
         if kind is None:
             continue
         weight = module._parameters.get("weight")
@@ -164,7 +172,7 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
             vars(module)["multiply"] = linear
             changed.append(name)
         else:
-            module.__class__ = _both(kind, type(module))
+            module.__class__ = mixed_class(type(module), kind, type(module))
             changed.append(name)
     if skipped or not (changed or before):
         names = ", ".join(skipped[:NAMED]) + (", ..." if len(skipped) > NAMED else "")
@@ -178,7 +186,7 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
     own = type(module)
-    if "forward" in vars(module) or issubclass(own, _LinearForward | _Conv1DForward):
+    if "forward" in vars(module) or issubclass(own, _Float8Layer):
         return None
     weight: Any = module._parameters.get("weight")
     cut = hasattr(own, "multiply")
@@ -189,22 +197,6 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
     return _Conv1DForward if hasattr(module, "nf") else None
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of the module's class under the same name, with the forward pass of ``kind``."""
-    if own not in _CLASSES:
-
-        def reduce(self: nn.Module, protocol: Any) -> Any:
-            alone = type(self) is _CLASSES[own]
-            return (_blank, (kind, own), vars(self)) if alone else object.__reduce_ex__(self, protocol)
-
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
-        _CLASSES[own] = type(own.__name__, (kind, own), names)
-    return _CLASSES[own]
-
-
 def _blank(kind: type[nn.Module], own: type[nn.Module]) -> nn.Module:
-    """Unpickle a changed layer: pickle finds classes by name, and its class has the user's name."""
-    return object.__new__(_both(kind, own))
+    """Unpickle a changed layer."""
+    return object.__new__(mixed_class(own, kind, own))

@@ -150,6 +150,7 @@ class Chunk:
         resident: whether the whole array stays on the device.
 
     Attributes:
+        shard_start, shard_end, shard_numel: this rank's shard, in elements of the chunk.
         full: the whole array, or ``None`` while there is only the shard.
         pending: the gather that fills it, while GATHERING or RENEWING.
         joined: ``full`` is a zero-copy view of the ranks' shards, not a copy.
@@ -172,6 +173,8 @@ class Chunk:
         self.resident = resident
         self.rank = rank
         self.device = device
+        self.shard_start, self.shard_end = spec.bounds[rank], spec.bounds[rank + 1]
+        self.shard_numel = self.shard_end - self.shard_start
         self.full: torch.Tensor | None = source.exchange.local if resident else None
         self.pending: Handle | None = None
         self.joined = False
@@ -220,18 +223,6 @@ class Chunk:
     def renewing(self) -> AbstractContextManager[torch.Tensor]:
         """Memory for all of a new shard, kept after the block; see :meth:`ShardSource.renewing`."""
         return nullcontext(self.shard) if self.resident else self.source.renewing()
-
-    @property
-    def shard_start(self) -> int:
-        return self.spec.bounds[self.rank]
-
-    @property
-    def shard_end(self) -> int:
-        return self.spec.bounds[self.rank + 1]
-
-    @property
-    def shard_numel(self) -> int:
-        return self.spec.shard_numel(self.rank)
 
     def overlap(self, slot: ParamSpan) -> tuple[int, int]:
         """Return the part of ``slot`` in this rank's shard as ``(start, end)`` in the chunk; empty if start >= end."""

@@ -8,8 +8,9 @@ one rank's shard; see [Note: Whole tensors].
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from torch import nn
 
 from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
-from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing, ParamGroupPlan
 
 __all__ = [
     "ChunkSpec",
@@ -106,8 +107,9 @@ class ChunkSpec:
     slots: tuple[ParamSpan, ...]
     bounds: Bounds
     """Offsets of the ranks' shards, and the end of the last; no shard is empty."""
-    persistent: bool
-    """Stays gathered whatever the budget (small tensors of ``ByTensor``, and what the plan names)."""
+    reshard_after_forward: bool | None
+    """False: stays gathered (small tensors of ``ByTensor``, and what the plan says). True: freed after forward.
+    None: the plan's budget decides."""
     whole: bool = False
     """Each parameter lies in one rank's shard, where the optimizer gets it in its shape."""
 
@@ -175,18 +177,19 @@ class _Bin:
 
     params: list[int]
     module: str | None = None
-    persistent: bool = False
+    reshard_after_forward: bool | None = None
 
 
-def _bins_by_numel(facts: Sequence[ParamInfo], chunk_numel: int) -> list[_Bin]:
+def _bins_by_numel(facts: Sequence[ParamInfo], params: Iterable[int], chunk_numel: int) -> list[_Bin]:
     bins: list[_Bin] = []
-    used = chunk_numel
-    for index, fact in enumerate(facts):
-        if not bins or used + fact.numel > chunk_numel:
+    used = 0
+    for index in params:
+        numel = facts[index].numel
+        if not bins or used + numel > chunk_numel:
             bins.append(_Bin([]))
             used = 0
         bins[-1].params.append(index)
-        used += fact.numel
+        used += numel
     return bins
 
 
@@ -216,66 +219,79 @@ def module_units(model: nn.Module, packing: ByModule) -> list[str]:
 
 
 def _bins_by_module(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
-    units = module_units(model, packing)
-    bins: dict[str, _Bin] = {}
-    for index, fact in enumerate(facts):
-        name = fact.names[0]
-        unit = next((u for u in units if name.startswith(u + ".")), None)
-        key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
-        bins.setdefault(key, _Bin([], module=unit)).params.append(index)
-    return list(bins.values())
+    """Return one bin per unit, without the parameters of units inside it.
 
-
-def _bins_by_name(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
-    """Return one bin per named module, without the parameters of named modules inside it; the rest by size."""
+    Other parameters are grouped by the root's children, or, where the units are named, by size.
+    """
     modules = {name for name, _ in model.named_modules()}
     missing = [name for name in packing.unit_names if name not in modules]
     if missing:
         raise ValueError(f"unit_names={missing} are not modules of the model; use names of its named_modules()")
-    innermost_first = sorted(packing.unit_names, key=lambda name: -name.count("."))
+    units = sorted(packing.unit_names or module_units(model, packing), key=lambda name: -name.count("."))
     bins: dict[str, _Bin] = {}
     rest: list[int] = []
     for index, fact in enumerate(facts):
-        unit = next((u for u in innermost_first if fact.names[0].startswith(u + ".")), None)
-        if unit is None:
+        name = fact.names[0]
+        unit = next((u for u in units if name.startswith(u + ".")), None)
+        if unit is None and packing.unit_names:
             rest.append(index)
         else:
-            bins.setdefault(unit, _Bin([], module=unit)).params.append(index)
-    if packing.rest_numel is None:
-        others = [_Bin(rest)] if rest else []
-    else:
-        found = _bins_by_numel([facts[i] for i in rest], packing.rest_numel)
-        others = [_Bin([rest[i] for i in each.params]) for each in found]
-    return sorted([*bins.values(), *others], key=lambda each: each.params[0])
+            key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
+            bins.setdefault(key, _Bin([], module=unit)).params.append(index)
+    size = sum(fact.numel for fact in facts) if packing.rest_numel is None else packing.rest_numel
+    return sorted([*bins.values(), *_bins_by_numel(facts, rest, size)], key=lambda each: each.params[0])
 
 
 def _bins(facts: Sequence[ParamInfo], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
-    if isinstance(packing, ByNumel):
-        share = -(-sum(f.numel for f in facts) // packing.min_chunks)
-        limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
-        return _bins_by_numel(facts, limit)
+    if isinstance(packing, ByModule):
+        return _bins_by_module(facts, model, packing)
     if isinstance(packing, ByTensor):
-        return [_Bin([i], persistent=0 < f.numel <= packing.persist_numel) for i, f in enumerate(facts)]
-    return (_bins_by_name if packing.unit_names else _bins_by_module)(facts, model, packing)
+        small = [0 < fact.numel <= packing.persist_numel for fact in facts]
+        return [_Bin([i], reshard_after_forward=False if stays else None) for i, stays in enumerate(small)]
+    share = -(-sum(f.numel for f in facts) // packing.min_chunks)
+    limit = packing.chunk_numel if packing.min_chunks == 1 else min(packing.chunk_numel, share)
+    return _bins_by_numel(facts, range(len(facts)), limit)
 
 
-def _keep(bins: Sequence[_Bin], facts: Sequence[ParamInfo], kept: Sequence[str]) -> list[_Bin]:
-    """Move the parameters named in ``kept`` to bins of their own.
+def _split_by_group(
+    bins: Sequence[_Bin], facts: Sequence[ParamInfo], model: nn.Module, groups: Sequence[ParamGroupPlan]
+) -> list[_Bin]:
+    """Divide bins, so that all parameters of a bin have the same options.
 
     Raises:
-        ValueError: a name is not a parameter's.
+        ValueError: a name is not in the model, or a shared parameter has names with different options.
     """
-    stays = set(kept)
-    unknown = stays.difference(*(fact.names for fact in facts))
-    if unknown:
-        raise ValueError(f"kept={sorted(unknown)} are not parameters of the model; use {[f.names[0] for f in facts]}")
-    found = []
+    options = {name: group.reshard_after_forward for group in groups for name in group.names}
+    modules = [name for name, _ in model.named_modules()]
+    known = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    for unknown in [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown, known, 3, 0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use names of named_modules()"
+        raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
+    found: list[_Bin] = []
     for bin_ in bins:
-        apart = [index for index in bin_.params if not stays.isdisjoint(facts[index].names)]
-        rest = [index for index in bin_.params if stays.isdisjoint(facts[index].names)]
-        found += [_Bin(rest, bin_.module, bin_.persistent)] if rest else []
-        found += [_Bin(apart, bin_.module, True)] if apart else []
+        parts: dict[str, list[int]] = {}
+        for index in bin_.params:
+            parts.setdefault(_group_name(facts[index], options), []).append(index)
+        for name, params in parts.items():
+            inside = name in modules and bin_.module is not None and name.startswith(bin_.module + ".")
+            option = options.get(name, bin_.reshard_after_forward)
+            found.append(_Bin(params, name if inside else bin_.module, option))
     return found
+
+
+def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str:
+    """Return the longest name in ``options`` that is a parameter's, or of a module around it; ``""`` for none."""
+    matches: list[str] = []
+    for name in fact.names:
+        around = accumulate(name.split("."), "{}.{}".format)
+        matches += [each for each in around if each in options][-1:]
+    if len({options[each] for each in matches}) > 1:
+        raise ValueError(
+            f"{', '.join(fact.names)} is one parameter, and its names {matches} have different options in the plan's "
+            "groups: give them the same"
+        )
+    return matches[0] if matches else ""
 
 
 # Source: the behaviour of ColossalAI's ``search_chunk_configuration`` (the argument table of ``GeminiPlugin``): start
@@ -397,7 +413,7 @@ def make_layout(
     packing: Packing,
     shard_size: int,
     replicate_size: int,
-    kept: Sequence[str] = (),
+    groups: Sequence[ParamGroupPlan] = (),
     whole: Collection[int] = (),
     uneven: bool = True,
 ) -> Layout:
@@ -409,7 +425,7 @@ def make_layout(
         packing: how parameters are grouped.
         shard_size: every chunk divides by it.
         replicate_size: every shard divides by it.
-        kept: names of parameters that stay gathered, in persistent chunks.
+        groups: options of the modules with some names, whose parameters are in chunks of their own.
         whole: indices of optimizers that need whole tensors; see [Note: Whole tensors].
         uneven: whether shards of their chunks may differ in length.
     """
@@ -424,7 +440,7 @@ def make_layout(
     bins = _bins(facts, model, packing)
     if whole and not uneven and isinstance(packing, ByNumel):
         bins = _merge_lopsided(bins, facts, shard_size, whole)
-    for unit_index, bin_ in enumerate(_keep(bins, facts, kept) if kept else bins):
+    for unit_index, bin_ in enumerate(_split_by_group(bins, facts, model, groups) if groups else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
             fact = facts[index]
@@ -446,7 +462,7 @@ def make_layout(
                 optimizer=optimizer,
                 slots=tuple(slots),
                 bounds=bounds,
-                persistent=bin_.persistent,
+                reshard_after_forward=bin_.reshard_after_forward,
                 whole=tensors,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})

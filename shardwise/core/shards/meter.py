@@ -48,7 +48,8 @@ class MemoryMeter:
         self.stats: MemStats | None = None
         self._matches = False
         """Whether ``stats`` have the order that the pool expects."""
-        self._pool: ChunkPool | None = None
+        self._pool: ChunkPool
+        """After :meth:`attach`."""
         self._recorder: MemoryRecorder | None = None
         self._depth = 0
         self._thread = 0
@@ -63,13 +64,12 @@ class MemoryMeter:
         self._start_recording()
 
     def _start_recording(self) -> None:
-        if self._pool is not None:
-            self._recorder = MemoryRecorder(
-                self._peaks,
-                device=str(self._device),
-                capacity_bytes=self._ledger.capacity_bytes,
-                gathered_bytes={unit: size for unit, size in self._pool.sizes.items() if size},
-            )
+        self._recorder = MemoryRecorder(
+            self._peaks,
+            device=str(self._device),
+            capacity_bytes=self._ledger.capacity_bytes,
+            gathered_bytes={unit: size for unit, size in self._pool.sizes.items() if size},
+        )
 
     # ---- during a step
 
@@ -140,23 +140,18 @@ class MemoryMeter:
         while self._depth:
             self.leave()
 
-    @property
-    def _recording(self) -> bool:
-        return self._recorder is not None and self._pool is not None and self._pool.in_training
-
     def before_use(self, unit: int) -> None:
         """Measure before room is made for ``unit``."""
-        self._tracker.call_above(1 << 62, _nothing)  # gathered memory is about to be counted as model data
+        self._tracker.call_above(1 << 62, lambda: None)  # gathered memory is about to be counted as model data
         use = (unit, in_backward())
         if use not in self._asked or not self._is_gathered(unit):
             self._asked.add(use)
             self._ledger.expire()
-        if self._recording:
+        if self._recorder is not None and self._pool.in_training:
             self._check("before the next unit")
 
     def _is_gathered(self, unit: int) -> bool:
-        pool = self._pool
-        return pool is None or all(pool.chunks[index].full is not None for index in pool.units[unit].chunks)
+        return all(self._pool.chunks[index].full is not None for index in self._pool.units[unit].chunks)
 
     def after_use(self, unit: int) -> None:
         """Record the use of a unit that can be read now.
@@ -164,7 +159,7 @@ class MemoryMeter:
         Raises:
             DeviceMemoryError: with it, the device's capacity is exceeded.
         """
-        if self._recording and self._recorder is not None and self._pool is not None:
+        if self._recorder is not None and self._pool.in_training:
             kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
             phase: Phase = "backward" if in_backward() else "forward"
             self._recorder.moment(unit, self._name(unit), phase, sum(kinds.values()), kinds)
@@ -189,7 +184,7 @@ class MemoryMeter:
             stats = self._recorder.finish()
             if stats.moments:
                 self.stats = stats
-                self._matches = self._pool is not None and stats.matches(self._pool.training.recorded)
+                self._matches = stats.matches(self._pool.training.recorded)
         if self._always or not followed:
             self._start_recording()
         elif self.stats is not None:
@@ -210,15 +205,12 @@ class MemoryMeter:
         """
         self._check_units(stats)
         self.stats, self._matches = stats, True
-        if self._pool is not None:
-            self._pool.training.expect(stats.order)
+        self._pool.training.expect(stats.order)
         if not self._always:
             self._recorder = None
 
     def _check_units(self, stats: MemStats) -> None:
         pool = self._pool
-        if pool is None:
-            return
         known = {unit: (self._name(unit), pool.sizes[unit]) for unit in range(len(pool.units))}
         names = {moment.unit: moment.name for moment in stats.moments if moment.unit in stats.order}
         for unit in sorted(set(stats.order) | set(stats.gathered_bytes)):
@@ -232,12 +224,12 @@ class MemoryMeter:
                 )
 
     def _name(self, unit: int) -> str:
-        return self._pool.units[unit].title if self._pool is not None else f"unit {unit}"
+        return self._pool.units[unit].title
 
     def budget_bytes(self) -> int:
         """Return the bytes of gathered parameters that may be on the device at this use (``auto`` only)."""
         capacity, auto, pool = self._ledger.capacity_bytes, self._auto, self._pool
-        if capacity is None or auto is None or pool is None:
+        if capacity is None or auto is None:
             return 1 << 62
         trace = pool.trace
         known = self._matches and trace.followed
@@ -261,10 +253,6 @@ class MemoryMeter:
             steady_capacity_ratio=auto.steady_capacity_ratio,
             margin_ratio=auto.margin_ratio,
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Peaks:

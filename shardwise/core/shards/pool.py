@@ -21,7 +21,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.base.torch_internals import current_graph_task, storage_id
+from shardwise.core.base.torch_internals import current_graph_task, in_transform, storage_id
 from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
@@ -179,6 +179,7 @@ class ChunkPool:
         self.issued, self.in_forward, self._kept = GatherLog(self.in_order), False, set[int]()
         """Units gathered here because something reads them; other ranks may have evicted them.
         See [Note: Program order]."""
+        self._reshards = {c.spec.unit for cs in self._transient.values() for c in cs if c.spec.reshard_after_forward}
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
         # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
@@ -311,6 +312,8 @@ class ChunkPool:
     def unpin(self, unit: int, holder: object) -> None:
         """Allow a later acquire to evict the unit, as far as ``holder`` is concerned. Idempotent."""
         self._pins[unit].discard(id(holder))
+        if unit in self._reshards and current_graph_task() == -1 and not in_transform():
+            self._reshard([unit])  # not when backward runs the forward again, since it reads the unit next
 
     @locked
     def used_in_transform(self, unit: int) -> None:
@@ -421,6 +424,8 @@ class ChunkPool:
         needed = self.sizes[unit] if unit is not None else 0
         for other in [u for u in self._kept if not (self._pinned(u) or self._is_read(u))]:
             self._evict(other)
+        if self._reshards:
+            self._reshard(self._reshards.difference([unit], soon))
         others = [u for u in self._held if u != unit and u not in self._kept]
         evictable = {u for u in others if not self._pinned(u)}
         pinned = sum([self.sizes[u] for u in others if u not in evictable])
@@ -433,6 +438,12 @@ class ChunkPool:
             candidates.discard(victim)
             if self._evict_unread(victim):
                 idle -= self.sizes[victim]
+
+    def _reshard(self, units: Iterable[int]) -> None:
+        """Evict those of ``units`` that are idle, whatever the budget."""
+        for unit in sorted(self._held.intersection(units)):
+            if unit not in self._kept and not self._pinned(unit):
+                self._evict_unread(unit)
 
     def _evict_unread(self, unit: int) -> bool:
         """Evict the unit unless something reads it. Return whether it counts as evicted."""

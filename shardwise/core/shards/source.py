@@ -314,10 +314,6 @@ class _FromDisk:
                 out.copy_(shard)
             except DiskError as error:
                 self._failure = error
-            self._end()
-
-    def _end(self) -> None:
-        if self._copy is not None:
             self._copy = None
             self._store.give(self._buffer)
 

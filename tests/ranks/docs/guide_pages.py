@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import quick_pages
@@ -30,6 +31,17 @@ def _given(names: Names) -> None:
     names.update(shardwise=shardwise, model=model, optimizer=optimizer, inputs=torch.ones(2, 8))
 
 
+def _named_layers(names: Names) -> None:
+    model = nn.Sequential(OrderedDict(embed=_layer(), layers=nn.Sequential(_layer(), _layer())))
+    names.update(shardwise=shardwise, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def _stays(names: Names) -> None:
+    names["session"].module(torch.ones(2, 8))
+    shown = [name for name, param in names["model"].named_parameters() if not param.isnan().any()]
+    assert {"embed.weight", "layers.0.weight"} <= set(shown), shown
+
+
 def _trained(names: Names) -> None:
     """The session's model is another one than before."""
     state = names["session"].module.state_dict()
@@ -52,6 +64,7 @@ def _named(names: Names) -> None:
 GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
         Block(first="def device_gb", before=quick_pages.listening, after=quick_pages.computed),
+        Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
     ],
     "docs/clusters.md": [
         Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),

@@ -169,9 +169,9 @@ EXPECTED = (
     "attention_mask=of (3, 1, 11, 11)",
     "attention_mask=of (3, 9)",
     "takes either input_ids",
-    "output_attentions=True or share sequences [1] cannot take",
-    "(3, 11), (3, 11)]; checksums: [",
-    "shapes by rank: [(3, 11), (3, 12)]",
+    "rank 1: ValueError: output_attentions=True",
+    "checksum of the batch is ",
+    "shape of the batch is [3, 12] on rank 1 and [3, 11] on rank 0",
 )
 
 

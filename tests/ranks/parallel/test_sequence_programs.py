@@ -133,10 +133,10 @@ def refused(ring: Ring) -> None:
         (r"labels of \(3, 10\)", batch | {"labels": short}),
         (r"labels of \(3, 10\)", batch | {"shift_labels": short}),
         (r"position_ids of \(1, 10\)", batch | {"position_ids": torch.arange(10)[None]}),
-        ("different batches", batch | {"input_ids": batch["input_ids"].flip(0) if rank else batch["input_ids"]}),
-        ("different batches", batch | {"input_ids": batch["input_ids"] + rank}),
-        ("different batches", batch | {"labels": batch["labels"].flip(0) if rank else batch["labels"]}),
-        ("different batches", batch | {"position_ids": torch.arange(rank, 11 + rank)[None]}),
+        ("of the batch is", batch | {"input_ids": batch["input_ids"].flip(0) if rank else batch["input_ids"]}),
+        ("of the batch is", batch | {"input_ids": batch["input_ids"] + rank}),
+        ("of the batch is", batch | {"labels": batch["labels"].flip(0) if rank else batch["labels"]}),
+        ("of the batch is", batch | {"position_ids": torch.arange(rank, 11 + rank)[None]}),
     ]
     for match, given in cases:
         with pytest.raises(ValueError, match=match), Exact():

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.plan import ByModule, Plan, replicated, zero
+from shardwise.plan import ByModule, ParamGroupPlan, Plan, replicated, zero
 from shardwise.pytorch import plan_of_ddp, plan_of_fsdp, plan_of_fully_shard
 from shardwise.testing import run_ranks
 
@@ -176,8 +176,9 @@ def test_every_argument_becomes_something_of_the_plan() -> None:
     model[0].requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kept = plan_of_fully_shard(model, ignored_params=set(model[0].parameters())).shard.kept
-        assert kept == plan_of_fsdp(model, ignored_modules=[model[0]]).shard.kept == ("0.weight", "0.bias")
+        groups = plan_of_fully_shard(model, ignored_params=set(model[0].parameters())).shard.groups
+        assert groups == plan_of_fsdp(model, ignored_modules=[model[0]]).shard.groups
+        assert groups == (ParamGroupPlan(names=("0.weight", "0.bias"), reshard_after_forward=False),)
     with pytest.warns(UserWarning, match="1.inner.weight.*: 4 ignored parameters stay whole"):
         plan_of_fsdp(model, ignored_states=[model[1]])
     with pytest.warns(UserWarning, match="BACKWARD_POST: one unit is fetched ahead"):

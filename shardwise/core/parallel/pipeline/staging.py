@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.base.validate import UnknownModelError
+from shardwise.core.parallel.mixed_class import mixed_class
 from shardwise.core.parallel.pipeline.schedule import rank_of_stage
 
 __all__ = ["TABLES", "Body", "Staging", "known_bodies", "layers_of_stages", "register_body", "stage_model"]
@@ -195,7 +197,7 @@ class Staging:
         roles |= {prefix + name: "zeros" for name in table.zeros} | {prefix + name: "through" for name in table.before}
         layers = prefix + table.layers
         stage_of = [stage for stage, count in enumerate(counts) for _ in range(count)]
-        way = {layers[: at if at >= 0 else None] for at in [*_dots(layers), -1]} | {""}
+        way = {"", *accumulate(layers.split("."), "{}.{}".format)}
         units: dict[str, tuple[int, str]] = {}
         for name in way - {layers}:
             for child, _ in self.model.get_submodule(name).named_children():
@@ -278,7 +280,7 @@ class Staging:
             elif (len(self.own) > 1 or role == "layer") and "_stage" not in vars(module):
                 self._classes.append((module, type(module)))
                 module.__dict__["_stage"] = self, name, stage
-                module.__class__ = _staged(type(module))
+                module.__class__ = mixed_class(type(module), _StageLayer, type(module))
         self.model.forward = self._forward
         self._check = self.body.register_forward_pre_hook(_check_asked, prepend=True, with_kwargs=True)
 
@@ -481,30 +483,22 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, bool | int | float | str | tuple | list | torch.dtype | type(None))
 
 
-_STAGED: dict[type[nn.Module], type[nn.Module]] = {}
+class _StageLayer(nn.Module):
+    """A module that is skipped, with its hooks, while another stage of its rank runs."""
 
+    _stage: Any
 
-def _staged(own: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass that skips the module, including its hooks, while another stage of its rank runs."""
-    if own not in _STAGED:
+    @property
+    def stands_aside(self) -> bool:
+        return bool(self._stage[0].active != self._stage[2])
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            staging, name, stage = self._stage
-            if staging.active != stage:
-                return staging.stand_in(name, args, kwargs)
-            if staging.is_layer(name):
-                return staging.own_layer(name, partial(own.__call__, self), args, kwargs)
-            return own.__call__(self, *args, **kwargs)
-
-        aside = property(lambda self: self._stage[0].active != self._stage[2])
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__call__": call}
-        names["stands_aside"] = aside
-        _STAGED[own] = type(own.__name__, (own,), names)
-    return _STAGED[own]
-
-
-def _dots(name: str) -> list[int]:
-    return [at for at, letter in enumerate(name) if letter == "."]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        staging, name, _ = self._stage
+        if self.stands_aside:
+            return staging.stand_in(name, args, kwargs)
+        if staging.is_layer(name):
+            return staging.own_layer(name, super().__call__, args, kwargs)
+        return super().__call__(*args, **kwargs)
 
 
 def check_of_all_layers(settings: Mapping[str, Any], whose: str) -> None:

@@ -144,7 +144,8 @@ def required(model: nn.Module, plan: SequencePlan, ranks: int, parts: int = 1) -
                 f"{number} attention heads of {who}{cut} are too few for {ranks} sequence-parallel ranks with "
                 f"mode={plan.mode!r}; use at most {max(number // parts, 1)} ranks, or mode='ring_attn'"
             )
-    heads = tuple(module for module in model.modules() if _loss_of_parts(module) and _holds(module, body))
+    causal = [module for module in model.modules() if _loss_of_parts(module)]
+    heads = tuple(module for module in causal if any(each is body for each in module.modules()))
     return Requirements(body, table, heads, configs)
 
 
@@ -214,10 +215,6 @@ def _loss_of_parts(module: nn.Module) -> bool:
     own = getattr(function, "__module__", "").startswith("transformers.models.")
     uses = "loss_function" in getattr(getattr(function, "__code__", None), "co_names", ())
     return named and own and uses and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
-
-
-def _holds(head: nn.Module, body: nn.Module) -> bool:
-    return any(module is body for module in head.modules())
 
 
 def rotary_by_length(module: nn.Module) -> bool:

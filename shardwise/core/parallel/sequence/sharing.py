@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.rng import RankRng, dropouts_of
-from shardwise.core.comm import Group, P2PChannel
+from shardwise.core.comm import Description, Group, P2PChannel, collectively
 from shardwise.core.parallel.sequence.attention import OWN_ATTENTION, Pass, called, original_of, running
 from shardwise.core.parallel.sequence.axis import SequenceAxis
 from shardwise.core.parallel.sequence.parts import Parts
@@ -80,7 +80,8 @@ class SequenceLoss:
         return self.axis.total(share, "the loss")
 
 
-BATCH = "the batch whose sequences they share"
+PASS = "a forward pass over shared sequences"
+SAME = "All ranks that share sequences get the same whole batch."
 
 
 # [Note: What sharing sequences changes]
@@ -111,9 +112,9 @@ class Sequences:
         self._local = False
         """Whether logits stay sharded in the current pass."""
         self._looked = False
+        """Whether the contents of a batch have been compared."""
         self._labels: Tensor | None = None
         """Labels of the current pass, if its loss is computed from sharded logits."""
-        """Whether the contents of a batch have been compared."""
         self._now: Pass | None = None
         self._farthest = 0
         self._parts: Parts | None = None
@@ -172,11 +173,11 @@ class Sequences:
 
     def _run_head(self, head: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a causal language model. Logits stay sharded if they are used only by the model's own loss."""
-        given = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
-        kept = given.get("logits_to_keep")
-        labelled = given.get("labels") is not None
+        inputs = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
+        kept = inputs.get("logits_to_keep")
+        labelled = inputs.get("labels") is not None
         keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
-        states = given.get("output_hidden_states")
+        states = inputs.get("output_hidden_states")
         if states is None:
             states = getattr(head.config, "output_hidden_states", False)
         if not self.plan.parallel_output or not labelled or not keeps_all or states:
@@ -188,7 +189,7 @@ class Sequences:
             assert self._parts is not None
             return SequenceLoss(self.axis, self._parts, inner)(*values, **named)
 
-        self._local, head._loss_function, self._labels = True, loss, given["labels"]
+        self._local, head._loss_function, self._labels = True, loss, inputs["labels"]
         try:
             return forward(*args, **kwargs)
         finally:
@@ -199,18 +200,18 @@ class Sequences:
                 head._loss_function = before
 
     def _run_body(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = self._by_name(self._names, args, kwargs)
-        tokens = self._agreed(given)
+        inputs = self._by_name(self._names, args, kwargs)
+        tokens = self._checked(inputs)
         zigzag = self.plan.mode == "ring_attn"
         self._parts = parts = Parts(tokens.shape[-1], self.axis.size, zigzag)
-        now = self._enter(given, tokens, parts)
+        now = self._enter(inputs, tokens, parts)
         if "use_cache" in self._names:
-            given["use_cache"] = False
+            inputs["use_cache"] = False
         rates = self._rates if self.body.training else ()
         self._now = now
         try:
             with running(now), self._private.drawing(True, tokens.device, rates):
-                output = forward(**given)
+                output = forward(**inputs)
         except BaseException:
             self.axis.wire.forget()
             raise
@@ -218,9 +219,9 @@ class Sequences:
             self._now = None
         return self._leave(output, parts)
 
-    def _enter(self, given: dict[str, Any], tokens: Tensor, parts: Parts) -> Pass:
-        """Replace the inputs in ``given`` by this rank's part of them."""
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
+    def _enter(self, inputs: dict[str, Any], tokens: Tensor, parts: Parts) -> Pass:
+        """Replace ``inputs`` by this rank's part of them."""
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         rows = tokens.numel() // tokens.shape[-1]
         whole = None if mask is None else mask.reshape(-1, mask.shape[-1]).to(tokens.device)
         numbers = None
@@ -229,16 +230,17 @@ class Sequences:
             numbers = _packed(flat)
         padding = None if whole is None or bool((whole != 0).all()) else whole != 0
         for name, dim in (("input_ids", -1), ("token_type_ids", -1), ("inputs_embeds", -2)):
-            if given.get(name) is not None:
-                given[name] = parts.take(given[name], dim, self.axis.rank)
+            if inputs.get(name) is not None:
+                inputs[name] = parts.take(inputs[name], dim, self.axis.rank)
         if self.table.positions != "none":
             if positions is None:
                 positions = self._counted(tokens, whole)
-            self._farthest = int(positions.max()) if self._asks_farthest() else 0
-            given["position_ids"] = parts.take(positions, -1, self.axis.rank)
+            by_length = any(rotary_by_length(module) for module in self.body.modules())
+            self._farthest = int(positions.max()) if by_length else 0
+            inputs["position_ids"] = parts.take(positions, -1, self.axis.rank)
         # A mask of full length defines the number of keys, and disables the detection of packed sequences.
         ones = tokens.new_ones((rows, parts.length), dtype=torch.long)
-        given["attention_mask"] = parts.pad(ones if whole is None else whole, -1)
+        inputs["attention_mask"] = parts.pad(ones if whole is None else whole, -1)
         rotation = None
         if self.plan.mode == "ring_attn":
             rotation = Rotation(self.axis, parts, self.plan.inner_ring or self.axis.size)
@@ -291,9 +293,6 @@ class Sequences:
         cos, sin = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
         return cos[..., :-1, :], sin[..., :-1, :]
 
-    def _asks_farthest(self) -> bool:
-        return any(rotary_by_length(module) for module in self.body.modules())
-
     # ---- validation
 
     def _by_name(
@@ -302,31 +301,31 @@ class Sequences:
         positional = [name for name in names if name != "self"]
         return dict(zip(positional, args, strict=False)) | kwargs
 
-    def _check(self, given: dict[str, Any]) -> None:
+    def _check(self, inputs: dict[str, Any]) -> None:
         """Raise an error for inputs that sequence parallelism does not support, before any communication.
 
         Raises:
             ValueError: an input is not supported.
         """
         who, size = type(self.model).__name__, self.axis.size
-        if given.get("past_key_values") is not None:
+        if inputs.get("past_key_values") is not None:
             raise ValueError(
                 f"a {who} whose {size} ranks share sequences was given past_key_values, and there is no cache of "
                 "parts: for generate() give use_cache=False, or use sp=1"
             )
         for name in ("output_attentions", "output_router_logits"):
-            if given.get(name) or getattr(self._configs[0], name, False):
+            if inputs.get(name) or getattr(self._configs[0], name, False):
                 raise ValueError(
                     f"{name}=True of a {who} whose {size} ranks share sequences: each has those of its own part; leave "
                     "it False, or use sp=1"
                 )
-        if given.get("encoder_hidden_states") is not None:
+        if inputs.get("encoder_hidden_states") is not None:
             raise ValueError(f"encoder_hidden_states for a {who} whose {size} ranks share sequences: use sp=1")
-        if (given.get("input_ids") is None) == (given.get("inputs_embeds") is None):
+        if (inputs.get("input_ids") is None) == (inputs.get("inputs_embeds") is None):
             raise ValueError(f"a {who} takes either input_ids or inputs_embeds: give one of them")
-        mask = given.get("attention_mask")
+        mask = inputs.get("attention_mask")
         length = (
-            given["input_ids"].shape[-1] if given.get("input_ids") is not None else given["inputs_embeds"].shape[-2]
+            inputs["input_ids"].shape[-1] if inputs.get("input_ids") is not None else inputs["inputs_embeds"].shape[-2]
         )
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() < 4 and mask.shape[-1] == length):
             shown = f"of {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"{mask!r:.60}"
@@ -335,42 +334,39 @@ class Sequences:
                 f"{length}], 0 for padding"
             )
         for name in ("position_ids", "token_type_ids"):
-            other = given.get(name)
+            other = inputs.get(name)
             if other is not None and other.shape[-1] != length:
                 raise ValueError(
                     f"{name} of {tuple(other.shape)} for a {who} whose {size} ranks share sequences of {length}: give "
                     "them for whole sequences"
                 )
 
-    def _agreed(self, given: dict[str, Any]) -> Tensor:
-        """Check that all ranks have the same tokens, and return them as ``[..., length]``. Shapes are always compared.
-        Values are always compared on a CPU, but elsewhere only in the first pass, since reading them synchronizes.
+    def _checked(self, inputs: dict[str, Any]) -> Tensor:
+        """Check the inputs of every rank, and return the tokens as ``[..., length]``. Collective.
 
         Raises:
             ValueError: on all ranks, if the inputs of one are not supported, or they differ.
         """
-        try:
-            self._check(given)
-        except ValueError:
-            self.axis.group.exchange([1.0] + [0.0] * 5, BATCH)
-            raise
-        tokens: Tensor = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+        with collectively(self.axis.group, PASS, SAME, ValueError, describe=lambda: self._described(inputs)):
+            self._check(inputs)
+        return _tokens(inputs)
+
+    def _described(self, inputs: dict[str, Any]) -> Description:
+        """Return the shape of the tokens, which is always compared, and a checksum of the inputs.
+
+        Values are always compared on a CPU, but elsewhere only in the first pass, since reading them synchronizes.
+        """
+        tokens = _tokens(inputs)
         looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
-        shape = [float(size) for size in (*tokens.shape, 0, 0, 0)[:4]]
-        others = (given.get("attention_mask"), given.get("position_ids"), self._labels)
+        others = (inputs.get("attention_mask"), inputs.get("position_ids"), self._labels)
         seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
-        checksum = float(sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD)
-        rows = self.axis.group.exchange([0.0, *shape, checksum], BATCH)
-        refused = [rank for rank, row in enumerate(rows) if row[0]]
-        if refused:
-            raise ValueError(f"of the ranks that share sequences {refused} cannot take what they were given: see there")
-        if any(row != rows[0] for row in rows):
-            shapes = [tuple(int(size) for size in row[1 : 1 + tokens.dim()]) for row in rows]
-            raise ValueError(
-                f"the {self.axis.size} ranks that share sequences were given different batches (shapes by rank: "
-                f"{shapes}; checksums: {[int(row[-1]) for row in rows]}): give each of them the same whole batch"
-            )
-        return tokens
+        checksum = sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD
+        return {"the batch": {"shape": list(tokens.shape), "checksum": checksum}}
+
+
+def _tokens(inputs: dict[str, Any]) -> Tensor:
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"][..., 0]
+    return tokens
 
 
 class _Forward:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -97,7 +96,8 @@ class Attention:
         rules.sharded_region(columns, (self.out,))
         q, kv = cut.counts(rules.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
-        for names, whole, own in zip(self._names(), of, (q, kv, q // kv, q * size), strict=True):
+        attributes = self.heads, self.kv_heads, self.groups, self.widths
+        for names, whole, own in zip(attributes, of, (q, kv, q // kv, q * size), strict=True):
             _set(rules, core, names, whole, own)
         if self.config:
             _set(rules, core.config, self.config, heads, q, only_check=True)
@@ -123,9 +123,6 @@ class Attention:
             rules.tp_plan.features(bias, ShardSpec(1, heads, cut.of_query(1)))
         for name in self.arguments:
             rules.tp_plan.of_heads(core, name, heads, cut.query[rules.rank])
-
-    def _names(self) -> tuple[tuple[str, ...], ...]:
-        return self.heads, self.kv_heads, self.groups, self.widths
 
     def _counts(self, rules: ModuleRules, size: int) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of the unsharded module."""
@@ -382,16 +379,12 @@ def _divided(path: str, size: int, unit: int) -> int:
 def _set(
     rules: ModuleRules, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False
 ) -> None:
-    for name in _present(owner, names):
+    for name in [each for each in names if each in vars(owner)]:
         value = getattr(owner, name)
         if value != whole:
             raise ValueError(f"{name} is {value}, and its layers are for {whole}")
         if not only_check:
             rules.tp_plan.sets(owner, **{name: own})
-
-
-def _present(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    return (name for name in names if name in vars(owner))
 
 
 class ConfigView:

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.core.base.rng import Dropouts, RankRng, dropouts_of
 from shardwise.core.base.torch_internals import point
+from shardwise.core.parallel.mixed_class import mixed_class
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.layers import (
     Columns,
@@ -414,14 +415,11 @@ class TPPlan:
 
     def install(self) -> None:
         """Change the classes and attributes of the model's modules, so that its layers are sharded."""
-        for module, kind, own in self._layers.values():
+        around = [(module, kind, own) for (_, kind), (module, own) in self._around.items()]
+        for module, kind, own in [*self._layers.values(), *around]:
             self._classes.append((module, type(module)))
             self._attributes += [(module, name, value) for name, value in own.items()]
-            module.__class__ = _both(kind, type(module))
-        for (_, kind), (module, own) in self._around.items():
-            self._classes.append((module, type(module)))
-            self._attributes += [(module, name, value) for name, value in own.items()]
-            module.__class__ = _both(kind, type(module))
+            module.__class__ = _sharded_class(kind, type(module))
         for owner, name, value in self._attributes:
             self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
             setattr(owner, name, value)
@@ -456,18 +454,14 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 _NOTHING: tuple[nn.Module, type[nn.Module], dict[str, Any]] = (nn.Module(), nn.Module, {})
 _ABSENT: Any = object()
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _both(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """Return a class derived from both, so that ``isinstance``, names and attributes of the user's class still work."""
-    if (kind, own) not in _CLASSES:
-        bases = (kind, own)
-        if issubclass(kind, nn.Embedding):  # a subclass of nn.Embedding calls super().forward()
-            bases = (kind,) if own is nn.Embedding else (own, kind)  # type: ignore[assignment]
-        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-        _CLASSES[kind, own] = type(own.__name__, bases, names)
-    return _CLASSES[kind, own]
+def _sharded_class(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    if not issubclass(kind, nn.Embedding):
+        return mixed_class(own, kind, own)
+    if own is nn.Embedding:
+        return mixed_class(own, kind)
+    return mixed_class(own, own, kind)  # a subclass of nn.Embedding calls super().forward()
 
 
 @dataclass(frozen=True)
