@@ -34,6 +34,7 @@ __all__ = [
     "launcher_arguments",
     "main",
     "program",
+    "ranks_of_host",
     "status_of",
     "threads_per_rank",
 ]
@@ -154,17 +155,21 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option of the script must not match a prefix of our options
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on this host (default 1)")
-    parser.add_argument("--nnodes", default="1", metavar="N[:M]", help="hosts, or the fewest and most of them")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="number of this host, from 0")
-    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the hosts meet: the same on each")
-    parser.add_argument("--rdzv-id", metavar="NAME", help="name of the run, where several meet at one place")
-    parser.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all ranks anew so often")
+    parser.add_argument(
+        "--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one a GPU, or 1)"
+    )
+    parser.add_argument("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="index of this host, from 0")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous endpoint, the same on every host")
+    parser.add_argument("--rdzv-id", metavar="NAME", help="name of the run, if several use one endpoint")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure"
+    )
     parser.add_argument(
         "--as",
         dest="world",
         metavar="LIBRARY",
-        help="shardwise in place of LIBRARY (deepspeed, ...) in the script and all that it imports",
+        help="import shardwise in place of LIBRARY (such as deepspeed) in the script and what it imports",
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
     parser.add_argument("script", help="a Python file")
@@ -179,7 +184,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     Raises:
         BadInput: a number out of range, several hosts without a rendezvous endpoint, or no such script.
     """
-    option("--nproc", integer, options.nproc, 1, MOST_RANKS, "the number of ranks on this host,")
+    ranks = ranks_of_host(options.nproc)
     option("--max-restarts", integer, options.max_restarts, 0)
     hosts = _most_hosts(options.nnodes)
     if options.node_rank is not None:
@@ -188,7 +193,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             raise BadInput(f"--node-rank {options.node_rank}: --nnodes {options.nnodes} has hosts 0 to {hosts - 1}")
     if not options.module and not Path(options.script).is_file():
         raise BadInput(f"{options.script}: no such file; give a Python script (or -m and a module name)")
-    arguments = [f"--nproc-per-node={options.nproc}", f"--max-restarts={options.max_restarts}"]
+    arguments = [f"--nproc-per-node={ranks}", f"--max-restarts={options.max_restarts}"]
     if options.nnodes == "1" and not options.rdzv_endpoint:
         # By address, because the name of this host, which torch would use, may not be resolvable.
         arguments += ["--standalone", "--local-addr=127.0.0.1"]
@@ -209,6 +214,30 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
     if options.module or options.world:
         arguments.append("--module")
     return arguments
+
+
+def ranks_of_host(text: str | None) -> int:
+    """Return the number of ranks that ``--nproc`` asks for.
+
+    Args:
+        text: a number, ``gpu``, ``cpu`` (one a core) or ``auto`` (one a GPU, or one a core without GPUs), as in
+            torchrun; ``None``: one a GPU, or 1.
+
+    Raises:
+        BadInput: another text, a number out of range, or ``gpu`` without a GPU.
+    """
+    if text == "cpu":
+        return threads_per_rank(1)
+    if text not in (None, "gpu", "auto"):
+        if not re.fullmatch(r"-?[0-9]{1,9}", text):
+            raise BadInput(f"--nproc {text}: give a number of ranks, or gpu, cpu or auto")
+        return int(option("--nproc", integer, int(text), 1, MOST_RANKS, "the number of ranks on this host,"))
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if text == "gpu" and not gpus:
+        raise BadInput("--nproc gpu: torch finds no GPU here; give a number of ranks, or see `shardwise env`")
+    return gpus or (threads_per_rank(1) if text == "auto" else 1)
 
 
 def _most_hosts(text: str) -> int:
@@ -287,4 +316,4 @@ def main(options: argparse.Namespace) -> int:
     """Start the script on every rank of this host, and return its exit status (2: bad input)."""
     arguments = launcher_arguments(options)
     check_hosts(options)
-    return launch(arguments, program(options), options.nproc)
+    return launch(arguments, program(options), ranks_of_host(options.nproc))

@@ -12,12 +12,14 @@ from program_setup import forked_python, python, surroundings
 from sets import campaign, full
 
 from shardwise.cli import run
+from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser, main
 from shardwise.cli.run import status_of
 
 BAD_RUN = [
     ("--nproc 0 SCRIPT", "--nproc 0"),
     ("--nproc 100000 SCRIPT", "--nproc 100000: give the number of ranks on this host, <= 4096"),
+    ("--nproc many SCRIPT", "--nproc many: give a number of ranks, or gpu, cpu or auto"),
     ("--node-rank -1 SCRIPT", "--node-rank -1: give a whole number >= 0"),
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
@@ -83,6 +85,28 @@ def test_run_passes_the_script_its_own_options() -> None:
     launcher, script = _run_options("--nproc 4 SCRIPT --nproc 9 --n 1 -m --help")
     assert launcher == ["--nproc-per-node=4", "--max-restarts=0", "--standalone", "--local-addr=127.0.0.1"]
     assert script == [__file__, "--nproc", "9", "--n", "1", "-m", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "ranks"), [(3, "", 3), (3, "--nproc gpu", 3), (0, "", 1), (0, "--nproc auto", 5)]
+)
+def test_run_starts_a_rank_for_each_gpu(gpus: int, options: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(run, "threads_per_rank", lambda ranks: 5)
+    assert _run_options(f"{options} SCRIPT")[0][0] == f"--nproc-per-node={ranks}"
+    if not gpus:
+        with pytest.raises(BadInput, match="--nproc gpu: torch finds no GPU here"):
+            _run_options("--nproc gpu SCRIPT")
+
+
+def test_env_describes_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert _status(["env"]) == 0
+    text = capsys.readouterr().out
+    for section in ("Versions", "Devices", "Communication", "Limits", "Environment", "Verdict"):
+        assert f"{section}\n  " in text
+    assert "WORLD_SIZE=2 is set without RANK" in text
 
 
 def test_run_across_hosts() -> None:

@@ -73,8 +73,8 @@ def test_the_page_of_clusters_has_our_error_our_options_and_a_manifest() -> None
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("shardwise run")]
     read = [main._parser().parse_args(line.split()[1:]) for line in commands]
     assert [(each.nnodes, each.nproc, each.script) for each in read] == [
-        ("1", 8, "finetune.py"),
-        ("2", 8, "finetune.py"),
+        ("1", "8", "finetune.py"),
+        ("2", "8", "finetune.py"),
     ]
     [manifest] = [block for block in blocks if block.startswith("apiVersion")]
     service, job = yaml.safe_load_all(manifest)

@@ -18,6 +18,8 @@ Names = dict[str, Any]
 AN_ERROR = "what an error looks like; tests/ranks/memory/test_capacity.py asks for its parts"
 CLUSTER = "it needs a cluster; test_cluster_page.py runs it, with stand-ins for what only a cluster has"
 MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
+FINETUNE = "test_examples.py runs the program, and compares the page with it"
+EXCERPTS = ("sampler =", "model.activation", "session.backward", "losses =", "restored =", "state =")
 
 
 def _layer() -> nn.Module:
@@ -65,6 +67,11 @@ GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
         Block(first="def device_gb", before=quick_pages.listening, after=quick_pages.computed),
         Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
+    ],
+    "docs/finetune.md": [
+        Block(first="shardwise run --nproc 2 examples/finetune.py", how="options", why=FINETUNE),
+        *(Block(first=first, how="shown", why=FINETUNE) for first in EXCERPTS),
+        Block(first="shardwise run --nproc 2 examples/finetune.py --lora", how="options", why=FINETUNE),
     ],
     "docs/clusters.md": [
         Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),

@@ -132,3 +132,34 @@ def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.svg", "trace.txt"]
     assert ElementTree.fromstring((tmp_path / "trace.svg").read_text("utf-8")).tag.endswith("svg")
     assert (tmp_path / "trace.txt").read_text("utf-8").count("\n") > 20
+
+
+def _finetuned(*options: str) -> list[float]:
+    main = runpy.run_path(str(EXAMPLES / "finetune.py"))["main"]
+    losses: list[float] = main(["--sequences", "64", *options])
+    return losses
+
+
+def test_finetune_learns_resumes_and_exports() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    first, _ = run_ranks(RANKS, _finetuned, "--epochs", "1", timeout=300.0)
+    again, _ = run_ranks(RANKS, _finetuned, timeout=300.0)
+    assert first[1] < first[0] - 0.1 and again[0] == pytest.approx(first[1], abs=1e-3) and len(again) == 2
+    tokens = AutoTokenizer.from_pretrained("tuned")("The statement", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert AutoModelForCausalLM.from_pretrained("tuned")(tokens).logits.isfinite().all()
+
+
+@pytest.mark.full
+def test_finetune_trains_adapters(tmp_path: Path) -> None:
+    run_ranks(RANKS, _finetuned, "--lora", "--epochs", "1", timeout=300.0)
+    assert (tmp_path / "tuned" / "adapter_model.safetensors").is_file()
+
+
+def test_the_page_on_fine_tuning_shows_the_program() -> None:
+    page = (ROOT / "docs" / "finetune.md").read_text("utf-8")
+    program = {line.strip() for line in (EXAMPLES / "finetune.py").read_text("utf-8").splitlines()}
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    assert [line for block in blocks for line in block.splitlines() if line.strip() not in program] == []
