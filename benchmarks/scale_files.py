@@ -23,7 +23,7 @@ from shardwise.core.checkpoint.format import (
     encode_manifest,
     merge_pieces,
 )
-from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.source import TensorInfo
 from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
 from shardwise.plan import ByModule

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.checkpoint import read
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
@@ -26,9 +25,8 @@ from shardwise.core.checkpoint.format import (
     merge_pieces,
     read_head,
 )
-from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats import native, open_checkpoint
+from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
 from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.engine.fragments import Fragment, split
 from shardwise.core.parallel.tensor import Part, ShardSpec
@@ -77,7 +75,7 @@ def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of six parts of several pieces each: every block has something of each part, and one piece of each is kept."""
-    monkeypatch.setattr(read, "CACHED_PIECES", 0)
+    monkeypatch.setattr(native, "CACHED_PIECES", 0)
     whole = torch.randn(1024, 6 * 1100)
     written(tmp_path / "one", whole, ShardSpec.even(1, whole.shape[1], RANKS))
     with NativeSource(tmp_path / "one") as source:

@@ -21,10 +21,9 @@ from shardwise.cli.main import main
 from shardwise.core.base import tree
 from shardwise.core.checkpoint import format as native
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
-from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
 from shardwise.core.checkpoint.formats.single import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import load_value
-from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.unit.formats_setup import odd_source
 

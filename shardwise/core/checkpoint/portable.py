@@ -15,11 +15,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import PieceLayout
 from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
-from shardwise.core.checkpoint.match import LoadPlan
+from shardwise.core.checkpoint.load_plan import Fit, LoadPlan
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import LocalState, Ranks, Run

@@ -14,13 +14,12 @@ from typing import Any
 from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
+from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.trainer import kind_of
-from shardwise.core.checkpoint.match import LoadPlan, shortened
+from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
 from shardwise.core.checkpoint.options import Options, check_generators, restore_generators, spread_generators
-from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.run import Run, as_run
 from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors

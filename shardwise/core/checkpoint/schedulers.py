@@ -17,7 +17,7 @@ from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
-from shardwise.core.checkpoint.match import LoadPlan
+from shardwise.core.checkpoint.load_plan import LoadPlan
 from shardwise.core.checkpoint.options import check_scheduler
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors

@@ -11,8 +11,8 @@ import torch
 from shardwise.core.base.validate import MOST_STEP, as_path, boolean, integer
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
-from shardwise.core.checkpoint.fitting import Fit, Rows
 from shardwise.core.checkpoint.format import Head, as_bytes
+from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.restore import Check, Restored, restore
 from shardwise.core.checkpoint.run import Run, Trained, as_run
 from shardwise.core.checkpoint.snapshot import AsyncSaver
@@ -175,7 +175,7 @@ class Checkpointer:
             rename: names in the checkpoint, or regular expressions, with the names in the model; see
                 :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
             rows: parameters that may have another number of rows in the model, with the values of new rows
-                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
+                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.load_plan.Fit`.
             check: called on every rank with the saved ``user_state`` before anything is changed. An error that it
                 raises on one rank is raised on all.
 

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise import deepspeed
 from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory, sync_path
 from shardwise.core.checkpoint.directory import CheckpointRoot, scan
-from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.lightning import to_single_file

@@ -23,12 +23,11 @@ from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspee
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.indexed import read_index
 from shardwise.core.checkpoint.formats.lazy import renamed
-from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.native import NativeSource, write_native
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
 from shardwise.core.checkpoint.formats.single import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
-from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
 
 __all__ = [
