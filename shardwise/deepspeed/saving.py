@@ -220,11 +220,11 @@ class _Rest:
         native = isinstance(match.source, NativeSource)  # only the model of a native checkpoint is loaded here
         self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
-            for index, taken in match.taken.items():
+            for index, taken in match.adopted.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
             with reading(f"the loss scale of {path}"):
                 self._scale = _scale(session, match)
-        if self._schedules and match.wanted == "model":  # rates that a schedule has set are kept with the optimizers
+        if self._schedules and match.part == "model":  # rates that a schedule has set are kept with the optimizers
             for index in range(min(len(session.optimizers), len(records))):
                 if len(session.optimizers[index].param_groups) == len(records[index]):
                     self._match_groups(index, records[index], lambda key, own: key == "lr")

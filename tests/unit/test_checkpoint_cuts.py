@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from shardwise.core.checkpoint.format import (
     PIECE_BYTES,
     Head,
     Manifest,
-    PieceFile,
     PieceLayout,
+    as_bytes,
     decode_manifest,
     encode_manifest,
     hexadecimal,
     merge_pieces,
     read_head,
+    write_pieces,
 )
 from shardwise.core.checkpoint.formats import native, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
@@ -49,11 +51,10 @@ def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
                 at = run.local + piece.start - run.stored
                 values.append(local[at : at + piece.numel])
                 parts.append(piece)
-        file = PieceFile(DISK, os.fspath(directory / f"pieces-{rank}.safetensors"), PieceLayout(parts))
-        for index, value in enumerate(values):
-            file.write(index, value)
-        files.append(file.finish())
-        pieces.append(file.pieces(rank))
+        path = os.fspath(directory / f"pieces-{rank}.safetensors")
+        file, own = write_pieces(DISK, path, PieceLayout(parts), map(as_bytes, values))
+        files.append(file)
+        pieces.append({name: [replace(piece, file=rank) for piece in each] for name, each in own.items()})
     facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
     manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.core.base.validate import printable
@@ -307,76 +308,65 @@ def _is_count(value: object) -> bool:
     return value is None or (type(value) is int and 0 <= value < 2**63)
 
 
-def _texts(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(key) and _is_text(each) for key, each in value.items())
+def _is_scaler(value: object) -> bool:
+    return value is None or (_is_scale(value) and value["scale"] > 0)  # type: ignore[index]
 
 
-def _by_name(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(key) for key in value)
+def _anything(_: object) -> bool:
+    return True
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+Test = Callable[[object], bool]
 
 
-def _is_places(value: object) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
+def _list_of(test: Test) -> Test:
+    return lambda value: isinstance(value, list) and all(map(test, value))
 
 
-def _scaler(value: object) -> bool:
-    if value is None:
-        return True
-    keys = ("scale", "overflows", "good_steps")
-    numbers = _by_name(value) and all(type(value.get(key)) in (int, float) for key in keys)  # type: ignore[attr-defined]
-    return numbers and 0 < value["scale"] < float("inf") and all(0 <= value[k] < 2**63 for k in keys[1:])  # type: ignore[index]
+def _dict_of(test: Test) -> Test:
+    return lambda value: isinstance(value, Mapping) and all(_is_text(k) and test(each) for k, each in value.items())
 
 
-def _optimizer(value: object) -> bool:
-    if not _by_name(value):
-        return False
-    entry: Mapping[str, Any] = value  # type: ignore[assignment]
-    groups, keys, small = entry.get("groups", []), entry.get("keys", []), entry.get("small", {})
-    return (
-        _is_text(entry.get("class", ""))
-        and isinstance(groups, list)
-        and all(_group(group) for group in groups)
-        and isinstance(keys, list)
-        and all(_is_text(key) for key in keys)
-        and _by_name(small)
-        and all(_by_name(each) for each in small.values())
-    )
+def _fields(required: Mapping[str, Test] = MappingProxyType({}), /, **optional: Test) -> Test:
+    """Return a test of a dictionary with these entries, and any other ones."""
+
+    def test(value: object) -> bool:
+        if not isinstance(value, Mapping) or not all(map(_is_text, value)):
+            return False
+        present = {**required, **{key: each for key, each in optional.items() if key in value}}
+        return all(key in value and each(value[key]) for key, each in present.items())
+
+    return test
 
 
-def _group(value: object) -> bool:
-    if not _by_name(value):
-        return False
-    entry: Mapping[str, Any] = value  # type: ignore[assignment]
-    params = entry.get("params")
-    return isinstance(params, list) and all(_is_text(name) for name in params)
+def _number_up_to(most: float) -> Test:
+    return lambda value: type(value) in (int, float) and 0 <= value < most  # type: ignore[operator]
 
 
-_FORMS: dict[str, Callable[[object], bool]] = {
+_NAMES, _BY_NAME = _list_of(_is_text), _dict_of(_anything)
+_is_scale = _fields(
+    {"scale": _number_up_to(float("inf")), "overflows": _number_up_to(2**63), "good_steps": _number_up_to(2**63)}
+)
+_OPTIMIZER = _fields(
+    groups=_list_of(_fields({"params": _NAMES})), keys=_NAMES, small=_dict_of(_BY_NAME), **{"class": _is_text}
+)
+_FORMS: dict[str, Test] = {
     "step": _is_count,
     "updates": _is_count,
-    "aliases": _texts,
-    "compute_dtype": _texts,
-    "optimizers": lambda value: isinstance(value, list) and all(_optimizer(each) for each in value),
-    "scaler": _scaler,
-    "lr_schedulers": _is_list,
-    "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "rng": _is_list,
-    "data_position": _is_list,
-    "data_rank": _is_places,
-    "world": _by_name,
-    "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
-    "extra": _by_name,
-    "config": _by_name,
-    "generation_config": _by_name,
-    "vocabulary": lambda value: (
-        _by_name(value)
-        and _is_count(value.get("size"))  # type: ignore[attr-defined]
-        and isinstance(names := value.get("embeddings"), list)  # type: ignore[attr-defined]
-        and all(map(_is_text, names))
-    ),
-    "adapters": lambda value: _by_name(value) and all(_by_name(each) for each in value.values()),  # type: ignore[attr-defined]
+    "aliases": _dict_of(_is_text),
+    "compute_dtype": _dict_of(_is_text),
+    "optimizers": _list_of(_OPTIMIZER),
+    "scaler": _is_scaler,
+    "lr_schedulers": _list_of(_anything),
+    "lr_scheduler_classes": _NAMES,
+    "rng": _list_of(_anything),
+    "data_position": _list_of(_anything),
+    "data_rank": _list_of(lambda value: type(value) is int and 0 <= value < 2**31),
+    "world": _BY_NAME,
+    "buffers": _list_of(_dict_of(_is_text)),
+    "extra": _BY_NAME,
+    "config": _BY_NAME,
+    "generation_config": _BY_NAME,
+    "vocabulary": _fields({"embeddings": _NAMES}, size=_is_count),
+    "adapters": _dict_of(_BY_NAME),
 }

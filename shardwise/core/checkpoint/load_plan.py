@@ -37,17 +37,15 @@ class LoadPlan:
         source: the checkpoint.
         local_state: the run's names.
         strict: whether missing and unexpected names are errors.
-        wanted: compare (and then load) everything, or only the model, or only the optimizers.
+        part: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
         ValueError: names or shapes do not fit; the message lists all of them.
     """
 
-    def __init__(
-        self, source: CheckpointSource, local_state: LocalState, strict: bool, wanted: LoadPart = "all"
-    ) -> None:
+    def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, part: LoadPart = "all") -> None:
         self.source, self.local_state, self.state = source, local_state, source.state()
-        self.wanted = wanted
+        self.part = part
         self.facts = source.tensors()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -59,37 +57,37 @@ class LoadPlan:
         self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in local_state.names}
         """By name of a parameter in the run, its name in the checkpoint."""
-        self.taken: dict[int, AdoptedState] = {}
+        self.adopted: dict[int, AdoptedState] = {}
         """By index, the state that optimizers load; the state of other optimizers is unchanged."""
         self.notes: list[str] = []
         """Sentences about optimizer state that is ignored or missing, or that no name fits."""
-        others: list[str] = []
-        if wanted != "optimizer":
+        refused: list[str] = []
+        if part != "optimizer":
             self._match_model()
         # A checkpoint of another format without optimizers has only weights, so optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
-        if wanted != "model" and local_state.optimizers and saved:
-            found = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
-            self.taken, others = found.taken, found.others
-            self.notes += found.notes
-            self.missing += found.missing
-            self.unexpected += found.unexpected
-        self._state_of = {name: entry for taken in self.taken.values() for name, entry in taken.state.items()}
-        if self._wrong or (strict and (self.missing or self.unexpected or others)):
-            self._refuse(others if strict else [], strict)
+        if part != "model" and local_state.optimizers and saved:
+            plan = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
+            self.adopted, refused = plan.adopted, plan.refused
+            self.notes += plan.notes
+            self.missing += plan.missing
+            self.unexpected += plan.unexpected
+        self._state_of = {name: entry for each in self.adopted.values() for name, entry in each.state.items()}
+        if self._wrong or (strict and (self.missing or self.unexpected or refused)):
+            self._refuse(refused if strict else [], strict)
 
-    def _refuse(self, others: list[str], strict: bool) -> None:
-        ours = "optimizer" if self.wanted == "optimizer" else "model"
+    def _refuse(self, refused: list[str], strict: bool) -> None:
+        ours = "optimizer" if self.part == "optimizer" else "model"
         lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
         lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
-        listed = "\n  ".join([*lines, *others, *self._wrong])
+        listed = "\n  ".join([*lines, *refused, *self._wrong])
         advice = "" if self._wrong else "\npass strict=False to load what fits"
         raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
 
     @property
     def optimizers(self) -> list[int]:
         """Return the indices of the optimizers whose state is replaced."""
-        return sorted(self.taken)
+        return sorted(self.adopted)
 
     @property
     def replaces_parameters(self) -> bool:
@@ -99,13 +97,15 @@ class LoadPlan:
     @property
     def staying_parameters(self) -> list[str]:
         """Return the parameters of which a load leaves some values unchanged."""
-        kept = (None, *getattr(self.source, "kept", ()))
-        return [name for name in self.stored_name if self.tensor_of(name) in kept]
+        partly = (None, *getattr(self.source, "replaced", ()))
+        return [name for name in self.stored_name if self.tensor_of(name) in partly]
 
     @property
     def staying(self) -> list[str]:
         """Return the parameters and optimizers of which a load leaves some values unchanged."""
-        optimizers = [f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.taken]
+        optimizers = [
+            f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.adopted
+        ]
         return self.staying_parameters + optimizers
 
     def tell(self, where: str) -> None:
@@ -116,7 +116,7 @@ class LoadPlan:
 
     def _names_in_source(self) -> set[str]:
         """Return the names of parameters: of the model, or of the optimizers if only these are loaded."""
-        if self.wanted != "optimizer":
+        if self.part != "optimizer":
             return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
         return listed | {
@@ -172,8 +172,8 @@ class LoadPlan:
         there = self.facts[name].shape
         known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # not a buffer
         rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
-        given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
-        return f" ({given} takes the rows that both have)" if rows else ""
+        argument = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
+        return f" ({argument} takes the rows that both have)" if rows else ""
 
     def _fitting(
         self, value: Stored, name: str, shape: tuple[int, ...], known: Callable[[tuple[int, ...]], bool]
@@ -204,18 +204,18 @@ class LoadPlan:
     def tensor_of(self, name: str) -> str | None:
         """Return the name of the tensor that replaces a parameter; ``None`` leaves it unchanged."""
         stored = self.stored_name[name]
-        return None if stored is None or self.wanted == "optimizer" else f"model/{stored}"
+        return None if stored is None or self.part == "optimizer" else f"model/{stored}"
 
     def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         """See :class:`shardwise.core.engine.fragments.Fill`."""
         dtype = self.facts[name].dtype
-        kept: Mapping[str, int] = getattr(self.source, "kept", {})
-        if name in kept and part is not None:
+        replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
+        if name in replaced and part is not None:
             for run in whole_runs(part, start, start + out.numel()):
                 self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
             return
-        if name in kept:  # further elements are unchanged
-            out = out[: max(0, kept[name] - start)]
+        if name in replaced:  # further elements are unchanged
+            out = out[: max(0, replaced[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
             self._read(name, start, out, part)
@@ -256,8 +256,8 @@ Links = set[tuple[int, int]]
 
 def shortened(names: Sequence[str]) -> str:
     """Return a list of names for a message."""
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + rest
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 @dataclass
@@ -314,8 +314,8 @@ class _Own:
         """Return group, name, and name in the checkpoint of each parameter."""
         return [
             (number, name, stored)
-            for number, (names, others) in enumerate(zip(self.groups, self.stored, strict=True))
-            for name, stored in zip(names, others, strict=True)
+            for number, (names, stored_names) in enumerate(zip(self.groups, self.stored, strict=True))
+            for name, stored in zip(names, stored_names, strict=True)
         ]
 
 
@@ -330,9 +330,9 @@ class OptimizerLoadPlan:
         fitting: see :data:`Fitting`.
 
     Attributes:
-        taken: by index, the state that optimizers load.
+        adopted: by index, the state that optimizers load.
         missing, unexpected: names without a counterpart.
-        others: optimizers with the state of another class, as sentences.
+        refused: optimizers with the state of another class, as sentences.
         notes: sentences about state that is ignored or missing.
     """
 
@@ -347,10 +347,10 @@ class OptimizerLoadPlan:
         self._local_state, self._stored, self._strict, self._fitting = local_state, stored_name, strict, fitting
         self._shapes = {name: tuple(shape.shape) for name, shape in local_state.model_shapes().items()}
         self._saved = _saved_optimizers(source)
-        self.taken: dict[int, AdoptedState] = {}
+        self.adopted: dict[int, AdoptedState] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.others: list[str] = []
+        self.refused: list[str] = []
         self.notes: list[str] = []
         own = {
             stored_name[name]
@@ -391,10 +391,10 @@ class OptimizerLoadPlan:
         numbers = sorted({*holders.values()})
         accepted = [number for number in numbers if not self._refuses(own, holders, number)]
         links = self._links(own, holders, accepted)
-        options, kept = self._options(own, links, exact and own.index in accepted)
+        options, notes = self._options(own, links, exact and own.index in accepted)
         ones = [next(iter(linked)) if len(linked) == 1 else (-1, -1) for linked in links]
-        taken = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
-        self.taken[own.index] = taken
+        adopted = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
+        self.adopted[own.index] = adopted
         trained, frozen, without_state = self._local_state.trained(trainer), list[str](), list[str]()
         for group, name, stored in own.parameters():
             number = None if stored is None else holders.get(stored)
@@ -408,7 +408,7 @@ class OptimizerLoadPlan:
             elif entry is not None and stored is not None and name in trained:
                 shape = self._shapes[name]
                 known = partial(own.form.has_shape, options[group], shape)
-                taken.state[name] = {
+                adopted.state[name] = {
                     key: self._fitting(value, stored, shape, partial(known, key))
                     if isinstance(value, Stored)
                     else value
@@ -418,7 +418,7 @@ class OptimizerLoadPlan:
                 frozen.append(name)
         lines = [f"these parameters start without state: {shortened(without_state)}"] if without_state else []
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
-        self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
+        self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *notes]]
 
     # ---- which optimizer has the state
 
@@ -443,7 +443,7 @@ class OptimizerLoadPlan:
             if saved.kind and not own.form.continues(saved.kind):
                 self.notes.append(f"{called} and continues with the state of {theirs}, which has the same form")
             return False
-        self.others.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
+        self.refused.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
         names = shortened([name for _, name, _ in known])
         self.notes.append(
             f"{called}, but the checkpoint has the state of {theirs} ({reason}); these parameters start without state: "
@@ -457,8 +457,8 @@ class OptimizerLoadPlan:
         """Return by group of the run the groups of the checkpoint that its parameters were in."""
         links = []
         for stored in own.stored:
-            found = [(holders[name], name) for name in stored if name is not None and holders.get(name) in accepted]
-            links.append({(n, self._saved[n].group_of[name]) for n, name in found if name in self._saved[n].group_of})
+            sources = [(holders[name], name) for name in stored if name is not None and holders.get(name) in accepted]
+            links.append({(n, self._saved[n].group_of[name]) for n, name in sources if name in self._saved[n].group_of})
         return links
 
     def _options(self, own: _Own, links: Sequence[Links], exact: bool) -> tuple[list[Options], list[str]]:
@@ -482,7 +482,7 @@ def _merged(
     An option is taken from the checkpoint if all saved groups of the parameters agree on its value, and the run's
     groups of these parameters agree, too.
     """
-    merged, kept = [dict(options) for options in own], list[str]()
+    merged, notes = [dict(options) for options in own], list[str]()
     for place, linked in enumerate(links):
         relatives = [other for other, also in enumerate(links) if linked & also]
         for key in sorted({key for link in linked for key in theirs[link]}):
@@ -493,19 +493,19 @@ def _merged(
                 merged[place][key] = values[0]
             elif not all(same_value(own[place].get(key), value) for value in values):
                 listed = ", ".join(dict.fromkeys(f"{value!r:.40}" for value in values))
-                kept.append(f"{key} of group {place} stays {own[place].get(key)!r:.40}, the checkpoint has {listed}")
-    return merged, kept
+                notes.append(f"{key} of group {place} stays {own[place].get(key)!r:.40}, the checkpoint has {listed}")
+    return merged, notes
 
 
 def _holders(saved: Sequence[_Saved], own: _Own) -> dict[str, int]:
     """Return by name in the checkpoint the optimizer that had the parameter; the one with the same number is first."""
     order = sorted(range(len(saved)), key=lambda number: (number != own.index, number))
-    found: dict[str, int] = {}
+    holders: dict[str, int] = {}
     for _, _, stored in own.parameters():
         number = next((number for number in order if stored in saved[number].names), None)
         if stored is not None and number is not None:
-            found[stored] = number
-    return found
+            holders[stored] = number
+    return holders
 
 
 def _other_groups(own: _Own, there: _Saved) -> str:
@@ -522,7 +522,7 @@ def _other_groups(own: _Own, there: _Saved) -> str:
 
 def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
     """Return the optimizers in the state, each with its entries in the order in which they were created."""
-    facts, found = source.tensors(), list[_Saved]()
+    facts, optimizers = source.tensors(), list[_Saved]()
     for number, record in enumerate(source.state().get("optimizers", [])):
         small = record.get("small", {})
         entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
@@ -537,8 +537,8 @@ def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
         }
         groups = [list(group["params"]) for group in record.get("groups", [])]
         options = [group_options(group) for group in record.get("groups", [])]
-        found.append(_Saved(record.get("class", ""), groups, options, ordered))
-    return found
+        optimizers.append(_Saved(record.get("class", ""), groups, options, ordered))
+    return optimizers
 
 
 # ---- other names and other numbers of rows
@@ -615,18 +615,21 @@ class _Change:
 
 
 class _Resized(LazySource):
-    """A checkpoint with resized parameters. ``kept`` has, by tensor, the number of elements that a load replaces; the
-    model keeps its values of the others.
+    """A checkpoint with resized parameters.
+
+    Attributes:
+        replaced: by tensor, the number of elements that a load replaces; the model keeps its other values.
+        resized: a sentence for each parameter.
     """
 
-    kept: Mapping[str, int]
+    replaced: Mapping[str, int]
     resized: tuple[str, ...]
 
 
 def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[str, Rows]) -> CheckpointSource:
     entries, state = entries_of(source), dict(source.state())
     records = [dict(record) for record in state.get("optimizers", [])]
-    kept, said, done = dict[str, int](), list[str](), dict[str, str]()
+    replaced, sentences, done = dict[str, int](), list[str](), dict[str, str]()
     for name, how in rows.items():
         names, stored, change = _change(source, local_state, name, how)
         if rows[done.setdefault(stored, name)] != how:
@@ -637,7 +640,7 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
         for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():
             entries[full] = change.entry(entries[full], how)
             if how == "keep":
-                kept[full] = change.row * change.there[0]
+                replaced[full] = change.row * change.there[0]
         own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
         by_rows = all(entries[path].fact.shape in ((), change.there) for path in own)
         by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
@@ -650,12 +653,12 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
             record["groups"] = [_shaped(group, stored, change.here) for group in record["groups"]]
             if not by_rows:
                 record["small"] = {key: value for key, value in record.get("small", {}).items() if key != stored}
-        said.append(_sentence(name, change, by_rows))
+        sentences.append(_sentence(name, change, by_rows))
     state["optimizers"] = records
-    if not said:
+    if not sentences:
         return source
     made = _Resized(str(getattr(source, "format", "native")), entries, state)
-    made.kept, made.resized = kept, tuple(said)
+    made.replaced, made.resized = replaced, tuple(sentences)
     return made
 
 
@@ -730,26 +733,26 @@ def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointS
         ours = local_state.group_names(each)
         # If state may have other shapes (rows and columns), no shape is known to be the parameter's; the load plan
         # checks it.
-        whole = getattr(local_state, "other_shapes", False)
-        there = {} if whole else _shapes_of(source, each.index, [name for group in theirs for name in group])
-        found = _in_order(theirs, ours, there, shapes)
-        if not found:
+        any_shape = getattr(local_state, "other_shapes", False)
+        there = {} if any_shape else _shapes_of(source, each.index, [name for group in theirs for name in group])
+        assigned = _in_order(theirs, ours, there, shapes)
+        if not assigned:
             trained = {name for group in ours for name in group}
             in_model = {own[0]: shapes[own[0]] for own in local_state.names if own[0] in trained}
-            found = match_by_shape([[(name, there.get(name)) for name in group] for group in theirs], in_model)
-        if found:
-            names[each.index] = found
+            assigned = match_by_shape([[(name, there.get(name)) for name in group] for group in theirs], in_model)
+        if assigned:
+            names[each.index] = assigned
     return with_names(source, names) if names else source
 
 
 def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
     """Return the shapes of parameters whose state seems element-wise."""
-    found: dict[str, set[Shape]] = {name: set() for name in names}
+    shapes_by_name: dict[str, set[Shape]] = {name: set() for name in names}
     start = f"optimizer/{index}/"
     for full, fact in source.tensors().items():
         if full.startswith(start):
-            found.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(fact.shape)
-    return {name: next(iter(shapes)) for name, shapes in found.items() if len(shapes) == 1}
+            shapes_by_name.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(fact.shape)
+    return {name: next(iter(shapes)) for name, shapes in shapes_by_name.items() if len(shapes) == 1}
 
 
 def _in_order(

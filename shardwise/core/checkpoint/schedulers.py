@@ -224,8 +224,8 @@ class SchedulerLoadPlan:
         self._fitting: list[tuple[SavedScheduler, Any]] = []
         wrong = []
         for number, (each, scheduler) in enumerate(zip(saved, schedulers, strict=True)):
-            alike = all(taken.exact for taken in match.taken.values())
-            reason = each.misfit(scheduler, alike)
+            same_groups = all(adopted.exact for adopted in match.adopted.values())
+            reason = each.misfit(scheduler, same_groups)
             if reason is None:
                 check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}")
                 self._fitting.append((each, scheduler))
@@ -247,10 +247,10 @@ class SchedulerLoadPlan:
         """Load the states; options of the groups must have been restored before."""
         for saved, scheduler in self._fitting:
             trainer = _trainer_of(run, scheduler)
-            taken = None if trainer is None else self._match.taken.get(trainer.index)
+            adopted = None if trainer is None else self._match.adopted.get(trainer.index)
             state = dict(saved.state)
-            if trainer is not None and taken is not None and not taken.exact:
-                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, taken.links)
+            if trainer is not None and adopted is not None and not adopted.exact:
+                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, adopted.links)
             scheduler.load_state_dict(state)
 
 

@@ -82,10 +82,10 @@ class HostSnapshot:
                 ) from error
         places = [offset - len(layout.header) for offset in layout.offsets]
         sizes = [fragment.nbytes for fragment in layout.fragments]
-        whole = self._memory.numpy()
+        memory = self._memory.numpy()
         for place, size, value in zip(places, sizes, values, strict=True):
             self._memory[place : place + size].copy_(value.view(torch.uint8))
-        return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
+        return lambda: (memory[place : place + size] for place, size in zip(places, sizes, strict=True))
 
 
 class AsyncSaver:

@@ -19,12 +19,12 @@ from shardwise.core.checkpoint.format import (
     FileInfo,
     Head,
     Manifest,
-    PieceFile,
     PieceInfo,
     PieceLayout,
     as_bytes,
     merge_pieces,
     to_save,
+    write_pieces,
 )
 from shardwise.core.checkpoint.formats.optimizer_state import group_record
 from shardwise.core.checkpoint.options import read_generators
@@ -225,18 +225,11 @@ class SaveJob:
         cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
         if not layout.fragments:
             return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
-        file = PieceFile(self.files, os.path.join(self.begun.hidden, f"pieces-{self.rank}.safetensors"), layout)
-        try:
-            for index, value in enumerate(values):
-                file.write_bytes(index, value)
-            fact = file.finish()
-        finally:
-            file.abandon()
-        pieces = {
-            name: [[p.offset, p.start, p.numel, p.checksum] for p in each] for name, each in file.pieces(0).items()
-        }
-        facts = [fact.name, fact.nbytes, fact.header_bytes, fact.header_checksum]
-        return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
+        path = os.path.join(self.begun.hidden, f"pieces-{self.rank}.safetensors")
+        file, pieces = write_pieces(self.files, path, layout, values)
+        by_name = {name: [[p.offset, p.start, p.numel, p.checksum] for p in each] for name, each in pieces.items()}
+        fields = [file.name, file.nbytes, file.header_bytes, file.header_checksum]
+        return {"file": fields, "pieces": by_name, "shapes": shapes, "cuts": cuts, "own": own}
 
     def _describe(self, parts: list[dict[str, Any]]) -> bytes:
         """Return the manifest."""
@@ -282,15 +275,15 @@ def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     Raises:
         CheckpointError: dtype or shape of a tensor differ.
     """
-    found: dict[str, list[Any]] = {}
+    agreed: dict[str, list[Any]] = {}
     for own in rows:
         for name, fact in own.items():
-            if found.setdefault(name, fact) != fact:
+            if agreed.setdefault(name, fact) != fact:
                 raise CheckpointError(
-                    f"{name} would be saved as {found[name][0]} of shape {found[name][1]} and as {fact[0]} of shape "
+                    f"{name} would be saved as {agreed[name][0]} of shape {agreed[name][1]} and as {fact[0]} of shape "
                     f"{fact[1]}, so it could not be loaded: nothing was saved; report this"
                 )
-    return found
+    return agreed
 
 
 class Scheduler(Protocol):
@@ -401,20 +394,20 @@ def own_state(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> di
     """Return this rank's optimizer state that is not element-wise, and all keys of the state, as JSON."""
     small = []
     for each in optimizers:
-        found = local_state.small_state(each)
-        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in found.items()})
+        state = local_state.small_state(each)
+        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in state.items()})
     return {"small": small, "keys": [_keys(each) for each in optimizers]}
 
 
 def describe_optimizers(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> list[dict[str, Any]]:
     """Return classes and parameter groups, which are the same on every rank."""
-    found = []
+    records = []
     for each in optimizers:
         groups = zip(local_state.group_names(each), each.param_groups, strict=True)
-        found.append(
+        records.append(
             {"class": type(each.optimizer).__name__, "groups": [group_record(names, group) for names, group in groups]}
         )
-    return found
+    return records
 
 
 def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ from shardwise.core.checkpoint.bounds import (
     read_index_file,
     reading,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import (
     OptimizerRecord,
     group_options,
@@ -147,22 +147,15 @@ class _Key(_Record):
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
 STAND_INS: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): _Record,
-    (_METADATA, "TensorStorageMetadata"): _Record,
-    (_METADATA, "BytesStorageMetadata"): _Record,
+    **{(_METADATA, name): _Record for name in (*_RECORDS, "_MEM_FORMAT_ENCODING")},
     (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "ChunkStorageMetadata"): _Record,
     (_METADATA, "MetadataIndex"): _Key,
-    (_METADATA, "StorageMeta"): _Record,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _Record,
-    ("pathlib", "PosixPath"): _Path,
+    **{(module, name): _Path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     ("pathlib", "PurePosixPath"): _Path,
-    ("pathlib", "WindowsPath"): _Path,
-    ("pathlib._local", "PosixPath"): _Path,
-    ("pathlib._local", "WindowsPath"): _Path,
 }
 PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
@@ -172,12 +165,12 @@ PLAIN: dict[tuple[str, str], Any] = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = STAND_INS.get((module, name)) or PLAIN.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            found = getattr(torch, name)
-        if found is None:
+        known = STAND_INS.get((module, name)) or PLAIN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            known = getattr(torch, name)
+        if known is None:
             raise RefusedPickle(in_a_line(f"{module}.{name}"))
-        return found
+        return known
 
     def persistent_load(self, pid: Any) -> Any:
         raise RefusedPickle(f"an external object {pid!r}")
@@ -285,13 +278,13 @@ def _overlap(chunks: list[Chunk]) -> bool:
         cells *= size
     if cells > 64 * len(chunks) + (1 << 20):  # no sharding produces such a grid
         raise ValueError(f"{len(chunks)} pieces that are no grid")
-    taken = np.zeros(sizes, dtype=bool)
+    filled = np.zeros(sizes, dtype=bool)
     for chunk in chunks:
         places = zip(cuts, chunk.offsets, chunk.sizes, strict=True)
         box = tuple(slice(edges[o], edges[o + s]) for edges, o, s in places)
-        if taken[box].any():
+        if filled[box].any():
             return True
-        taken[box] = True
+        filled[box] = True
     return False
 
 
@@ -325,13 +318,13 @@ class _Chunks:
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
         if self._last[0] != name:
             self._last = (name, OrderedDict())
-        held = self._last[1]
-        if chunk not in held:
+        cache = self._last[1]
+        if chunk not in cache:
             value = self.load(chunk, name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.sizes:
                 raise CheckpointDamage(f"{self.directory / chunk.file}: {name} is not a tensor of shape {chunk.sizes}")
-            held[chunk] = value
-        return held[chunk]
+            cache[chunk] = value
+        return cache[chunk]
 
     def read(self, name: str, item: DcpItem, start: int, numel: int) -> torch.Tensor:
         assert item.shape is not None and item.dtype is not None
@@ -374,22 +367,22 @@ def open_dcp(path: str | Path) -> LazySource:
     prefixes = sorted({match[1] or "" for key in dotted if (match := re.match(r"(.*?\.|)param_groups\.", key))})
     entries: dict[str, Entry] = {}
     records: list[dict[str, Any]] = []
-    taken: set[str] = set()
+    used: set[str] = set()
     for number, prefix in enumerate(prefixes):
-        found, record = _optimizer(number, prefix, dotted, chunks)
-        entries.update(found)
+        states, record = _optimizer(number, prefix, dotted, chunks)
+        entries.update(states)
         records.append(record.to_json())
-        taken |= {key for key in dotted if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
-    rest = {key: value for key, value in dotted.items() if key not in taken}
-    model, others = _model(rest, prefixes)
+        used |= {key for key in dotted if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+    unused = {key: value for key, value in dotted.items() if key not in used}
+    model, other_keys = _model(unused, prefixes)
     for key, name in model.items():
         entries[f"model/{name}"] = _entry(*dotted[key], chunks)
-    kept, notes = _others({key: dotted[key] for key in others}, chunks)
+    values, notes = _other_values({key: dotted[key] for key in other_keys}, chunks)
     state: dict[str, Any] = {}
     if records:
         state["optimizers"] = records
-    if kept:
-        state["other"] = kept
+    if values:
+        state["other"] = values
     return LazySource("dcp", entries, state, notes, close=chunks.close)
 
 
@@ -401,18 +394,18 @@ def _entry(name: str, item: DcpItem, chunks: _Chunks) -> Entry:
 Dotted = Mapping[str, tuple[str, DcpItem]]
 
 
-def _model(rest: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[str]]:
+def _model(items: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the keys of the model with the names of its parameters, and the other keys."""
     parents = {prefix.rstrip(".").rpartition(".")[0] for prefix in optimizers} | {""}
-    tensors = [key for key, (_, item) in rest.items() if item.shape is not None]
+    tensors = [key for key, (_, item) in items.items() if item.shape is not None]
     for start in [f"{parent}.{name}.".lstrip(".") for parent in sorted(parents) for name in MODEL_PREFIXES]:
         # A model may have a module called "model"; other parameters are next to that module then.
-        inside = [key for key in tensors if key.startswith(start) and len(rest[key][1].path) > 1]
+        inside = [key for key in tensors if key.startswith(start) and len(items[key][1].path) > 1]
         if inside:
             break
     else:
         start, inside = "", [key for key in tensors if key.split(".")[0] not in NOT_A_MODEL]
-    return {key: key.removeprefix(start) for key in inside}, [key for key in rest if key not in set(inside)]
+    return {key: key.removeprefix(start) for key in inside}, [key for key in items if key not in set(inside)]
 
 
 def _optimizer(number: int, prefix: str, dotted: Dotted, chunks: _Chunks) -> tuple[dict[str, Entry], OptimizerRecord]:
@@ -458,17 +451,17 @@ def _groups(options: Dotted, chunks: _Chunks) -> list[dict[str, Any]]:
     return groups
 
 
-def _others(rest: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
-    kept, notes = {}, []
-    for key, (name, item) in rest.items():
+def _other_values(items: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
+    values, notes = {}, []
+    for key, (name, item) in items.items():
         if item.shape is not None and torch.Size(item.shape).numel() > SMALL_ELEMENTS:
             notes.append(f"{name} of shape {item.shape} is neither the model's nor an optimizer's and was left out")
             continue
         try:
-            kept[key] = tree.encode(_value(name, item, chunks), None)
+            values[key] = tree.encode(_value(name, item, chunks), None)
         except (CheckpointDamage, TypeError) as error:
             notes.append(f"{name} was left out: {error}")
-    return kept, notes
+    return values, notes
 
 
 # ---- writing
@@ -554,19 +547,14 @@ def write_dcp(
 
 
 def _without_memory(value: Any, path: tuple[str, ...], entries: dict[str, Entry]) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = entry_of_tensor(value)
     if isinstance(value, Entry):
         entries[".".join(path)] = value
         return torch.empty(value.fact.shape, dtype=value.fact.dtype, device="meta")
-    if isinstance(value, torch.Tensor):
-        entries[".".join(path)] = Entry(TensorInfo(tuple(value.shape), value.dtype), _slice_of(value))
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
     if isinstance(value, dict):
         return {key: _without_memory(item, (*path, str(key)), entries) for key, item in value.items()}
     return value
-
-
-def _slice_of(value: torch.Tensor) -> Any:
-    return lambda start, numel: value.reshape(-1)[start : start + numel].clone()
 
 
 def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
@@ -574,8 +562,8 @@ def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
     for index, record in enumerate(records_of(source.state())):
         for name, keys in record.small.items():
             merged.setdefault(name, {}).update({key: tree.decode(value, None) for key, value in keys.items()})
-        for name, found in optimizer_entries(source, index).items():
-            merged.setdefault(name, {}).update(found)
+        for name, entries in optimizer_entries(source, index).items():
+            merged.setdefault(name, {}).update(entries)
     return merged
 
 

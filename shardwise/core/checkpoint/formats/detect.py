@@ -105,8 +105,8 @@ def _is_huggingface(path: Path) -> bool:
 def loose_files(path: Path) -> list[Path]:
     """Return the files of a directory that may each be a checkpoint."""
     known = (".safetensors", *TORCH_SUFFIXES)
-    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
-    return [item for item in found if item.name != "training_args.bin"]  # this file of Trainer is never a model
+    files = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in files if item.name != "training_args.bin"]  # this file of Trainer is never a model
 
 
 def _native_directory(path: Path) -> Path:
@@ -120,8 +120,8 @@ def _native_directory(path: Path) -> Path:
     return Path(newest.path)
 
 
-def _open_run(path: Path, given: OpenOptions) -> OpenSource:
-    return open_trainer(path, given.parameter_names)
+def _open_run(path: Path, options: OpenOptions) -> OpenSource:
+    return open_trainer(path, options.parameter_names)
 
 
 def _write_colossalai(
@@ -147,14 +147,14 @@ _FORMATS: dict[str, Format] = {
         Format(
             "native",
             _is_native,
-            lambda path, given: NativeSource(_native_directory(path)),
+            lambda path, options: NativeSource(_native_directory(path)),
             needs=MANIFEST,
             write=write_native,
         ),
         Format(
             "dcp",
             lambda path: (path / ".metadata").is_file(),
-            lambda path, given: open_dcp(path),
+            lambda path, options: open_dcp(path),
             needs=".metadata",
             write=write_dcp,
             options=frozenset({"dtype", "layout"}),
@@ -162,7 +162,7 @@ _FORMATS: dict[str, Format] = {
         Format(
             "peft",
             lambda path: (path / CONFIG).is_file(),
-            lambda path, given: open_peft(path),
+            lambda path, options: open_peft(path),
             needs=CONFIG,
             write=write_peft,
             options=frozenset({"dtype", "config", "adapter"}),
@@ -170,13 +170,13 @@ _FORMATS: dict[str, Format] = {
         Format(
             "deepspeed",
             lambda path: find_step(path) is not None,
-            lambda path, given: open_deepspeed(path),
+            lambda path, options: open_deepspeed(path),
             needs="*_model_states.pt",
         ),
         Format(
             "colossalai",
             _is_colossalai,
-            lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
+            lambda path, options: open_colossalai(path, options.optimizer, options.parameter_names),
             takes=NUMBERED | {"optimizer"},
             needs="an index",
             write=_write_colossalai,
@@ -185,14 +185,14 @@ _FORMATS: dict[str, Format] = {
         Format(
             "huggingface",
             _is_huggingface,
-            lambda path, given: open_huggingface(path),
+            lambda path, options: open_huggingface(path),
             write=write_huggingface,
             options=frozenset({"dtype", "size_per_shard", "config", "generation_config"}),
         ),
         Format(
             "single",
             lambda path: False,  # a single file that matches no other format
-            lambda path, given: open_single(path, given.parameter_names),
+            lambda path, options: open_single(path, options.parameter_names),
             takes=NUMBERED,
             needs="a single .safetensors or torch file",
             write=write_single,
@@ -351,8 +351,8 @@ def open_checkpoint(
         raise
 
 
-def _opened(path: str | Path, format: str | None, given: OpenOptions) -> OpenSource:
-    optimizer = given.optimizer
+def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
+    optimizer = options.optimizer
     place = located(Path(path))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
@@ -362,12 +362,12 @@ def _opened(path: str | Path, format: str | None, given: OpenOptions) -> OpenSou
         return known.open(place, OpenOptions())
     if optimizer is not None and "optimizer" not in known.takes:
         raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
-    if given.parameter_names is not None and "parameter_names" not in known.takes:
+    if options.parameter_names is not None and "parameter_names" not in known.takes:
         raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
     if name == "single":
         place = loose_files(place)[0] if place.is_dir() else place
     with reading(place):
-        return _checked(known.open(place, given), (place, optimizer))
+        return _checked(known.open(place, options), (place, optimizer))
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:

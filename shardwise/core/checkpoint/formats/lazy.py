@@ -102,16 +102,16 @@ def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, ti
         dtype: dtype for floating-point tensors; ``None``: as stored.
         tied: return a tied tensor under each of its names, not only the first.
     """
-    found = {}
+    selected = {}
     for name, entry in entries_of(source).items():
         if name.startswith("model/"):
-            wanted = dtype if entry.fact.dtype.is_floating_point else None
-            found[name.removeprefix("model/")] = entry.cast(wanted)
+            target = dtype if entry.fact.dtype.is_floating_point else None
+            selected[name.removeprefix("model/")] = entry.cast(target)
     if tied:
         for other, first in source.state().get("aliases", {}).items():
-            if first in found:
-                found[other] = found[first]
-    return found
+            if first in selected:
+                selected[other] = selected[first]
+    return selected
 
 
 class LazySource:
@@ -209,10 +209,10 @@ def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
             listed = ", ".join(list(old)[:SHOWN])
             raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint fits it; there are {listed}, ...")
         names = changed
-    taken: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, now in names.items():
-        if not now or taken.setdefault(now, name) != name:
-            raise ValueError(f"rename makes {name!r} into {now!r}, which {taken.get(now, 'nothing')!r} becomes too")
+        if not now or origins.setdefault(now, name) != name:
+            raise ValueError(f"rename makes {name!r} into {now!r}, which {origins.get(now, 'nothing')!r} becomes too")
     return _under(source, lambda name: names.get(name, name), lambda _, name: names.get(name, name))
 
 
@@ -225,13 +225,13 @@ def _replaced(rule: str, new: str, name: str) -> str:
 
 def _names(source: CheckpointSource) -> dict[str, None]:
     state = source.state()
-    found = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
-    found += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    listed = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
+    listed += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
     for record in state.get("optimizers", []):
-        found += [name for group in record["groups"] for name in group["params"]]
-    found += [name for pair in state.get("aliases", {}).items() for name in pair]
-    found += list(state.get("extra", {}))
-    return dict.fromkeys(found)
+        listed += [name for group in record["groups"] for name in group["params"]]
+    listed += [name for pair in state.get("aliases", {}).items() for name in pair]
+    listed += list(state.get("extra", {}))
+    return dict.fromkeys(listed)
 
 
 def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Callable[[int, str], str]) -> LazySource:

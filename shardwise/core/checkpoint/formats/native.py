@@ -28,7 +28,6 @@ from shardwise.core.checkpoint.format import (
     FileInfo,
     Head,
     Manifest,
-    PieceFile,
     PieceInfo,
     PieceLayout,
     as_bytes,
@@ -36,6 +35,7 @@ from shardwise.core.checkpoint.format import (
     merge_pieces,
     read_manifest,
     to_save,
+    write_pieces,
 )
 from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
@@ -124,18 +124,18 @@ class NativeSource:
         place, itemsize = as_bytes(out), fact.dtype.itemsize
         pieces = self.manifest.pieces[name]
         index = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
-        whole: list[Part] = []
+        full_pieces: list[Part] = []
         while index < len(pieces) and pieces[index].start < start + numel:
             piece = pieces[index]
             first, last = max(piece.start, start), min(piece.start + piece.numel, start + numel)
             into = place[(first - start) * itemsize : (last - start) * itemsize]
             if last - first == piece.numel:
-                whole.append((name, piece, into))
+                full_pieces.append((name, piece, into))
             else:
                 data = self._cached(name, piece, piece.numel * itemsize, pieces[index - 1] if index else None)
                 into[:] = data[(first - piece.start) * itemsize : (last - piece.start) * itemsize]
             index += 1
-        self._read_all(whole)
+        self._read_all(full_pieces)
 
     def close(self) -> None:
         files, self._files = self._files, {}
@@ -279,19 +279,19 @@ class NativeSource:
 
     def problems(self) -> list[str]:
         """Read everything, and return a line for each damaged piece and header."""
-        found = []
+        lines = []
         for number in range(len(self.manifest.files)):
             try:
                 self._open(number)
             except CheckpointDamage as error:
-                found.append(str(error))
+                lines.append(str(error))
         parts = (
             (name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
             for name, fact in self.manifest.tensors.items()
             for piece in self.manifest.pieces.get(name, ())
         )
-        found += [str(problem) for problem in self._read_and_check(parts) if problem is not None]
-        return found
+        lines += [str(problem) for problem in self._read_and_check(parts) if problem is not None]
+        return lines
 
 
 def verify(directory: str | os.PathLike[str]) -> list[str]:
@@ -350,17 +350,11 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
             for name, entry in entries.items()
             for piece in split(Fragment(name, entry.fact.shape, entry.fact.dtype, 0, entry.fact.numel), PIECE_BYTES)
         ]
-        file = PieceFile(DISK, os.path.join(root.hidden, "pieces-0.safetensors"), PieceLayout(parts))
-        try:
-            for index, part in enumerate(parts):
-                file.write(index, entries[part.name].read(part.start, part.numel).contiguous())
-            fact = file.finish()
-        finally:
-            file.abandon()
-        facts = {name: entries[name].fact for name in sorted(entries)}
-        pieces: dict[str, tuple[PieceInfo, ...]] = merge_pieces([file.pieces(0)])
+        values = (as_bytes(entries[part.name].read(part.start, part.numel).contiguous()) for part in parts)
+        file, pieces = write_pieces(DISK, os.path.join(root.hidden, "pieces-0.safetensors"), PieceLayout(parts), values)
+        infos = {name: entries[name].fact for name in sorted(entries)}
         head = Head(target.name, serial, int(state["step"]))
-        root.commit(to_save(Manifest(head, (fact,), facts, pieces, state)))
+        root.commit(to_save(Manifest(head, (file,), infos, merge_pieces([pieces]), state)))
     except BaseException:
         root.discard()
         raise

@@ -19,10 +19,10 @@ import torch
 
 from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint.bounds import checked_shape, open_regular
-from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
+from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
 from shardwise.core.checkpoint.formats.lazy import Entry, blocks
 from shardwise.core.checkpoint.formats.output import new_file
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 __all__ = [
     "HEADER",
@@ -36,11 +36,6 @@ __all__ = [
 ]
 
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-D CPU tensor."""
-    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 class SafetensorsFile:
@@ -113,7 +108,7 @@ class SafetensorsFile:
         if self._fd < 0:
             raise ValueError(f"{self.path} was closed; open the checkpoint again to read {name!r}")
         result = torch.empty(numel, dtype=dtype, device="cpu")
-        view = as_bytes(result)
+        view = as_bytes(result).data
         position = offset + start * dtype.itemsize
         while view:
             got = os.preadv(self._fd, [view], position)
@@ -133,36 +128,19 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
     """Write one file block by block, flush it to the disk, and return its size in bytes.
 
     Raises:
-        TypeError: a tensor's dtype is not one that safetensors has.
+        ValueError: safetensors has no such dtype.
         CheckpointError: there are more tensors than one such file can describe.
         OSError: the file cannot be written.
     """
-    # Wide dtypes come first, as in the library, so that every tensor is aligned to its element size.
-    order = sorted(entries.items(), key=lambda item: -item[1].fact.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for name, entry in order:
-        if entry.fact.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name}: safetensors has no dtype {entry.fact.dtype}; convert it with dtype=")
-        header[name] = {
-            "dtype": DTYPE_NAMES[entry.fact.dtype],
-            "shape": list(entry.fact.shape),
-            "data_offsets": [position, position + entry.nbytes],
-        }
-        position += entry.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{path} is not saved: its {len(order)} tensors need a header of {len(text)} bytes, and safetensors allows "
-            f"{MAX_HEADER_BYTES}: write smaller files (size_per_shard=)"
-        )
+    tensors = [(name, entry.fact.dtype, entry.fact.shape) for name, entry in entries.items()]
+    header, starts, nbytes = safetensors_header(tensors, metadata, path)
+    values = list(entries.values())
     with new_file(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, entry in order:
-            for start, numel in blocks(entry.fact):
-                file.write(as_bytes(entry.read(start, numel).contiguous()))
-    return file.nbytes
+        file.write(header)
+        for index in sorted(range(len(values)), key=starts.__getitem__):
+            for start, numel in blocks(values[index].fact):
+                file.write(as_bytes(values[index].read(start, numel).contiguous()))
+    return nbytes
 
 
 HEADER = "shardwise"
@@ -185,8 +163,8 @@ def model_metadata(source: CheckpointSource) -> dict[str, str]:
 def optimizer_metadata(source: CheckpointSource, index: int) -> dict[str, str]:
     """Return the metadata of an optimizer file."""
     state = source.state()
-    kept = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
-    return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": kept}, allow_nan=False)}
+    own = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
+    return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": own}, allow_nan=False)}
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
     known = {name for _, name in stand_ins}
     try:
-        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
-        return sorted(map(in_a_line, found))
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
+        return sorted(map(in_a_line, names))
     except Exception:  # the names only improve the message
         return []
 
@@ -191,28 +191,28 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
     """
     entries: dict[str, Entry] = {}
     aliases: dict[str, str] = {}
-    rest: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     first: dict[tuple[object, ...], str] = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{where}: the key {name!r} is not a name; a model's state has names for keys")
         if not isinstance(value, torch.Tensor):
-            rest[name] = value
+            values[name] = value
             continue
         try:
             entry = entry_of_tensor(value)
         except TypeError as error:
             raise CheckpointError(f"{where}: {in_a_line(name)} cannot be read: {error}") from error
         memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        kept = first.setdefault(memory, name) if value.numel() else name
-        if kept == name:
+        first_name = first.setdefault(memory, name) if value.numel() else name
+        if first_name == name:
             entries[name] = entry
         else:
-            aliases[name] = kept
-    return entries, aliases, rest
+            aliases[name] = first_name
+    return entries, aliases, values
 
 
-SPARE = 1 << 20
+LEAST_COST = 1 << 20
 WIDE = 1 << 12
 """Cost of an integer of more than 64 bits. Integers that are equal modulo 2^61 - 1 have one hash, so as keys of a
 dictionary each would be compared with all others.
@@ -234,7 +234,7 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
     Raises:
         CheckpointDamage: it is not a pickle, or would take time or memory out of proportion to its bytes.
     """
-    scan = _Scan(8 * nbytes + SPARE)
+    scan = _Scan(8 * nbytes + LEAST_COST)
     try:
         for opcode, argument, _ in pickletools.genops(file):
             scan.follow(opcode, argument, nbytes)
