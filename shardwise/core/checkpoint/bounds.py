@@ -68,18 +68,16 @@ def reading(what: object) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise CheckpointError(
-            f"{error.filename or what} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+            f"{error.filename or what} may not be read ({error.strerror}); it is not damaged; ask for access to it"
         ) from error
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        raise CheckpointDamage(f"{what} names a file whose path is too long to be one; load another copy") from error
+        raise CheckpointDamage(f"{what} names a file whose path is too long") from error
     except PARSING as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointDamage(
-            f"{what} does not hold what it should ({type(error).__name__}: {_short(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{what} has invalid content ({type(error).__name__}: {_short(error)})") from error
 
 
 @contextmanager
@@ -95,8 +93,8 @@ def saving(what: object) -> Iterator[None]:
         if isinstance(error, MemoryError):
             raise
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
-        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", text)
-        raise CheckpointError(f"{what} is not saved, since no load would take it: {why}") from error
+        why = re.sub(r"; load another copy$", "", text)
+        raise CheckpointError(f"{what} is not saved, because no load would accept it: {why}") from error
 
 
 def _short(error: BaseException) -> str:
@@ -118,15 +116,15 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise CheckpointError(
-                f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+                f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged; ask for access to it"
             ) from error
         if error.errno == errno.ENXIO:  # a socket
-            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file; load another copy") from error
+            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file") from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o}); load another copy")
+        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o})")
     return fd
 
 
@@ -141,11 +139,11 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
     with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
-            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
+            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has")
         if nbytes:  # reading a sparse file would allocate memory for its holes
             file.seek(nbytes - 1)
             if file.read(1) == b"\0":
-                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text; it is not read")
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text")
             file.seek(0)
         return file.read()
 
@@ -173,9 +171,7 @@ def checked_name(name: object, where: object) -> str:
     """
     if not _is_plain(name):
         shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
-        raise CheckpointDamage(
-            f"{where} names the file {shown!r}, which is outside its own directory or no plain name; it is not read"
-        )
+        raise CheckpointDamage(f"{where} names the file {shown!r}, which is outside its directory or not a plain name")
     return str(name)
 
 
@@ -200,7 +196,7 @@ def read_name(path: Path) -> str:
         return ""
     with reading(path):
         if path.stat().st_size > 4 * MOST_PATH_BYTES:
-            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has; it is not read")
+            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has")
         name = read_index_file(path).decode().strip()
     return checked_name(name, path) if name else ""
 
@@ -214,7 +210,7 @@ def checked_names(names: Mapping[str, Any], where: object) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isprintable():
             shown = printable(name[:80]) if isinstance(name, str) else type(name).__name__
-            raise CheckpointDamage(f"{where} holds a tensor named {shown!r}, which is not printable text; not read")
+            raise CheckpointDamage(f"{where} holds a tensor named {shown!r}, which is not printable text")
 
 
 def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
@@ -224,14 +220,14 @@ def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
         CheckpointDamage: it is not such a shape.
     """
     if not isinstance(sizes, list | tuple) or len(sizes) > MAX_DIMENSIONS:
-        raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape; load another copy")
+        raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape")
     product = 1
     for size in sizes:
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
-            raise CheckpointDamage(f"{where} has {_number(size)} in its shape; load another copy")
+            raise CheckpointDamage(f"{where} has {_number(size)} in its shape")
         product *= max(size, 1)
     if product > MAX_SIZE:
-        raise CheckpointDamage(f"{where} has more than 2^63 elements by its shape; load another copy")
+        raise CheckpointDamage(f"{where} has a shape of more than 2^63 elements")
     return tuple(sizes)
 
 
@@ -250,7 +246,7 @@ def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) ->
         largest = max(facts, key=lambda name: facts[name].nbytes)
         raise CheckpointDamage(
             f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {facts[largest].shape} "
-            "the largest; it is not read"
+            "the largest"
         )
 
 
@@ -268,7 +264,7 @@ def checked_tree(value: object, most: int, where: object) -> None:
         left -= 1
         if left < 0 or depth > MAX_DEPTH:
             what = f"more than {most} values" if left < 0 else f"more than {MAX_DEPTH} levels"
-            raise CheckpointDamage(f"{where} holds {what} inside each other; it is not read")
+            raise CheckpointDamage(f"{where} holds {what} inside each other")
         if isinstance(item, Mapping):
             stack.extend((each, depth + 1) for each in item.values())
         elif isinstance(item, list | tuple):
@@ -285,14 +281,14 @@ def check_state(state: object, where: object) -> None:
         CheckpointDamage: an entry has another form; the message names it.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object; load another copy")
+        raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object")
     checked_tree(state, MOST_VALUES, f"{where}: its state")
     for key, value in state.items():
         if not _is_text(key):
-            raise CheckpointDamage(f"{where}: its state has the key {key!r:.80}; load another copy")
+            raise CheckpointDamage(f"{where}: its state has the key {key!r:.80}")
         test = _FORMS.get(key)
         if test is not None and not test(value):
-            raise CheckpointDamage(f"{where}: {key} of its state is {_shown(value)}; load another copy")
+            raise CheckpointDamage(f"{where}: {key} of its state is {_shown(value)}")
 
 
 def _shown(value: object) -> str:

@@ -186,9 +186,9 @@ def to_save(manifest: Manifest) -> bytes:
         _without_pieces(json.loads(text), what)
     if len(content) > MOST_MANIFEST_BYTES:
         raise CheckpointError(
-            f"{what} is not saved, since no load would take it: its manifest has {len(content)} bytes, of at most "
+            f"{what} is not saved, because no load would accept it: its manifest has {len(content)} bytes, of at most "
             f"{MOST_MANIFEST_BYTES}, for {sum(map(len, manifest.pieces.values()))} pieces of {len(manifest.tensors)} "
-            "tensors: shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
+            "tensors; shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
         )
     return content
 
@@ -221,8 +221,8 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         version = data["format"], data["version"]
     if version not in ((FORMAT, VERSION), (FORMAT, VERSION_OF_CUTS)):
         raise ValueError(
-            f"{path} is {version[0]!r:.80} version {version[1]!r:.80}, this reads {FORMAT!r} version {VERSION} and "
-            f"{VERSION_OF_CUTS}: use the version of shardwise that wrote it, or a newer one"
+            f"{path} is {version[0]!r:.80} version {version[1]!r:.80}, and only {FORMAT!r} versions {VERSION} and "
+            f"{VERSION_OF_CUTS} can be read; use the version of shardwise that wrote it, or a newer one"
         )
     with reading(path):
         return _manifest(data, path)
@@ -251,7 +251,7 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
 
 def _dtype(name: object, where: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold; load another copy")
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which is not a dtype of a checkpoint")
     return _DTYPES[name]
 
 
@@ -296,7 +296,7 @@ def _check_last_line(content: bytes, path: str) -> None:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not have the checksum that was written, so it is damaged; load "
+            f"{path}: its {len(content)} bytes do not match its checksum, so it is damaged; load "
             "another checkpoint (tag='auto' finds the newest complete one)"
         )
 
@@ -323,7 +323,7 @@ def read_content(directory: str) -> tuple[bytes, str]:
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(
-                f"{path} is missing, although the files that it describes are there; load another checkpoint"
+                f"{path} is missing, and the files that it describes exist; load another checkpoint"
             ) from None
         raise FileNotFoundError(
             f"{directory} is not a checkpoint directory: it has no {MANIFEST}; check the path"

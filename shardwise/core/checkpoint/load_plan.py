@@ -696,7 +696,7 @@ def _change(
 ) -> tuple[tuple[str, ...], str, _Change]:
     """Return all names of the parameter in the run, its name in the checkpoint, and what changes."""
     if how not in ("keep", "zero", "mean"):
-        raise ValueError(f"rows={{{name!r}: {how!r}}}: known are 'keep', 'zero' and 'mean'")
+        raise ValueError(f"rows={{{name!r}: {how!r}}} is not a rule for new rows; use 'keep', 'zero' or 'mean'")
     names = next((each for each in local_state.names if name in each), None)
     if names is None:
         listed = ", ".join(each[0] for each in local_state.names[:MOST_NAMES])
@@ -709,11 +709,11 @@ def _change(
     stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
     here = tuple(local_state.model_shapes()[names[0]].shape)
     if stored is None:
-        raise ValueError(f"rows={{{name!r}: {how!r}}}: the checkpoint has no {name}")
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the checkpoint has no {name}; leave it out")
     if not here or len(there[stored]) != len(here) or there[stored][1:] != here[1:]:
         raise ValueError(
             f"rows={{{name!r}: {how!r}}}: it is {there[stored]} in the checkpoint and {here} in the model, which "
-            "differ in more than the number of rows"
+            "differ in more than the number of rows; leave it out"
         )
     return names, stored, _Change(there[stored], here, how)
 

@@ -454,7 +454,9 @@ class _Gathered:
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         fact = self._facts[name]
         if start < 0 or numel < 0 or start + numel > fact.numel:
-            raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+            raise ValueError(
+                f"elements {start} to {start + numel} of {name}, which has {fact.numel}; read a range inside it"
+            )
         if name not in self._cuts:
             return self._read_stored(name, start, numel)
         out = torch.empty(numel, dtype=fact.dtype, device="cpu")
@@ -491,5 +493,5 @@ class _Gathered:
         good, nbytes = self._ranks.receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank).tolist()
         data = self._ranks.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), rank)
         if not good:
-            raise CheckpointError(f"rank {rank} could not give its part: {data.numpy().tobytes().decode()}")
+            raise CheckpointError(f"rank {rank} could not read its part: {data.numpy().tobytes().decode()}")
         return data.view(dtype)

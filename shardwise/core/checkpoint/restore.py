@@ -267,7 +267,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     """
     if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
         if tag not in (None, "auto"):
-            raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
+            raise ValueError(f"tag={tag!r}: {root} is a checkpoint itself; leave the tag out")
         return [root]
     entries = scan(root)
     if tag == "auto":
@@ -310,7 +310,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
 
         def none_here() -> None:
             if scan(root):
-                raise CheckpointError("it sees some, but rank 0 sees none; use a directory that all ranks share")
+                raise CheckpointError("it sees checkpoints, and rank 0 sees none; use a directory that all ranks share")
 
         agree(run.gather, run.rank, what, none_here)
     return paths

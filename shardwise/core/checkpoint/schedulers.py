@@ -162,7 +162,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     if source.suffix in TORCH_SUFFIXES:
         state = load_torch(source)
         if not isinstance(state, dict):
-            raise CheckpointError(f"{source} holds a {type(state).__name__}, not a scheduler's state")
+            raise CheckpointError(f"{source} holds a {type(state).__name__}, not a scheduler's state; check the path")
         return SavedScheduler(state)
     data = read_json(source)
     if not isinstance(data, dict) or data.get("kind") != "lr_scheduler":
@@ -171,7 +171,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
         checked_tree(data, MOST_VALUES, source)
         decoded = tree.decode(data["state"], None)
     if not isinstance(decoded, dict):
-        raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state")
+        raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state; check the path")
     return SavedScheduler(decoded, str(data.get("class", "")))
 
 

@@ -104,7 +104,13 @@ class OpenSource(CheckpointSource, Protocol):
 
 
 class CheckpointDamage(CheckpointError):
-    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor."""
+    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor.
+
+    The message ends with the advice to load another copy, unless it has more specific advice.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if "; load another" in message else f"{message}; load another copy")
 
 
 class StateTensors(Mapping[str, torch.Tensor]):

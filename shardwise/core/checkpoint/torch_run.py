@@ -253,7 +253,7 @@ class TorchLocalState:
             for key, value in own.items():
                 if isinstance(value, DTensor):
                     raise ValueError(
-                        f"optimizer state {key!r} of {self._name[id(parameter)]} is divided over ranks and has shape "
+                        f"optimizer state {key!r} of {self._name[id(parameter)]} is sharded and has shape "
                         f"{tuple(value.shape)}, not the parameter's; only element-wise state can be saved"
                     )
             small[self._name[id(parameter)]] = own
@@ -344,7 +344,9 @@ class TorchLocalState:
     def _check_taken(self, values: dict[str, Any], refused: Sequence[str]) -> None:
         lost = [name for name in refused if not _same(values[name], self.others[name])]
         if lost:
-            raise ValueError(f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded")
+            raise ValueError(
+                f"{', '.join(lost)}: a hook of the model saves this value, and no hook loads it; add one that does"
+            )
 
     def _made(self, values: dict[str, Any]) -> dict[str, list[str]]:
         """Return the values that hooks of the module created, each with the modules that may have a hook to load it."""
@@ -397,9 +399,7 @@ def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
         return tensor.detach(), 0
     shards = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(not isinstance(each, Shard) or each.dim != 0 for each in shards):
-        raise ValueError(
-            f"{name} is divided over ranks as {tensor.placements}; only along the first dimension can it be saved"
-        )
+        raise ValueError(f"{name} is sharded as {tensor.placements}; shard it along the first dimension only")
     local = tensor.to_local().detach()
     offset = offset_of_part(tensor)
     return local, offset[0] * tensor.shape[1:].numel() if offset else 0

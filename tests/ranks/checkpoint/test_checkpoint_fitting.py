@@ -331,7 +331,7 @@ def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> N
     ("rows", "said"),
     [
         ({"absent": "keep"}, "no such parameter"),
-        ({"embed.weight": "twice"}, "known are"),
+        ({"embed.weight": "twice"}, "is not a rule"),
         ({"body.weight": "keep"}, "in more than the number of rows"),
     ],
 )

@@ -83,7 +83,7 @@ def saves(folder: str, name: str, use_async: bool) -> list[Any]:
 def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None:
     for said, left, before, wrong, after in run_ranks(2, saves, str(tmp_path), name, name == "levels"):
         assert "rank 0 could not" in said and CASES[name][3] in said, said
-        assert "checkpoint 'same'" in said and ("no load would take it" in said) == (name != "header"), said
+        assert "checkpoint 'same'" in said and ("no load would accept it" in said) == (name != "header"), said
         assert (left, before, wrong, after) == (["latest", "same"], "before", [], "after")
 
 

@@ -99,7 +99,7 @@ def open_colossalai(
         if optimizer_index is None:
             raise FileNotFoundError(f"{optimizer} has no {OPTIMIZER_INDEX.format('')}; give save_optimizer's directory")
     if model_index is None and optimizer_index is None:
-        raise FileNotFoundError(f"{directory} has no index of a sharded model or optimizer")
+        raise FileNotFoundError(f"{directory} has no index of a sharded model or optimizer; check the path")
     entries: dict[str, Entry] = {}
     state: dict[str, Any] = {}
     notes: list[str] = []
@@ -145,12 +145,12 @@ class _OptimizerShards:
         self._state: dict[int, dict[str, Any]] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, and the index names it")
             content = load_torch(self.directory / file)
             self._state.update({int(number): values for number, values in content.items()})
         missing = [number for number in weight_map if int(number) not in self._state]
         if missing:
-            raise CheckpointDamage(f"{index} names parameters that no file holds: {missing[:8]}")
+            raise CheckpointDamage(f"{index} names parameters that are in no file ({missing[:8]})")
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self._state, "param_groups": self._groups}

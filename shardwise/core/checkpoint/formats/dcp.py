@@ -186,7 +186,9 @@ def read_dcp_index(directory: Path) -> DcpIndex:
     """
     path = directory / ".metadata"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no .metadata: it is not a DCP directory, or its save did not finish")
+        raise FileNotFoundError(
+            f"{directory} has no .metadata, so it is not a DCP directory or its save did not finish; check the path"
+        )
     try:
         with reading(path):
             content = read_index_file(path)
@@ -198,7 +200,7 @@ def read_dcp_index(directory: Path) -> DcpIndex:
             "code. If you trust the file, load it with torch.distributed.checkpoint where it was made and save again"
         ) from None
     except pickle.UnpicklingError as error:
-        raise CheckpointDamage(f"{path} is not a whole DCP index ({error!s:.200}); load another copy") from error
+        raise CheckpointDamage(f"{path} is not a whole DCP index ({error!s:.200})") from error
     with reading(path):
         return _items(metadata, path)
 
@@ -251,11 +253,11 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk], path: P
     for chunk in chunks:
         ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
         if not all(type(offset) is int and 0 <= offset <= end - size for offset, size, end in ends):
-            raise CheckpointDamage(f"{path}: a piece of {name} {shape} sticks out")
+            raise CheckpointDamage(f"{path}: a piece of {name} {shape} is outside the tensor")
         filled += torch.Size(chunk.sizes).numel()
     total = torch.Size(shape).numel()
     if filled != total:
-        raise CheckpointDamage(f"{path}: {filled} of {total} elements of {name} are there")
+        raise CheckpointDamage(f"{path}: {filled} of {total} elements of {name} are stored")
     if _overlap([chunk for chunk in chunks if 0 not in chunk.sizes]):
         raise CheckpointDamage(f"{path}: pieces of {name} {shape} overlap")
 
@@ -308,11 +310,11 @@ class _Chunks:
         try:
             with open(open_regular(path), "rb") as file:
                 if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
-                    raise CheckpointDamage(f"{path} ends inside {name}; load another copy")
+                    raise CheckpointDamage(f"{path} ends inside {name}")
                 file.seek(chunk.start)
                 content = file.read(chunk.length)
         except FileNotFoundError as error:
-            raise CheckpointDamage(f"{path} is missing; it holds {name}") from error
+            raise CheckpointDamage(f"{path} is missing, which has {name}") from error
         return load_value(content, f"{path}: {name}")
 
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
@@ -360,7 +362,7 @@ def open_dcp(path: str | Path) -> LazySource:
     index = read_dcp_index(directory)
     for file in {chunk.file for item in index.values() for chunk in item.chunks}:
         if not (directory / file).is_file():
-            raise CheckpointDamage(f"{directory / file} is missing, although .metadata names it")
+            raise CheckpointDamage(f"{directory / file} is missing, and .metadata names it")
     chunks = _Chunks(directory)
     # Dotted names make nested and flattened dictionaries equal.
     dotted = {".".join(item.path): (name, item) for name, item in index.items()}
@@ -523,7 +525,7 @@ def write_dcp(
         NotADirectoryError: ``path`` is a file.
     """
     if layout not in ("fsdp2", "torchtitan"):
-        raise ValueError(f"layout={layout!r}: DCP is written as 'fsdp2' or 'torchtitan'")
+        raise ValueError(f"layout={layout!r} is not a layout of DCP; use 'fsdp2' or 'torchtitan'")
     titan = layout == "torchtitan"
     model = model_entries(source, dtype, tied=True)
     state: dict[str, Any] = dict(model) if titan else {"model": dict(model)}

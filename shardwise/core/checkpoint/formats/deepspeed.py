@@ -67,7 +67,7 @@ class Flat:
                 slices.append(part[position - begin : end - begin])
                 position += slices[-1].numel()
         if position != end:
-            raise CheckpointDamage(f"{self.what} ends before element {end}; the directory belongs to several saves")
+            raise CheckpointDamage(f"{self.what} ends before element {end}; the files are of several saves")
         return torch.cat(slices) if slices else torch.empty(0, dtype=self.dtype, device="cpu")
 
 
@@ -239,7 +239,9 @@ def open_deepspeed(path: str | Path) -> LazySource:
     """
     directory = find_step(Path(path))
     if directory is None:
-        raise FileNotFoundError(f"{path} holds no *_model_states.pt, and no 'latest' that names a directory with them")
+        raise FileNotFoundError(
+            f"{path} has no *_model_states.pt, and no file 'latest' that names a directory with them; check the path"
+        )
     files = _load(directory)
     entries, aliases, notes = _unsharded(files)
     state: dict[str, Any] = {"step": int(files.model.get("global_steps") or 0)}
@@ -277,11 +279,11 @@ def _load(directory: Path) -> _Files:
         return _load_universal(directory)
     for item in sorted(directory.iterdir()):
         if item.name.startswith(("layer_", "expp_")) or "_expert_" in item.name:
-            raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not read")
+            raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not supported")
         for pattern, by_rank in ((_MODEL_FILE, models), (_OPTIMIZER_FILE, optimizers)):
             if match := pattern.fullmatch(item.name):
                 if int(match[2]):
-                    raise CheckpointError(f"{item} belongs to tensor parallelism, which is not read")
+                    raise CheckpointError(f"{item} belongs to tensor parallelism, which is not supported")
                 rank = int(match[1] or 0)
                 if rank in by_rank:
                     raise CheckpointError(f"{item} and {by_rank[rank].name} are of two saves; load another copy")
@@ -294,9 +296,13 @@ def _load(directory: Path) -> _Files:
     count = files.common.get("partition_count")
     ranks = int(max(count) if isinstance(count, list | tuple) else count or len(optimizers))
     if not _are_all(optimizers, ranks):
-        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, the files are of ranks {sorted(optimizers)}")
+        raise CheckpointDamage(
+            f"{directory}: {ranks} ranks saved, and there are files of the ranks {sorted(optimizers)}"
+        )
     if int(files.common["zero_stage"]) == 3 and not _are_all(models, ranks):
-        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, model files are of ranks {sorted(models)}")
+        raise CheckpointDamage(
+            f"{directory}: {ranks} ranks saved, and there are model files of the ranks {sorted(models)}"
+        )
     return files
 
 
@@ -307,16 +313,18 @@ def _load_universal(directory: Path) -> _Files:
     models = {}
     for item in sorted(directory.iterdir()):
         if item.name.startswith("layer_"):
-            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not read")
+            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not supported")
         match = _MODEL_FILE.fullmatch(item.name)
         if match and not int(match[2]):
             models[-1 if match[1] is None else int(match[1])] = item
     if not models:
-        raise CheckpointDamage(f"{directory}: there is no model file of mp_rank_00; load another copy")
+        raise CheckpointDamage(f"{directory}: there is no model file of mp_rank_00")
     ranks = [-1] if -1 in models else sorted(models)
     common = load_torch(directory / ZERO / COMMON, STAND_INS)
     if not isinstance(common, Mapping):
-        raise CheckpointError(f"{directory / ZERO / COMMON} is not DeepSpeed's: it holds no dictionary")
+        raise CheckpointError(
+            f"{directory / ZERO / COMMON} is not a file of DeepSpeed, because it has no dictionary; check the path"
+        )
     return _Files(directory, [_dictionary(models[rank]) for rank in ranks], common=common, universal=True)
 
 
@@ -328,7 +336,7 @@ def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
 def _dictionary(path: Path) -> dict[str, Any]:
     content = load_torch(path, STAND_INS)
     if not isinstance(content, dict) or not {"module", "optimizer_state_dict"} & set(content):
-        raise CheckpointError(f"{path} is not a file of DeepSpeed's save_checkpoint")
+        raise CheckpointError(f"{path} is not a file of DeepSpeed's save_checkpoint; check the path")
     return content
 
 
@@ -360,7 +368,7 @@ def _frozen(name: str, shape: tuple[int, ...], files: _Files) -> Entry:
         return sharded_entry(Place(0, shape, 0), [Flat([part], [0], what) for part in present])
     value = present[0] if present else files.model["module"][name]
     if value.numel() != torch.Size(shape).numel():
-        raise CheckpointDamage(f"{files.directory}: {name} has {value.numel()} elements, its shape is {shape}")
+        raise CheckpointDamage(f"{files.directory}: {name} has {value.numel()} elements, and its shape is {shape}")
     return entry_of_tensor(value.reshape(shape))
 
 
@@ -380,7 +388,7 @@ def _universal(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     }
     if foreign:
         more = ", ".join(map(in_a_line, sorted(foreign)[:3]))
-        raise CheckpointError(f"{directory}: {more} belong to pipeline or expert parallelism, which is not read")
+        raise CheckpointError(f"{directory}: {more} belong to pipeline or expert parallelism, which is not supported")
     entries: dict[str, Entry] = {}
     record = OptimizerRecord()
     for options, shapes in sub_groups(options_by_group, files.groups):
@@ -398,12 +406,12 @@ def _universal_values(directory: Path, name: str, shape: tuple[int, ...]) -> dic
     """Return the master and the state of one parameter; those of the parameter's shape are entries."""
     folder, values = directory / name, dict[str, Any]()
     if Path(name).name != name or not (folder / f"{MASTER}.pt").is_file():
-        raise CheckpointDamage(f"{directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt; load another copy")
+        raise CheckpointDamage(f"{directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt")
     for file in sorted(folder.glob("*.pt"), key=lambda file: (file.stem != STEP, file.stem)):
         value = load_torch(file, STAND_INS)
         if isinstance(value, Mapping):
             if value.get("is_expert_param"):
-                raise CheckpointError(f"{file} belongs to expert parallelism, which is not read")
+                raise CheckpointError(f"{file} belongs to expert parallelism, which is not supported")
             value = value.get("param")  # merged from tensor-parallel shards; it has its full shape
         elif isinstance(value, torch.Tensor) and (file.stem == MASTER or (value.ndim and file.stem != STEP)):
             if value.numel() != torch.Size(shape).numel():
@@ -412,7 +420,7 @@ def _universal_values(directory: Path, name: str, shape: tuple[int, ...]) -> dic
         values[file.stem] = value
     master = values[MASTER]
     if not isinstance(master, torch.Tensor):
-        raise CheckpointDamage(f"{folder / MASTER}.pt holds no tensor; load another copy")
+        raise CheckpointDamage(f"{folder / MASTER}.pt holds no tensor")
     for key, value in values.items():
         if key != STEP and isinstance(value, torch.Tensor) and value.shape == master.shape:
             values[key] = entry_of_tensor(value)
@@ -458,7 +466,9 @@ def _group_state(state: Any, number: int) -> dict[str, Any]:
 
 def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     if any(each.get("ds_zero_partition_groups") for each in files.optimizers):
-        raise CheckpointError(f"{files.directory} has parameters partitioned over several groups of ranks: not read")
+        raise CheckpointError(
+            f"{files.directory} has parameters partitioned over several groups of ranks, which is not supported"
+        )
     ranks = len(files.optimizers)
     groups = files.groups
     places = places_by_parameter(groups, ranks)

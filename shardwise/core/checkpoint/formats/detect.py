@@ -114,7 +114,7 @@ def _native_directory(path: Path) -> Path:
         return path
     newest = next(iter(scan(str(path))), None)
     if newest is None:
-        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+        raise FileNotFoundError(f"{path} has no complete checkpoint; check the path")
     if newest.head is None:  # it is unknown which checkpoint is the newest
         raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
     return Path(newest.path)
@@ -231,7 +231,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     known = {each.name: each for each in known_formats() if each.write is not None}
     chosen = known.get(format)
     if chosen is None or chosen.write is None:
-        raise ValueError(f"format={format!r}: {', '.join(known)} can be written")
+        raise ValueError(f"format={format!r} cannot be written; use one of {', '.join(known)}")
     for name, value in options.items():
         if name not in chosen.options:
             raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
@@ -249,9 +249,9 @@ def register_format(format: Format) -> Callable[[], None]:
         ValueError: a format of that name exists.
     """
     if not isinstance(format, Format):
-        raise TypeError(f"register_format({format!r:.80}): give a Format")
+        raise TypeError(f"register_format({format!r:.80}) needs a Format; pass one")
     if format.name in _FORMATS:
-        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
+        raise ValueError(f"register_format: a format {format.name!r} exists; use another name")
     _FORMATS[format.name] = format
 
     def take_back() -> None:
@@ -288,7 +288,7 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         one_of_several = ".index" in place.name and place.name not in INDEX
         return "colossalai" if one_of_several else detect_format(place.parent, part)
     if not place.is_dir():
-        raise FileNotFoundError(f"{place}: no such file or directory")
+        raise FileNotFoundError(f"{place}: no such file or directory; check the path")
     place = located(place)
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
@@ -340,7 +340,7 @@ def open_checkpoint(
     """
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:
-        raise ValueError(f"format={format!r}: known are {', '.join(names)}")
+        raise ValueError(f"format={format!r} is not known; use one of {', '.join(names)}")
     source = _opened(path, format, OpenOptions(optimizer, parameter_names))
     if not rename:
         return source
@@ -361,9 +361,11 @@ def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenS
     if name == "native":
         return known.open(place, OpenOptions())
     if optimizer is not None and "optimizer" not in known.takes:
-        raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
+        raise ValueError(
+            f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model; leave it out"
+        )
     if options.parameter_names is not None and "parameter_names" not in known.takes:
-        raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
+        raise ValueError(f"parameter_names: {place} is of format {name}, which has names; leave them out")
     if name == "single":
         place = loose_files(place)[0] if place.is_dir() else place
     with reading(place):

@@ -31,7 +31,9 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     index = read_json(path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise CheckpointError(f"{path} is not an index: it has no weight_map of names and files")
+        raise CheckpointError(
+            f"{path} is not an index, because it has no weight_map of names and files; check the path"
+        )
     checked_names(weights, path)
     for name, file in weights.items():
         checked_name(file, f"{path}, for {name!r:.80},")
@@ -57,12 +59,12 @@ class Shards:
         aliases: dict[str, str] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
+                raise CheckpointDamage(f"{self.directory / file} is missing, and the index names it")
             in_file, same = self.file(file)
             aliases.update(same)
             for name in (name for name, place in weight_map.items() if place == file):
                 if name not in in_file and name not in same:
-                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, although the index says so")
+                    raise CheckpointDamage(f"{self.directory / file} does not have {name}, which the index names")
             selected.update({name: entry for name, entry in in_file.items() if weight_map.get(name) == file})
         order = {name: place for place, name in enumerate(weight_map)}
         return dict(sorted(selected.items(), key=lambda item: order[item[0]])), aliases

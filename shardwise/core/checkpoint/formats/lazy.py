@@ -153,7 +153,9 @@ class LazySource:
             raise ValueError(f"this {self.format} checkpoint was closed; open it again to read {name!r}")
         entry = self._entries[name]
         if start < 0 or numel < 0 or start + numel > entry.fact.numel:
-            raise ValueError(f"{name}: elements [{start}, {start + numel}) of a tensor with {entry.fact.numel}")
+            raise ValueError(
+                f"{name}: elements [{start}, {start + numel}) of {entry.fact.numel}; read a range inside it"
+            )
         with reading(f"{name} of this {self.format} checkpoint"):
             return entry.read(start, numel)
 
@@ -207,12 +209,12 @@ def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
                 changed[name] = _replaced(rule, new, now)
         if changed == names and rule not in old:
             listed = ", ".join(list(old)[:SHOWN])
-            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint fits it; there are {listed}, ...")
+            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint matches; it has {listed}, ...")
         names = changed
     origins: dict[str, str] = {}
     for name, now in names.items():
         if not now or origins.setdefault(now, name) != name:
-            raise ValueError(f"rename makes {name!r} into {now!r}, which {origins.get(now, 'nothing')!r} becomes too")
+            raise ValueError(f"rename gives {name!r} the new name {now!r}, like {origins.get(now)!r}; use other names")
     return _under(source, lambda name: names.get(name, name), lambda _, name: names.get(name, name))
 
 

@@ -111,7 +111,9 @@ class NativeSource:
     def _check_range(self, name: str, start: int, out: torch.Tensor) -> TensorInfo:
         fact, numel = self.manifest.tensors[name], out.numel()
         if start < 0 or start + numel > fact.numel:
-            raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+            raise ValueError(
+                f"elements {start} to {start + numel} of {name}, which has {fact.numel}; read a range inside it"
+            )
         if out.dtype != fact.dtype:
             raise ValueError(f"{name} is stored as {fact.dtype} and cannot be read into {out.dtype}; cast afterwards")
         return fact

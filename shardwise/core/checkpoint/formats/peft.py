@@ -81,7 +81,9 @@ def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
         raise CheckpointError(f"{directory / CONFIG} holds a {type(config).__name__}, not a configuration")
     file = next((name for name in WEIGHTS if (directory / name).is_file()), None)
     if file is None:
-        raise FileNotFoundError(f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; was the save finished?")
+        raise FileNotFoundError(
+            f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; use a save that has finished"
+        )
     shards = Shards(directory)
     with shards.closed_on_error():
         entries, _ = shards.file(file)
@@ -121,7 +123,7 @@ def write_peft(
     saved_config = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
     settings = _settings(config if config is not None else saved_config, path)
     if settings.get("peft_type") != "LORA":
-        raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} are not written; LORA is")
+        raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} cannot be written; use LORA")
     tensors, aliases = model_entries(source, dtype, tied=True), source.state().get("aliases") or {}
     entries: dict[str, Entry] = {}
     for name, entry in tensors.items():
@@ -173,9 +175,11 @@ def the_adapter(source: CheckpointSource) -> str:
     """
     adapters = sorted({match[2] for name in source.tensors() if (match := _RANKED.fullmatch(name))})
     if not adapters:
-        raise CheckpointError("the checkpoint has no parameters of a LoRA adapter (...lora_A.<adapter>.weight)")
+        raise CheckpointError(
+            "the checkpoint has no parameters of a LoRA adapter (...lora_A.<adapter>.weight); give one that does"
+        )
     if len(adapters) > 1 and "default" not in adapters:
-        raise CheckpointError(f"the checkpoint has the adapters {', '.join(adapters)}; say which (--adapter)")
+        raise CheckpointError(f"the checkpoint has the adapters {', '.join(adapters)}; choose one with --adapter")
     return "default" if "default" in adapters else adapters[0]
 
 
@@ -204,7 +208,9 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
         raise CheckpointError(f"the checkpoint has no parameters of an adapter {adapter!r}")
     strange = next((name for name in names if _OTHER.search(name)), None)
     if strange is not None:
-        raise CheckpointError(f"{strange} belongs to a kind of LoRA that is not deduced; give its --adapter-config")
+        raise CheckpointError(
+            f"{strange} is of a kind of LoRA whose configuration cannot be derived; pass --adapter-config"
+        )
     rank = Counter(ranks.values()).most_common(1)[0][0]
     saved_modules = {match[1] for name in names if (match := _SAVED_MODULE.fullmatch(name)) and match[2] == adapter}
     return {

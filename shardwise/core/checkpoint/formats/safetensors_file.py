@@ -70,14 +70,14 @@ class SafetensorsFile:
         size = os.fstat(self._fd).st_size
         if not 2 <= length <= min(MAX_HEADER_BYTES, max(0, size - 8)):
             raise CheckpointDamage(
-                f"{self.path} is not a whole safetensors file (a header of {length} bytes in {size}); load another copy"
+                f"{self.path} is not a whole safetensors file (a header of {length} bytes in {size})"
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
         except (ValueError, RecursionError) as error:
             raise CheckpointDamage(f"{self.path}: the safetensors header is not JSON ({error})") from error
         if not isinstance(header, dict):
-            raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80} and not an object")
+            raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80}, not an object")
         return header, 8 + length
 
     def _entry(self, name: str, facts: Any) -> Entry:
@@ -88,7 +88,7 @@ class SafetensorsFile:
             raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
         fact = TensorInfo(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
         if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
-            raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
+            raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, is at bytes {start} to {end}")
         return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
 
     def _check_length(self, header: Mapping[str, Any]) -> None:
@@ -100,9 +100,7 @@ class SafetensorsFile:
             position = end
         size = os.fstat(self._fd).st_size
         if size != self._data_start + position:
-            raise CheckpointDamage(
-                f"{self.path} has {size} bytes where its header says {self._data_start + position}; load another copy"
-            )
+            raise CheckpointDamage(f"{self.path} has {size} bytes where its header says {self._data_start + position}")
 
     def _read(self, name: str, dtype: torch.dtype, offset: int, start: int, numel: int) -> torch.Tensor:
         if self._fd < 0:
@@ -113,7 +111,7 @@ class SafetensorsFile:
         while view:
             got = os.preadv(self._fd, [view], position)
             if got == 0:
-                raise CheckpointDamage(f"{self.path} ends inside {name} (byte {position}); load another copy")
+                raise CheckpointDamage(f"{self.path} ends inside {name} (byte {position})")
             view, position = view[got:], position + got
         return result
 

@@ -65,7 +65,7 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
             "pickle can run any code; if you trust the file, load it where it was made and save its state_dict() again"
         ) from error
     except Exception as error:
-        raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)}); load another copy") from error
+        raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)})") from error
     _check_values(content, path.stat().st_size, path)
     return content
 
@@ -122,9 +122,7 @@ def _check_values(content: object, there: int, where: object) -> None:
         elif isinstance(value, list | tuple):
             stack.extend(value)
     if sum(needed.values()) > MOST_TIMES * there + SPARE_BYTES:
-        raise CheckpointDamage(
-            f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}; it is not read"
-        )
+        raise CheckpointDamage(f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}")
 
 
 def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
@@ -142,16 +140,14 @@ def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     name = in_a_line(record.filename[:80])
-                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
+                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does")
                 if record.filename.endswith(".pkl"):
                     if record.file_size > MOST_INDEX_BYTES:
-                        raise CheckpointDamage(f"{path}: a pickle of {record.file_size} bytes, which is not read")
+                        raise CheckpointDamage(f"{path}: a pickle has {record.file_size} bytes, which is too large")
                     content = archive.read(record)
                     check_pickle(io.BytesIO(content), len(content), path, "torch file")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointDamage(
-            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({_line(error)})") from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
@@ -176,11 +172,9 @@ def check_zip(path: Path) -> None:
             broken = archive.testzip()
     # also invalid bytes of a name
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError) as error:
-        raise CheckpointDamage(
-            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({_line(error)})") from error
     if broken is not None:
-        raise CheckpointDamage(f"{path}: the record {in_a_line(broken)} is not what was written; load another copy")
+        raise CheckpointDamage(f"{path}: the record {in_a_line(broken)} is not what was written")
 
 
 def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
@@ -239,7 +233,7 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
         for opcode, argument, _ in pickletools.genops(file):
             scan.follow(opcode, argument, nbytes)
     except (ValueError, IndexError, KeyError, MemoryError, OverflowError) as error:
-        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200}); load another copy") from error
+        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200})") from error
 
 
 class _Scan:

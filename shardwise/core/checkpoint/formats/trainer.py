@@ -99,7 +99,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
         divided = sorted(item.name for item in directory.iterdir() if _OPTIMIZER_OF_RANK.fullmatch(item.name))
         if divided:
             raise CheckpointError(
-                f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
+                f"{directory / divided[0]} is one rank's shard without its position in the full tensors; save "
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
         raise FileNotFoundError(f"{directory} has no model: none of {', '.join(SINGLE_FILES + INDEX)}")
@@ -144,7 +144,7 @@ def _with_state(
     if (directory / STATE).is_file():
         content = read_json(directory / STATE)
         if not isinstance(content, dict):
-            raise CheckpointDamage(f"{directory / STATE} holds a {type(content).__name__}; load another copy")
+            raise CheckpointDamage(f"{directory / STATE} holds a {type(content).__name__}")
         state["step"] = state["updates"] = _count(content.get("global_step"), directory / STATE)
         state["other"]["trainer_state"] = {key: content[key] for key in _STATE_KEYS if _plain(content.get(key))}
     else:
@@ -174,9 +174,7 @@ def _numbered(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     ordered = [item for _, item in sorted(numbered)]
     if [number for number, _ in sorted(numbered)] != list(range(len(numbered))):
         listed = ", ".join(item.name for item in ordered)
-        raise CheckpointDamage(
-            f"{directory} holds {listed}, which are not numbered from the first on; load another copy"
-        )
+        raise CheckpointDamage(f"{directory} holds {listed}, which are not numbered from 0")
     return ordered
 
 
@@ -206,7 +204,7 @@ def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
     opened.append(source)
     records = source.state().get("optimizers", [])
     if len(records) != 1:
-        raise CheckpointError(f"{folder} holds {len(records)} optimizers; one was expected")
+        raise CheckpointError(f"{folder} holds {len(records)} optimizers, and one is expected; load another copy")
     start = "optimizer/0/"
     selected = ((name, entry) for name, entry in entries_of(source).items() if name.startswith(start))
     return {f"optimizer/{index}/{name.removeprefix(start)}": entry for name, entry in selected}, records[0]
@@ -269,7 +267,7 @@ def _scale(path: Path) -> dict[str, float]:
 
 def _count(value: object, where: Path) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise CheckpointDamage(f"{where}: global_step is {value!r:.80}; load another copy")
+        raise CheckpointDamage(f"{where}: global_step is {value!r:.80}")
     return value
 
 
