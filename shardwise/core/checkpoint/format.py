@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -107,8 +107,7 @@ class Head:
     step: int
 
 
-@dataclass(frozen=True)
-class FileInfo:
+class FileInfo(NamedTuple):
     """A safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
@@ -117,8 +116,7 @@ class FileInfo:
     header_checksum: str
 
 
-@dataclass(frozen=True)
-class PieceInfo:
+class PieceInfo(NamedTuple):
     """Elements ``[start, start + numel)`` of a flattened tensor, at byte ``offset`` of file number ``file``."""
 
     file: int
@@ -200,13 +198,12 @@ def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
         name: {
             "dtype": dtype_name(fact.dtype),
             "shape": list(fact.shape),
-            "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
+            "pieces": manifest.pieces.get(name, ()),
         }
         | ({"cut": manifest.cuts[name].fields()} if name in manifest.cuts else {})
         for name, fact in manifest.tensors.items()
     }
-    files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
-    return head, {"files": files, "tensors": tensors, "state": manifest.state}
+    return head, {"files": manifest.files, "tensors": tensors, "state": manifest.state}
 
 
 def _last_line(content: bytes) -> bytes:

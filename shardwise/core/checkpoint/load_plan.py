@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -573,14 +573,13 @@ class Fit:
         return _with_rows(source, local_state, self.rows) if self.rows else source
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Change:
     """One parameter's rows. ``there`` and ``here`` are the shapes in the checkpoint and in the model."""
 
     there: tuple[int, ...]
     here: tuple[int, ...]
     how: Rows
-    means: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def row(self) -> int:
@@ -589,29 +588,27 @@ class _Change:
 
     def entry(self, entry: Entry, how: Rows) -> Entry:
         """Return the tensor with the number of rows of the model; new rows are zero or the mean."""
-        known = self.row * min(self.there[0], self.here[0])
+        row, rows, dtype = self.row, self.there[0], entry.fact.dtype
+        known = row * min(rows, self.here[0])
+
+        @cache
+        def mean() -> torch.Tensor:  # block by block, in fp64
+            total = torch.zeros(row, dtype=torch.float64, device="cpu")
+            for start, numel in blocks(entry.fact):
+                columns = torch.arange(start, start + numel, device="cpu") % row
+                total.index_add_(0, columns, entry.read(start, numel).to(torch.float64))
+            return total / max(rows, 1)
 
         def read(start: int, numel: int) -> torch.Tensor:
-            out = torch.zeros(numel, dtype=entry.fact.dtype, device="cpu")
+            out = torch.zeros(numel, dtype=dtype, device="cpu")
             old = max(0, min(start + numel, known) - start)
             if old:
                 out[:old] = entry.read(start, old)
             if how == "mean" and old < numel:
-                mean = self._mean(entry)
-                out[old:] = mean[torch.arange(start + old, start + numel, device="cpu") % self.row].to(out.dtype)
+                out[old:] = mean()[torch.arange(start + old, start + numel, device="cpu") % row].to(dtype)
             return out
 
-        return Entry(TensorInfo(self.here, entry.fact.dtype), read)
-
-    def _mean(self, entry: Entry) -> torch.Tensor:
-        """Return the mean of the checkpoint's rows, computed once, block by block, in fp64."""
-        if not self.means:
-            total = torch.zeros(self.row, dtype=torch.float64, device="cpu")
-            for start, numel in blocks(entry.fact):
-                places = torch.arange(start, start + numel, device="cpu") % self.row
-                total.index_add_(0, places, entry.read(start, numel).to(torch.float64))
-            self.means.append(total / max(self.there[0], 1))
-        return self.means[0]
+        return Entry(TensorInfo(self.here, dtype), read)
 
 
 class _Resized(LazySource):

@@ -176,7 +176,7 @@ def _doing(what: str) -> str:
 
 
 def _copy(image: HostSnapshot, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:
-    copied = image.take(PieceLayout(fragments), values)()
+    copied = image.take(PieceLayout(fragments), values)
     return [torch.from_numpy(data).view(each.dtype) for data, each in zip(copied, fragments, strict=True)]
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing import util
 from typing import TypeVar
@@ -65,8 +65,8 @@ class HostSnapshot:
         """Return the bytes of allocated memory."""
         return self._memory.nbytes
 
-    def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> Callable[[], Iterator[Bytes]]:
-        """Copy ``values`` (of the layout's fragments, in order), and return a function that iterates over their bytes.
+    def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> list[Bytes]:
+        """Copy ``values`` (of the layout's fragments, in order), and return the bytes of each copy.
 
         Raises:
             MemoryError: there is not enough host memory.
@@ -82,10 +82,10 @@ class HostSnapshot:
                 ) from error
         places = [offset - len(layout.header) for offset in layout.offsets]
         sizes = [fragment.nbytes for fragment in layout.fragments]
-        memory = self._memory.numpy()
         for place, size, value in zip(places, sizes, values, strict=True):
             self._memory[place : place + size].copy_(value.view(torch.uint8))
-        return lambda: (memory[place : place + size] for place, size in zip(places, sizes, strict=True))
+        memory = self._memory.numpy()
+        return [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
 
 
 class AsyncSaver:

@@ -97,24 +97,7 @@ def _kind(error: Exception) -> str:
     return "value" if isinstance(error, ValueError) else ""
 
 
-@dataclass(frozen=True)
-class PendingSave:
-    """A save whose directory rank 0 has created.
-
-    Attributes:
-        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
-        hidden: the directory to write into.
-        serial: the number of the save.
-        digests: checksums of rank 0's buffers.
-    """
-
-    root: CheckpointRoot | None
-    hidden: str
-    serial: int
-    digests: dict[str, int]
-
-
-def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
+def begin(run: Run, root: CheckpointRoot, tag: str, step: int, files: Any, keep: int | None) -> SaveJob:
     """Create the directory of a save. Collective; call ``root.discard()`` if this raises.
 
     Raises:
@@ -139,7 +122,7 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
 
     seen = agree(run.gather, run.rank, what, look)[1]
     agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
-    return PendingSave(root if run.rank == 0 else None, hidden, serial, digests)
+    return SaveJob(run.rank, root if run.rank == 0 else None, hidden, Head(tag, serial, step), digests, files, keep)
 
 
 def _check_tags(tags: Sequence[str]) -> None:
@@ -179,94 +162,86 @@ class SaveJob:
 
     Attributes:
         rank: rank of this process.
-        begun: where to write.
+        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
+        hidden: the directory to write into.
         head: first line of the manifest.
-        contents: the values that this rank writes; ``None`` if collecting them failed.
+        digests: checksums of rank 0's buffers.
+        files: the file system.
         keep: the number of checkpoints to keep; ``None``: all.
     """
 
     rank: int
-    begun: PendingSave
-    files: Any
+    root: CheckpointRoot | None
+    hidden: str
     head: Head
-    contents: SavePlan | None
+    digests: Mapping[str, int]
+    files: Any
     keep: int | None
 
-    @property
-    def layout(self) -> PieceLayout:
-        """Return the layout of this rank's file."""
-        return self.contents.layout if self.contents is not None else PieceLayout([])
-
-    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
+    def run(self, prepare: Callable[[], tuple[SavePlan, Iterable[Bytes]]], gather: Gather) -> None:
         """Write, agree, commit. Collective.
 
         Args:
-            values: gives the bytes of each fragment of the layout, in order.
+            prepare: returns the plan, and the bytes of each fragment of its layout in order.
             gather: among all ranks.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are unchanged.
         """
-        tag, rank = self.head.tag, self.rank
+        tag, rank, plans = self.head.tag, self.rank, list[SavePlan]()
+
+        def write() -> dict[str, Any]:
+            plan, values = prepare()
+            plans.append(plan)
+            return self._write(plan, values)
+
         try:
-            parts = agree(gather, rank, f"write its part of checkpoint {tag!r}", lambda: self._write(values()))[1]
-            agree(gather, rank, f"commit checkpoint {tag!r}", lambda: self._commit(parts))
+            parts = agree(gather, rank, f"write its part of checkpoint {tag!r}", write)[1]
+            agree(gather, rank, f"commit checkpoint {tag!r}", lambda: self._commit(plans[0], parts))
         except BaseException:
-            if self.begun.root is not None:
-                self.begun.root.discard()
+            if self.root is not None:
+                self.root.discard()
             raise
         agree(gather, rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
 
-    def _write(self, values: Iterable[Bytes]) -> dict[str, Any]:
-        if self.contents is None:
-            raise RuntimeError(f"nothing to write ({list(values)}); report this")
-        layout, own = self.contents.layout, self.contents.own
-        shapes = _agreeing([{name: [dtype_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
-        cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
-        if not layout.fragments:
-            return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
-        path = os.path.join(self.begun.hidden, f"pieces-{self.rank}.safetensors")
-        file, pieces = write_pieces(self.files, path, layout, values)
-        by_name = {name: [[p.offset, p.start, p.numel, p.checksum] for p in each] for name, each in pieces.items()}
-        fields = [file.name, file.nbytes, file.header_bytes, file.header_checksum]
-        return {"file": fields, "pieces": by_name, "shapes": shapes, "cuts": cuts, "own": own}
+    def _write(self, plan: SavePlan, values: Iterable[Bytes]) -> dict[str, Any]:
+        named: list[tuple[str, Fragment | TensorShape]] = [(each.name, each) for each in plan.layout.fragments]
+        named += plan.shapes.items()
+        shapes = _agreeing([{name: [dtype_name(each.dtype), list(each.shape)]} for name, each in named])
+        cuts = {f.name: f.cut.fields() for f in plan.layout.fragments if f.cut is not None}
+        part = {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": plan.own}
+        if not plan.layout.fragments:
+            return part
+        path = os.path.join(self.hidden, f"pieces-{self.rank}.safetensors")
+        file, pieces = write_pieces(self.files, path, plan.layout, values)
+        return {**part, "file": file, "pieces": pieces}
 
-    def _describe(self, parts: list[dict[str, Any]]) -> bytes:
+    def _describe(self, plan: SavePlan, parts: list[dict[str, Any]]) -> bytes:
         """Return the manifest."""
-        if self.contents is None:
-            raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
         files: list[FileInfo] = []
         pieces: list[dict[str, list[PieceInfo]]] = []
         shapes = _agreeing([part["shapes"] for part in parts])
         tensors = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
         for part in parts:
             if part["file"] is not None:
-                number = len(files)
+                own = {n: [PieceInfo(len(files), *piece[1:]) for piece in each] for n, each in part["pieces"].items()}
                 files.append(FileInfo(*part["file"]))
-                found = part["pieces"].items()
-                pieces.append({name: [PieceInfo(number, *piece) for piece in each] for name, each in found})
-        state = self.contents.assemble([part["own"] for part in parts])
+                pieces.append(own)
+        state = plan.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
         return to_save(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
 
-    def _commit(self, parts: list[dict[str, Any]]) -> None:
-        if self.begun.root is not None:
-            self.begun.root.commit(self._describe(parts))
+    def _commit(self, plan: SavePlan, parts: list[dict[str, Any]]) -> None:
+        if self.root is not None:
+            self.root.commit(self._describe(plan, parts))
 
     def _tidy(self) -> None:
-        root = self.begun.root
-        if root is not None:
-            root.point_latest(self.head.tag)
-            root.finish()
+        if self.root is not None:
+            self.root.point_latest(self.head.tag)
+            self.root.finish()
             if self.keep is not None:
-                root.purge(self.keep)
-
-
-def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]:
-    """Iterate over the tensors of which this rank writes a piece or states the shape."""
-    yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
-    yield from contents.shapes.items()
+                self.root.purge(self.keep)
 
 
 def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
@@ -309,7 +284,7 @@ class SavePlan:
 
     Args:
         run: the run to save.
-        given: the arguments of the save.
+        inputs: the arguments of the save.
         first_digests: rank 0's :func:`buffer_digests`; buffers that differ from it are saved for each rank.
 
     Attributes:
@@ -322,8 +297,8 @@ class SavePlan:
         ValueError: a dtype that a checkpoint cannot hold.
     """
 
-    def __init__(self, run: Run, given: SaveInputs, first_digests: Mapping[str, int]) -> None:
-        self._run, self._given = run, given
+    def __init__(self, run: Run, inputs: SaveInputs, first_digests: Mapping[str, int]) -> None:
+        self._run, self._inputs = run, inputs
         self._local_state = run.local_state()
         self.own, self.shapes, self._tensors = self._collect(first_digests)
         self._plan = self._local_state.plan(PIECE_BYTES)
@@ -345,7 +320,7 @@ class SavePlan:
         state: dict[str, Any] = {
             "rng": tree.encode(read_generators(self._run.device), tensors, f"rng/{rank}"),
             "data_rank": self._run.data_rank,
-            "data_position": tree.encode(self._given.data_position, tensors, f"data_position/{rank}"),
+            "data_position": tree.encode(self._inputs.data_position, tensors, f"data_position/{rank}"),
             **own_state(local_state, self._run.optimizers),
         }
         differing = [name for name, digest in buffer_digests(local_state).items() if first_digests.get(name) != digest]
@@ -355,10 +330,10 @@ class SavePlan:
         state["extra"] = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in own_extra.items()}
         shapes: dict[str, TensorShape] = {}
         if rank == 0:
-            schedulers = [each.state_dict() for each in self._given.lr_schedulers]
+            schedulers = [each.state_dict() for each in self._inputs.lr_schedulers]
             state["lr_schedulers"] = tree.encode(schedulers, tensors, "lr_schedulers")
-            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._given.lr_schedulers]
-            state["user_state"] = tree.encode(self._given.user_state, tensors, "user_state")
+            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._inputs.lr_schedulers]
+            state["user_state"] = tree.encode(self._inputs.user_state, tensors, "user_state")
             shapes = {f"model/{name}": shape for name, shape in local_state.model_shapes().items()}
         full = {f"state/{name}": value for name, value in tensors.items()}
         shapes |= {name: TensorShape(tuple(value.shape), value.dtype) for name, value in full.items()}
@@ -370,8 +345,8 @@ class SavePlan:
         run, local_state = self._run, self._local_state
         scaler = run.optimizers[0].scaler if run.optimizers else None
         return {
-            "step": self._given.step,
-            "updates": self._given.updates,
+            "step": self._inputs.step,
+            "updates": self._inputs.updates,
             "optimizers": describe_optimizers(local_state, run.optimizers),
             "aliases": local_state.aliases(),
             "compute_dtype": {n: dtype_name(d) for n, d in local_state.compute_dtypes().items()},

@@ -529,9 +529,9 @@ def write_dcp(
     titan = layout == "torchtitan"
     model = model_entries(source, dtype, tied=True)
     state: dict[str, Any] = dict(model) if titan else {"model": dict(model)}
-    optimizer = _flat_optimizer(source) if titan else _nested_optimizer(source)
+    optimizer = _nested_optimizer(source)
     if optimizer:
-        state["optimizer" if titan else "optim"] = optimizer
+        state["optimizer" if titan else "optim"] = _flat(optimizer) if titan else optimizer
     if not model and not optimizer:
         raise CheckpointError(f"nothing to write to {path}: the checkpoint holds no tensors")
     entries: dict[str, Entry] = {}
@@ -569,24 +569,24 @@ def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def _all_groups(source: CheckpointSource) -> list[dict[str, Any]]:
-    return [group for record in records_of(source.state()) for group in record.groups]
-
-
 def _nested_optimizer(source: CheckpointSource) -> dict[str, Any]:
-    state, groups = _optimizer_state(source), _all_groups(source)
+    state = _optimizer_state(source)
+    groups = [group for record in records_of(source.state()) for group in record.groups]
     if not state and not groups:
         return {}
-    listed = [{**group_options(group), "params": list(group["params"])} for group in groups]
-    return {"state": state, "param_groups": listed}
+    return {
+        "state": state,
+        "param_groups": [{**group_options(group), "params": list(group["params"])} for group in groups],
+    }
 
 
-def _flat_optimizer(source: CheckpointSource) -> dict[str, Any]:
+def _flat(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state and the options of each parameter under torchtitan's names."""
     flat: dict[str, Any] = {}
-    for name, keys in _optimizer_state(source).items():
+    for name, keys in optimizer.get("state", {}).items():
         flat.update({f"state.{name}.{key}": value for key, value in keys.items()})
-    for group in _all_groups(source):
-        options = group_options(group)
+    for group in optimizer.get("param_groups", ()):
+        options = {option: value for option, value in group.items() if option != "params"}
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{option}": value for option, value in options.items()})
     return flat

@@ -309,22 +309,6 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
         return [str(error)]
 
 
-# Entries that a restore reads; a foreign checkpoint has only some of them.
-_EMPTY: dict[str, Any] = {
-    "step": 0,
-    "optimizers": [],
-    "aliases": {},
-    "compute_dtype": {},
-    "scaler": None,
-    "lr_schedulers": [],
-    "user_state": None,
-    "extra": {},
-    "rng": [],
-    "data_position": [],
-    "buffers": [],
-}
-
-
 def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype | None = None) -> Path:
     """Write ``source`` as the native checkpoint ``path``, with one piece (4 MiB) at a time in memory.
 
@@ -342,8 +326,8 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
     entries = {name: _cast(name, entry, dtype) for name, entry in entries_of(source).items()}
     if not entries:
         raise CheckpointError(f"nothing to write to {target}: the checkpoint holds no tensors")
-    state = {**_EMPTY, **source.state()}
-    state.setdefault("updates", state["step"])
+    step = source.state().get("step", 0)
+    state = {"step": step, "updates": step, **source.state()}
     root = CheckpointRoot(str(target.parent), DISK)
     serial = root.prepare(target.name)
     try:
@@ -355,7 +339,7 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         values = (as_bytes(entries[part.name].read(part.start, part.numel).contiguous()) for part in parts)
         file, pieces = write_pieces(DISK, os.path.join(root.hidden, "pieces-0.safetensors"), PieceLayout(parts), values)
         infos = {name: entries[name].fact for name in sorted(entries)}
-        head = Head(target.name, serial, int(state["step"]))
+        head = Head(target.name, serial, int(step))
         root.commit(to_save(Manifest(head, (file,), infos, merge_pieces([pieces]), state)))
     except BaseException:
         root.discard()
