@@ -28,8 +28,10 @@ def test_expanded_tensors_are_refused_wherever_they_stand(tmp_path: Path) -> Non
     optimizer = {"state": {}, "param_groups": [{"params": [], "capturable": large}]}
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "m.pt")
     torch.save({"last_epoch": [large]}, tmp_path / "s.pt")
-    with pytest.raises(CheckpointDamage, match="expanded tensors would be"):
-        open_checkpoint(tmp_path / "m.pt")
+    torch.save({"w": large}, tmp_path / "w.pt")
+    for name in ("m.pt", "w.pt"):
+        with pytest.raises(CheckpointDamage, match="expanded tensors would be"):
+            open_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointDamage, match="expanded tensors would be"):
         read_lr_scheduler(tmp_path / "s.pt")
     tied = torch.zeros(100).expand(20_000, 100)  # 8 MB, under many names
