@@ -98,7 +98,7 @@ class Saving:
                 if self._run.rank == 0:
                     write_program(root)
 
-            agree(self._run.gather, self._run.rank, f"write zero_to_fp32.py into {root}", beside)
+            agree(self._run.gather, f"write zero_to_fp32.py into {root}", beside)
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -148,7 +148,7 @@ class Saving:
             with output_file(path) as unfinished:
                 write_torch(unfinished, kept)
 
-        agree(self._run.gather, rank, f"write {path}", write)
+        agree(self._run.gather, f"write {path}", write)
 
     def close(self) -> None:
         """Free the resources of an unfinished save."""
@@ -181,7 +181,7 @@ def take_over(
         return match, rest
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
-        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        (match, rest), _ = agree(run.gather, f"load {path}", look, share=False)
         load_into(run, match, path, rest.put_back)
     return rest.found
 
@@ -337,7 +337,7 @@ class PartRun(EngineRun):
             NotImplementedError: it is a universal checkpoint, and there are several parts.
         """
         own, others = Path(self.directory(root)), self._session.mesh.joined
-        _, places = agree(self.gather, self.rank, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
+        _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
         path: str | None = next((place for (place,) in places if place is not None), None)
         if others is None:
             return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
         path = os.fspath(directory / f"pieces-{rank}.safetensors")
         file, own = write_pieces(DISK, path, PieceLayout(parts), map(as_bytes, values))
         files.append(file)
-        pieces.append({name: [replace(piece, file=rank) for piece in each] for name, each in own.items()})
+        pieces.append({name: [piece._replace(file=rank) for piece in each] for name, each in own.items()})
     facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
     manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)

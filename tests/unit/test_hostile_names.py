@@ -110,7 +110,7 @@ def test_what_a_file_says_is_shown_printable_in_every_error(tmp_path: Path) -> N
         raise ValueError("a\0b\x1b[2J\nand more")
 
     with pytest.raises(ValueError, match=r"a\\x00b\\x1b\[2J\nand more"):
-        agree(lambda value: [value], 0, "load it", raising)
+        agree(lambda value: [value], "load it", raising)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -584,7 +585,7 @@ class _Change:
     @property
     def row(self) -> int:
         """Return the number of elements of one row."""
-        return TensorInfo(self.here[1:], torch.float32).numel
+        return math.prod(self.here[1:])
 
     def entry(self, entry: Entry, how: Rows) -> Entry:
         """Return the tensor with the number of rows of the model; new rows are zero or the mean."""

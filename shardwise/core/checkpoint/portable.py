@@ -117,7 +117,7 @@ class PortableFiles:
             self.wait_for_saves()
             run.settle()
             with opening(run, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
-                (match, values, options), _ = agree(run.gather, run.rank, what, look, share=False)
+                (match, values, options), _ = agree(run.gather, what, look, share=False)
 
                 def apply() -> None:
                     if options is None:
@@ -139,7 +139,7 @@ class PortableFiles:
     def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
         """Call ``action`` on every rank; every rank raises if one fails. Collective."""
         with run.doing(_doing(what)):
-            return agree(run.gather, run.rank, what, action, share=False)[0]
+            return agree(run.gather, what, action, share=False)[0]
 
     @property
     def saving(self) -> bool:
@@ -365,12 +365,12 @@ def stream(
         return {"map": _listed(portions[0].fragments), **portions[0].post}
 
     try:
-        _, posts = agree(ranks.gather, ranks.rank, what, offer)
+        _, posts = agree(ranks.gather, what, offer)
         portion = portions[0]
         if ranks.rank == 0:
-            agree(ranks.gather, 0, what, lambda: _serve_writer(ranks, portion, posts, write), share=False)
+            agree(ranks.gather, what, lambda: _serve_writer(ranks, portion, posts, write), share=False)
         else:
-            agree(ranks.gather, ranks.rank, what, lambda: _answer(ranks, portion), share=False)
+            agree(ranks.gather, what, lambda: _answer(ranks, portion), share=False)
     finally:
         for each in portions:
             each.close()

@@ -133,7 +133,7 @@ def _restore_one(
         return match, state
 
     with opening(run, path, lambda: _open(path)) as open_it:
-        (match, state), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        (match, state), _ = agree(run.gather, f"load {path}", look, share=False)
         begun.append(path)
         load_into(run, match, path, state.apply)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
@@ -172,7 +172,6 @@ def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], Non
     ):
         agree(
             run.gather,
-            run.rank,
             f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
             lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
             share=False,
@@ -180,10 +179,10 @@ def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], Non
     # All values have arrived: if a scheduler or a hook raises now, the run can go on.
     if run.rank == 0:
         match.tell(what)
-    agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", finish, share=False)
+    agree(run.gather, f"load the rest of {what}, {REPLACED}", finish, share=False)
     if match.part != "optimizer":
         hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
-        agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
+        agree(run.gather, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
@@ -305,14 +304,14 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
         FileNotFoundError, CheckpointDamage, CheckpointError, ValueError: on every rank.
     """
     what = f"find a checkpoint in {root}"
-    paths: list[str] = agree(run.gather, run.rank, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
+    paths: list[str] = agree(run.gather, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
     if not paths:  # "auto" then starts from scratch, which is wrong if other ranks see checkpoints
 
         def none_here() -> None:
             if scan(root):
                 raise CheckpointError("it sees checkpoints, and rank 0 sees none; use a directory that all ranks share")
 
-        agree(run.gather, run.rank, what, none_here)
+        agree(run.gather, what, none_here)
     return paths
 
 
@@ -323,7 +322,7 @@ def opening(run: Run, path: str, open_here: Opens) -> Iterator[Opens]:
     The opened checkpoint is closed at the end of the block. The function raises CheckpointError if ranks see different
     checkpoints.
     """
-    seen = agree(run.gather, run.rank, f"look at {path}", lambda: _seen(path))[1]
+    seen = agree(run.gather, f"look at {path}", lambda: _seen(path))[1]
     opened: list[CheckpointSource] = []
 
     def open_it() -> CheckpointSource:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,7 +273,7 @@ class TorchLocalState:
                 place = _replica(tensor)
             if local.numel():
                 fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
-                block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
+                block = FragmentBlock(nullcontext, ((fragment, partial(_return, local)),))
                 (divided if isinstance(tensor, DTensor) else full).append(block)
 
         def plan(blocks: list[FragmentBlock], replica: int, replicas: int) -> FragmentPlan:
@@ -389,8 +390,8 @@ def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.dim() > 0 or key != "step")
 
 
-def _given(local: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    return lambda _: local
+def _return(values: torch.Tensor, _: Any) -> torch.Tensor:
+    return values
 
 
 def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:

@@ -59,8 +59,11 @@ Gather = Callable[[object], list[Any]]
 """Every rank's JSON-able object, by rank. Collective."""
 
 
-def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
+def agree(gather: Gather, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
     """Run ``action`` on every rank; return its result here and those of all ranks (JSON-able if ``share``). Collective.
+
+    :func:`~shardwise.core.comm.collectively` only says that all ranks succeeded. A save and a load need every rank's
+    result, and one class of error on all ranks: ``"auto"`` skips a checkpoint that is damaged on any of them.
 
     Raises:
         CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, if one failed. The message
@@ -112,7 +115,7 @@ def begin(run: Run, root: CheckpointRoot, tag: str, step: int, files: Any, keep:
         serial = root.prepare(tag)
         return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.local_state())]
 
-    rows = agree(run.gather, run.rank, what, make)[1]
+    rows = agree(run.gather, what, make)[1]
     _, serial, name, digests = rows[0]
     hidden = os.path.join(root.path, name)
 
@@ -120,8 +123,8 @@ def begin(run: Run, root: CheckpointRoot, tag: str, step: int, files: Any, keep:
         _check_tags([row[0] for row in rows])
         return appears(hidden)
 
-    seen = agree(run.gather, run.rank, what, look)[1]
-    agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
+    seen = agree(run.gather, what, look)[1]
+    agree(run.gather, what, lambda: check_seen(seen, os.path.abspath(hidden)))
     return SaveJob(run.rank, root if run.rank == 0 else None, hidden, Head(tag, serial, step), digests, files, keep)
 
 
@@ -188,7 +191,7 @@ class SaveJob:
         Raises:
             CheckpointError: on every rank; earlier checkpoints are unchanged.
         """
-        tag, rank, plans = self.head.tag, self.rank, list[SavePlan]()
+        tag, plans = self.head.tag, list[SavePlan]()
 
         def write() -> dict[str, Any]:
             plan, values = prepare()
@@ -196,13 +199,13 @@ class SaveJob:
             return self._write(plan, values)
 
         try:
-            parts = agree(gather, rank, f"write its part of checkpoint {tag!r}", write)[1]
-            agree(gather, rank, f"commit checkpoint {tag!r}", lambda: self._commit(plans[0], parts))
+            parts = agree(gather, f"write its part of checkpoint {tag!r}", write)[1]
+            agree(gather, f"commit checkpoint {tag!r}", lambda: self._commit(plans[0], parts))
         except BaseException:
             if self.root is not None:
                 self.root.discard()
             raise
-        agree(gather, rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
+        agree(gather, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
 
     def _write(self, plan: SavePlan, values: Iterable[Bytes]) -> dict[str, Any]:
         named: list[tuple[str, Fragment | TensorShape]] = [(each.name, each) for each in plan.layout.fragments]
