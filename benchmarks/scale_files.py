@@ -99,7 +99,7 @@ def files_of(ranks: int, blocks: int, folder: Path) -> Files:
         (folder / files[-1].name).touch()
         os.truncate(folder / files[-1].name, nbytes)
     shapes = {name: ["float32", list(facts[name].shape)] for name in parts[ranks // 2]}
-    own = {"file": list(vars(files[0]).values()), "pieces": parts[ranks // 2], "shapes": shapes, "cuts": {}}
+    own = {"file": list(files[0]), "pieces": parts[ranks // 2], "shapes": shapes, "cuts": {}}
     start = time.perf_counter()
     found = [
         {name: [PieceInfo(number, *piece) for piece in each] for name, each in part.items()}
