@@ -249,7 +249,7 @@ class _Rest:
 def _buffers(match: LoadPlan) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in match.local_state.buffers().items():
-        if f"model/{name}" in match.facts and name in match.local_state.others:
+        if f"model/{name}" in match.infos and name in match.local_state.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return found
 

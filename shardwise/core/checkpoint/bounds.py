@@ -235,17 +235,17 @@ def _number(value: object) -> str:
     return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) -> None:
-    """Check that the tensors of ``facts`` need little more memory than the ``there`` bytes of their files.
+def checked_total(infos: Mapping[str, TensorInfo], there: int, where: object) -> None:
+    """Check that the tensors of ``infos`` need little more memory than the ``there`` bytes of their files.
 
     Raises:
         CheckpointDamage: they need more.
     """
-    needed = sum(fact.nbytes for fact in facts.values())
+    needed = sum(info.nbytes for info in infos.values())
     if needed > MOST_TIMES * there + SPARE_BYTES:
-        largest = max(facts, key=lambda name: facts[name].nbytes)
+        largest = max(infos, key=lambda name: infos[name].nbytes)
         raise CheckpointDamage(
-            f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {facts[largest].shape} "
+            f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {infos[largest].shape} "
             "the largest"
         )
 

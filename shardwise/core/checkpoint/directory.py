@@ -191,7 +191,7 @@ class CheckpointRoot:
         if os.path.realpath(entry.path) in self._damaged:
             return False
         try:
-            _, facts = read_files(entry.path)
-            return all(os.stat(os.path.join(entry.path, fact.name)).st_size == fact.nbytes for fact in facts)
+            _, infos = read_files(entry.path)
+            return all(os.stat(os.path.join(entry.path, info.name)).st_size == info.nbytes for info in infos)
         except (CheckpointDamage, FileNotFoundError, NotADirectoryError):
             return False

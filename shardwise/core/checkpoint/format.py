@@ -148,17 +148,17 @@ class Manifest:
             if count > MOST_RANGES:
                 raise ValueError(f"{name}: a cut of {count} parts and ranges; at most {MOST_RANGES} are known")
             cut.check(self.tensors[name].shape)
-        for name, fact in self.tensors.items():
+        for name, info in self.tensors.items():
             at = 0
             for piece in self.pieces.get(name, ()):
-                nbytes = piece.numel * fact.dtype.itemsize
+                nbytes = piece.numel * info.dtype.itemsize
                 known = 0 <= piece.file < len(self.files) and piece.offset >= 0 and nbytes <= PIECE_BYTES
                 inside = known and piece.offset + nbytes <= self.files[piece.file].nbytes
                 if piece.start != at or piece.numel < 1 or not inside:
-                    raise ValueError(f"{name}: {piece} where element {at} of {fact} should follow")
+                    raise ValueError(f"{name}: {piece} where element {at} of {info} should follow")
                 at += piece.numel
-            if at != fact.numel:
-                raise ValueError(f"{name}: its pieces have {at} elements, its shape {fact.shape} has {fact.numel}")
+            if at != info.numel:
+                raise ValueError(f"{name}: its pieces have {at} elements, its shape {info.shape} has {info.numel}")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -196,12 +196,12 @@ def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     tensors = {
         name: {
-            "dtype": dtype_name(fact.dtype),
-            "shape": list(fact.shape),
+            "dtype": dtype_name(info.dtype),
+            "shape": list(info.shape),
             "pieces": manifest.pieces.get(name, ()),
         }
         | ({"cut": manifest.cuts[name].fields()} if name in manifest.cuts else {})
-        for name, fact in manifest.tensors.items()
+        for name, info in manifest.tensors.items()
     }
     return head, {"files": manifest.files, "tensors": tensors, "state": manifest.state}
 
@@ -241,7 +241,7 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
     }
     cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
     manifest = Manifest(_head(data), _files(data, path), tensors, {}, data["state"], cuts)
-    checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
+    checked_total(tensors, sum(info.nbytes for info in manifest.files), path)
     check_state(manifest.state, path)
     return manifest
 
@@ -268,13 +268,13 @@ def _piece(fields: list[Any]) -> PieceInfo:
 
 
 def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
-    facts = []
+    infos = []
     for name, nbytes, header_bytes, digits in data["files"]:
-        fact = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
-        if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
-            raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
-        facts.append(fact)
-    return tuple(facts)
+        info = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        if not 0 <= info.header_bytes <= min(info.nbytes, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {info.header_bytes} bytes in {info.nbytes}")
+        infos.append(info)
+    return tuple(infos)
 
 
 def digest_of(path: str) -> str:

@@ -47,7 +47,7 @@ class LoadPlan:
     def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, part: LoadPart = "all") -> None:
         self.source, self.local_state, self.state = source, local_state, source.state()
         self.part = part
-        self.facts = source.tensors()
+        self.infos = source.tensors()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._wrong: list[str] = []
@@ -118,10 +118,10 @@ class LoadPlan:
     def _names_in_source(self) -> set[str]:
         """Return the names of parameters: of the model, or of the optimizers if only these are loaded."""
         if self.part != "optimizer":
-            return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
+            return {name.removeprefix("model/") for name in self.infos if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
         return listed | {
-            name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if name.startswith("optimizer/")
+            name.split("/", 2)[2].rpartition("/")[0] for name in self.infos if name.startswith("optimizer/")
         }
 
     def _stored(self, names: Sequence[str]) -> str | None:
@@ -137,7 +137,7 @@ class LoadPlan:
                 self.missing.append(names[0])
             else:
                 # Other formats hold a tied parameter once, or under each of its names.
-                for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
+                for name in {stored, *(n for n in names if f"model/{n}" in self.infos)}:
                     expected.add(name)
                     self._check(f"model/{name}", shape)
                     self._check_kind(f"model/{name}", self._dtypes[names[0]])
@@ -148,7 +148,7 @@ class LoadPlan:
         for name, shape in self._shapes.items():
             if name in params:
                 continue
-            if f"model/{name}" in self.facts:
+            if f"model/{name}" in self.infos:
                 expected.add(name)
                 self._check(f"model/{name}", tuple(shape))
             else:
@@ -156,21 +156,21 @@ class LoadPlan:
         extra = self.state.get("extra", {})
         self.missing += [name for name in self.local_state.extra_names() if name not in extra]
         self.unexpected += [name for name in extra if name not in own]
-        there = (name.removeprefix("model/") for name in self.facts if name.startswith("model/"))
+        there = (name.removeprefix("model/") for name in self.infos if name.startswith("model/"))
         self.unexpected += [name for name in there if name not in expected]
 
     def _check(self, name: str, shape: tuple[int, ...], owner: str = "model") -> None:
-        if self.facts[name].shape != shape:
+        if self.infos[name].shape != shape:
             advice = self._rows_advice(name, shape)
-            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
+            self._wrong.append(f"{name}: {self.infos[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
 
     def _check_kind(self, name: str, dtype: torch.dtype) -> None:
-        there = self.facts[name].dtype
+        there = self.infos[name].dtype
         if not is_one_kind(there, dtype):
             self._wrong.append(f"{name}: {there} in the checkpoint, {dtype} in the model: other kinds of numbers")
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
-        there = self.facts[name].shape
+        there = self.infos[name].shape
         known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # not a buffer
         rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
         argument = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
@@ -182,11 +182,11 @@ class LoadPlan:
         """Return element-wise state as it is. If the optimizer trains full parameters, read state of another shape
         (rows and columns of a factored one) if the saved parameter had the same shape or, if the file has no shapes
         (torch's own), ``known`` accepts the shape."""
-        fact = self.facts[value.name]
-        if fact.shape != shape and getattr(self.local_state, "other_shapes", False):
+        info = self.infos[value.name]
+        if info.shape != shape and getattr(self.local_state, "other_shapes", False):
             then = self._shape_then(name)
-            if then == shape or (then is None and known(fact.shape)):
-                return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
+            if then == shape or (then is None and known(info.shape)):
+                return self.source.read(value.name, 0, info.numel).reshape(info.shape)
         self._check(value.name, shape, "optimizer")
         return value
 
@@ -195,8 +195,8 @@ class LoadPlan:
             for group in saved["groups"]:
                 if name in group["params"] and "shapes" in group:
                     return tuple(group["shapes"][group["params"].index(name)])
-        fact = self.facts.get(f"model/{name}")
-        return None if fact is None else fact.shape
+        info = self.infos.get(f"model/{name}")
+        return None if info is None else info.shape
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the optimizer state of a parameter; ``None``: it starts without state."""
@@ -209,7 +209,7 @@ class LoadPlan:
 
     def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         """See :class:`shardwise.core.engine.fragments.Fill`."""
-        dtype = self.facts[name].dtype
+        dtype = self.infos[name].dtype
         replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
         if name in replaced and part is not None:
             for run in whole_runs(part, start, start + out.numel()):
@@ -523,14 +523,14 @@ def _other_groups(own: _Own, there: _Saved) -> str:
 
 def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
     """Return the optimizers in the state, each with its entries in the order in which they were created."""
-    facts, optimizers = source.tensors(), list[_Saved]()
+    infos, optimizers = source.tensors(), list[_Saved]()
     for number, record in enumerate(source.state().get("optimizers", [])):
         small = record.get("small", {})
         entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
         start = f"optimizer/{number}/"
-        for full in (name for name in facts if name.startswith(start)):
+        for full in (name for name in infos if name.startswith(start)):
             name, _, key = full.removeprefix(start).rpartition("/")
-            entries.setdefault(name, {})[key] = Stored(full, facts[full].dtype)
+            entries.setdefault(name, {})[key] = Stored(full, infos[full].dtype)
         place = {key: index for index, key in enumerate(record.get("keys", []))}
         ordered = {
             name: dict(sorted(entry.items(), key=lambda item: place.get(item[0], len(place))))
@@ -589,13 +589,13 @@ class _Change:
 
     def entry(self, entry: Entry, how: Rows) -> Entry:
         """Return the tensor with the number of rows of the model; new rows are zero or the mean."""
-        row, rows, dtype = self.row, self.there[0], entry.fact.dtype
+        row, rows, dtype = self.row, self.there[0], entry.info.dtype
         known = row * min(rows, self.here[0])
 
         @cache
         def mean() -> torch.Tensor:  # block by block, in fp64
             total = torch.zeros(row, dtype=torch.float64, device="cpu")
-            for start, numel in blocks(entry.fact):
+            for start, numel in blocks(entry.info):
                 columns = torch.arange(start, start + numel, device="cpu") % row
                 total.index_add_(0, columns, entry.read(start, numel).to(torch.float64))
             return total / max(rows, 1)
@@ -640,12 +640,12 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
             if how == "keep":
                 replaced[full] = change.row * change.there[0]
         own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
-        by_rows = all(entries[path].fact.shape in ((), change.there) for path in own)
+        by_rows = all(entries[path].info.shape in ((), change.there) for path in own)
         by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
         for path in own:
             if not by_rows:
                 del entries[path]
-            elif entries[path].fact.shape:
+            elif entries[path].info.shape:
                 entries[path] = change.entry(entries[path], "zero")
         for record in records:
             record["groups"] = [_shaped(group, stored, change.here) for group in record["groups"]]
@@ -699,11 +699,11 @@ def _change(
     if names is None:
         listed = ", ".join(each[0] for each in local_state.names[:MOST_NAMES])
         raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
-    aliases, facts = source.state().get("aliases", {}), source.tensors()
+    aliases, infos = source.state().get("aliases", {}), source.tensors()
     # If only an optimizer is loaded, the largest tensor of its state is taken as element-wise.
-    states = sorted((fact.numel, full) for full, fact in facts.items() if full.startswith("optimizer/") and fact.shape)
-    there = {_parameter_of(full): facts[full].shape for _, full in states}
-    there |= {full.removeprefix("model/"): fact.shape for full, fact in facts.items() if full.startswith("model/")}
+    states = sorted((info.numel, full) for full, info in infos.items() if full.startswith("optimizer/") and info.shape)
+    there = {_parameter_of(full): infos[full].shape for _, full in states}
+    there |= {full.removeprefix("model/"): info.shape for full, info in infos.items() if full.startswith("model/")}
     stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
     here = tuple(local_state.model_shapes()[names[0]].shape)
     if stored is None:
@@ -747,9 +747,9 @@ def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> di
     """Return the shapes of parameters whose state seems element-wise."""
     shapes_by_name: dict[str, set[Shape]] = {name: set() for name in names}
     start = f"optimizer/{index}/"
-    for full, fact in source.tensors().items():
+    for full, info in source.tensors().items():
         if full.startswith(start):
-            shapes_by_name.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(fact.shape)
+            shapes_by_name.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(info.shape)
     return {name: next(iter(shapes)) for name, shapes in shapes_by_name.items() if len(shapes) == 1}
 
 

@@ -438,12 +438,12 @@ class _Gathered:
                 if cut is not None:
                     self._cuts[name] = StoredCut.read(cut)
                 self._pieces.setdefault(name, []).extend((start, n, rank, number) for number, start, n in pieces)
-        self._facts = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
+        self._infos = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
         for pieces in self._pieces.values():
             pieces.sort()
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._facts
+        return self._infos
 
     def state(self) -> dict[str, Any]:
         return self._state
@@ -452,37 +452,37 @@ class _Gathered:
         """Do nothing, because no file is open."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        fact = self._facts[name]
-        if start < 0 or numel < 0 or start + numel > fact.numel:
+        info = self._infos[name]
+        if start < 0 or numel < 0 or start + numel > info.numel:
             raise ValueError(
-                f"elements {start} to {start + numel} of {name}, which has {fact.numel}; read a range inside it"
+                f"elements {start} to {start + numel} of {name}, which has {info.numel}; read a range inside it"
             )
         if name not in self._cuts:
             return self._read_stored(name, start, numel)
-        out = torch.empty(numel, dtype=fact.dtype, device="cpu")
+        out = torch.empty(numel, dtype=info.dtype, device="cpu")
 
         def read(start: int, out: torch.Tensor) -> None:
             out.copy_(self._read_stored(name, start, out.numel()))
 
-        read_logical(read, fact.shape, self._cuts[name], start, out)
+        read_logical(read, info.shape, self._cuts[name], start, out)
         return out
 
     def _read_stored(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements in stored order."""
-        fact = self._facts[name]
+        info = self._infos[name]
         pieces = self._pieces.get(name, [])
         at, index = start, max(bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1, 0)
-        out = torch.empty(0, dtype=fact.dtype, device="cpu")
+        out = torch.empty(0, dtype=info.dtype, device="cpu")
         while at < start + numel:
             if index == len(pieces) or not pieces[index][0] <= at < pieces[index][0] + pieces[index][1]:
-                raise CheckpointError(f"no rank holds element {at} of {name} {fact.shape}; report this")
+                raise CheckpointError(f"no rank holds element {at} of {name} {info.shape}; report this")
             first, count, rank, number = pieces[index]
             stop = min(first + count, start + numel)
             if rank != 0 and stop - at == numel:
-                return self._part(rank, number, at - first, numel, fact.dtype)
+                return self._part(rank, number, at - first, numel, info.dtype)
             if at == start:
-                out = torch.empty(numel, dtype=fact.dtype, device="cpu")
-            out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, fact.dtype)
+                out = torch.empty(numel, dtype=info.dtype, device="cpu")
+            out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, info.dtype)
             at, index = stop, index + 1
         return out
 

@@ -202,10 +202,10 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
     own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
     for name, value in local_state.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
-        if full in match.facts:
-            if match.facts[full].numel != value.numel():  # values of a single rank are stored flat
+        if full in match.infos:
+            if match.infos[full].numel != value.numel():  # values of a single rank are stored flat
                 raise ValueError(
-                    f"the buffer {name} has shape {match.facts[full].shape} in the checkpoint and {tuple(value.shape)} "
+                    f"the buffer {name} has shape {match.infos[full].shape} in the checkpoint and {tuple(value.shape)} "
                     "in the model; nothing was loaded"
                 )
             values[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)

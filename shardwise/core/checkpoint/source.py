@@ -115,14 +115,14 @@ class StateTensors(Mapping[str, torch.Tensor]):
     """Tensors that the JSON state refers to, read on access."""
 
     def __init__(self, source: CheckpointSource) -> None:
-        self._source, self._facts = source, source.tensors()
+        self._source, self._infos = source, source.tensors()
 
     def __getitem__(self, path: str) -> torch.Tensor:
-        fact = self._facts[f"state/{path}"]
-        return self._source.read(f"state/{path}", 0, fact.numel).reshape(fact.shape)
+        info = self._infos[f"state/{path}"]
+        return self._source.read(f"state/{path}", 0, info.numel).reshape(info.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("state/") for name in self._facts if name.startswith("state/"))
+        return (name.removeprefix("state/") for name in self._infos if name.startswith("state/"))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

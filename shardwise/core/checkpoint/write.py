@@ -255,11 +255,11 @@ def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     """
     agreed: dict[str, list[Any]] = {}
     for own in rows:
-        for name, fact in own.items():
-            if agreed.setdefault(name, fact) != fact:
+        for name, info in own.items():
+            if agreed.setdefault(name, info) != info:
                 raise CheckpointError(
-                    f"{name} would be saved as {agreed[name][0]} of shape {agreed[name][1]} and as {fact[0]} of shape "
-                    f"{fact[1]}, so it could not be loaded: nothing was saved; report this"
+                    f"{name} would be saved as {agreed[name][0]} of shape {agreed[name][1]} and as {info[0]} of shape "
+                    f"{info[1]}, so it could not be loaded: nothing was saved; report this"
                 )
     return agreed
 

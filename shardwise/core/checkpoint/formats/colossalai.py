@@ -114,7 +114,7 @@ def open_colossalai(
             header = beside_them if isinstance(beside_them, dict) else shards.header()
             named, state = named_entries(found, header, aliases)
             entries.update(named)
-            shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
+            shapes = {name: entry.info.shape for name, entry in found.items() if f"model/{name}" in named}
         if optimizer_index is not None:
             files = _OptimizerShards(optimizer_index)
             opened.callback(files.close)

@@ -553,7 +553,7 @@ def _without_memory(value: Any, path: tuple[str, ...], entries: dict[str, Entry]
         value = entry_of_tensor(value)
     if isinstance(value, Entry):
         entries[".".join(path)] = value
-        return torch.empty(value.fact.shape, dtype=value.fact.dtype, device="meta")
+        return torch.empty(value.info.shape, dtype=value.info.dtype, device="meta")
     if isinstance(value, dict):
         return {key: _without_memory(item, (*path, str(key)), entries) for key, item in value.items()}
     return value

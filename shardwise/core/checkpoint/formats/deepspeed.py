@@ -119,25 +119,25 @@ def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) ->
 
 def spread_entry(place: Place, flat: Flat) -> Entry:
     """Return a parameter, or state of its shape, of stages 1 and 2."""
-    fact = TensorInfo(place.shape, flat.dtype)
-    return Entry(fact, lambda start, numel: flat.read(place.offset + start, numel))
+    info = TensorInfo(place.shape, flat.dtype)
+    return Entry(info, lambda start, numel: flat.read(place.offset + start, numel))
 
 
 def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
     """Return a parameter, or state of its shape, of stage 3; ``ranks`` has the array of each rank."""
-    fact = TensorInfo(place.shape, ranks[0].dtype)
-    size = -(-fact.numel // len(ranks))
+    info = TensorInfo(place.shape, ranks[0].dtype)
+    size = -(-info.numel // len(ranks))
 
     def read(start: int, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=fact.dtype, device="cpu")
+            return torch.empty(0, dtype=info.dtype, device="cpu")
         slices = []
         for rank in range(start // size, -(-(start + numel) // size)):
             low, high = max(start, rank * size), min(start + numel, (rank + 1) * size)
             slices.append(ranks[rank].read(place.offset + low - rank * size, high - low))
         return torch.cat(slices)
 
-    return Entry(fact, read)
+    return Entry(info, read)
 
 
 ZERO, COMMON = "zero", "optimizer_state.pt"
@@ -255,14 +255,14 @@ def open_deepspeed(path: str | Path) -> LazySource:
         entries |= trained
         state["optimizers"] = [record.to_json()]
     elif files.model.get("optimizer"):
-        shapes = {name.removeprefix("model/"): entry.fact.shape for name, entry in entries.items()}
+        shapes = {name.removeprefix("model/"): entry.info.shape for name, entry in entries.items()}
         states, record, more = from_numbered(files.model["optimizer"], 0, shapes, None, str(directory))
         entries |= states
         notes += more
         state["optimizers"] = [record.to_json()]
     module = files.model["module"]
     masters = {name: module[name].dtype for name in module if f"model/{name}" in entries}
-    half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].fact.dtype}
+    half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].info.dtype}
     if half:
         state["compute_dtype"] = {name: dtype_name(dtype) for name, dtype in half.items()}
     if aliases:

@@ -77,7 +77,7 @@ class Shards:
             return self._open[file].entries, {}
         entries, aliases = self._torch(file)
         # The loaded file is not kept alive: entries have only shape and dtype, and a read maps the file again.
-        return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in entries.items()}, aliases
+        return {name: Entry(entry.info, partial(self._read, file, name)) for name, entry in entries.items()}, aliases
 
     def header(self) -> dict[str, Any]:
         """Return the header of the first opened file that we wrote."""

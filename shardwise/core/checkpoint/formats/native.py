@@ -80,7 +80,7 @@ class NativeSource:
         # all ranges are read alternately
         parts = max((len(cut.ranges) for cut in self.manifest.cuts.values()), default=0)
         self._most_cached = min(CACHED_PIECES + parts, MOST_CACHED)
-        wrong = [(self._wrong_size(fact), number) for number, fact in enumerate(self.manifest.files)]
+        wrong = [(self._wrong_size(info), number) for number, info in enumerate(self.manifest.files)]
         # Finding the tensors of a file needs a pass over all pieces.
         problems = [f"{problem} (it holds {self._first_in(number)})" for problem, number in wrong if problem]
         if problems:
@@ -101,29 +101,29 @@ class NativeSource:
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read into ``out``: 1-D, contiguous, on the host, of the stored dtype."""
-        fact = self._check_range(name, start, out)
-        read_logical(partial(self._read_stored, name), fact.shape, self.manifest.cuts.get(name), start, out)
+        info = self._check_range(name, start, out)
+        read_logical(partial(self._read_stored, name), info.shape, self.manifest.cuts.get(name), start, out)
 
     def read_part(self, name: str, part: TensorPart, start: int, out: torch.Tensor) -> None:
         """Read elements ``[start, start + out.numel())`` of the flattened ``part`` that a rank of an axis holds."""
         read_part(partial(self._read_stored, name), self.manifest.cuts.get(name), part, start, out)
 
     def _check_range(self, name: str, start: int, out: torch.Tensor) -> TensorInfo:
-        fact, numel = self.manifest.tensors[name], out.numel()
-        if start < 0 or start + numel > fact.numel:
+        info, numel = self.manifest.tensors[name], out.numel()
+        if start < 0 or start + numel > info.numel:
             raise ValueError(
-                f"elements {start} to {start + numel} of {name}, which has {fact.numel}; read a range inside it"
+                f"elements {start} to {start + numel} of {name}, which has {info.numel}; read a range inside it"
             )
-        if out.dtype != fact.dtype:
-            raise ValueError(f"{name} is stored as {fact.dtype} and cannot be read into {out.dtype}; cast afterwards")
-        return fact
+        if out.dtype != info.dtype:
+            raise ValueError(f"{name} is stored as {info.dtype} and cannot be read into {out.dtype}; cast afterwards")
+        return info
 
     def _read_stored(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read elements in stored order."""
-        fact, numel = self._check_range(name, start, out), out.numel()
+        info, numel = self._check_range(name, start, out), out.numel()
         if not numel:
             return
-        place, itemsize = as_bytes(out), fact.dtype.itemsize
+        place, itemsize = as_bytes(out), info.dtype.itemsize
         pieces = self.manifest.pieces[name]
         index = bisect.bisect_right(pieces, start, key=lambda piece: piece.start) - 1
         full_pieces: list[Part] = []
@@ -160,8 +160,8 @@ class NativeSource:
     def _path(self, file: int) -> str:
         return os.path.join(self.directory, self.manifest.files[file].name)
 
-    def _wrong_size(self, fact: FileInfo) -> str:
-        path = os.path.join(self.directory, fact.name)
+    def _wrong_size(self, info: FileInfo) -> str:
+        path = os.path.join(self.directory, info.name)
         try:
             there = os.stat(path)
         except OSError as error:
@@ -169,7 +169,7 @@ class NativeSource:
         if not stat.S_ISREG(there.st_mode):
             return f"{path} is not a regular file (its mode is {there.st_mode:o})"
         size = there.st_size
-        return "" if size == fact.nbytes else f"{path} has {size} bytes instead of the {fact.nbytes} that were written"
+        return "" if size == info.nbytes else f"{path} has {size} bytes instead of the {info.nbytes} that were written"
 
     def _first_in(self, file: int) -> str:
         for name, pieces in self.manifest.pieces.items():
@@ -179,14 +179,14 @@ class NativeSource:
 
     def _open(self, file: int) -> int:
         if file not in self._files:
-            path, fact = self._path(file), self.manifest.files[file]
+            path, info = self._path(file), self.manifest.files[file]
             fd = self._files[file] = self._opened(file)
-            header = np.empty(fact.header_bytes, dtype=np.uint8)
+            header = np.empty(info.header_bytes, dtype=np.uint8)
             self._fill(file, fd, header, 0, "its header")
             self.bytes_read += header.nbytes
-            if hexadecimal(header.data) != fact.header_checksum:
+            if hexadecimal(header.data) != info.header_checksum:
                 raise CheckpointDamage(
-                    f"{path}: the header ({fact.header_bytes} bytes, which name {self._first_in(file)} and others) is "
+                    f"{path}: the header ({info.header_bytes} bytes, which name {self._first_in(file)} and others) is "
                     "not what was written; load another checkpoint"
                 )
         return self._files[file]
@@ -288,8 +288,8 @@ class NativeSource:
             except CheckpointDamage as error:
                 lines.append(str(error))
         parts = (
-            (name, piece, np.empty(piece.numel * fact.dtype.itemsize, dtype=np.uint8))
-            for name, fact in self.manifest.tensors.items()
+            (name, piece, np.empty(piece.numel * info.dtype.itemsize, dtype=np.uint8))
+            for name, info in self.manifest.tensors.items()
             for piece in self.manifest.pieces.get(name, ())
         )
         lines += [str(problem) for problem in self._read_and_check(parts) if problem is not None]
@@ -334,11 +334,11 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
         parts = [
             piece
             for name, entry in entries.items()
-            for piece in split(Fragment(name, entry.fact.shape, entry.fact.dtype, 0, entry.fact.numel), PIECE_BYTES)
+            for piece in split(Fragment(name, entry.info.shape, entry.info.dtype, 0, entry.info.numel), PIECE_BYTES)
         ]
         values = (as_bytes(entries[part.name].read(part.start, part.numel).contiguous()) for part in parts)
         file, pieces = write_pieces(DISK, os.path.join(root.hidden, "pieces-0.safetensors"), PieceLayout(parts), values)
-        infos = {name: entries[name].fact for name in sorted(entries)}
+        infos = {name: entries[name].info for name in sorted(entries)}
         head = Head(target.name, serial, int(step))
         root.commit(to_save(Manifest(head, (file,), infos, merge_pieces([pieces]), state)))
     except BaseException:
@@ -349,4 +349,4 @@ def write_native(source: CheckpointSource, path: str | Path, dtype: torch.dtype 
 
 
 def _cast(name: str, entry: Entry, dtype: torch.dtype | None) -> Entry:
-    return entry.cast(dtype if name.startswith("model/") and entry.fact.dtype.is_floating_point else None)
+    return entry.cast(dtype if name.startswith("model/") and entry.info.dtype.is_floating_point else None)

@@ -107,10 +107,10 @@ def optimizer_entries(source: CheckpointSource, index: int) -> dict[str, dict[st
     """Return the element-wise state of one optimizer, by parameter name and key."""
     states: dict[str, dict[str, Entry]] = {}
     start = f"optimizer/{index}/"
-    for full, fact in source.tensors().items():
+    for full, info in source.tensors().items():
         if full.startswith(start):
             name, _, key = full.removeprefix(start).rpartition("/")
-            states.setdefault(name, {})[key] = Entry(fact, partial(source.read, full))
+            states.setdefault(name, {})[key] = Entry(info, partial(source.read, full))
     return states
 
 
@@ -174,7 +174,7 @@ def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
     for value in values.values():
         if isinstance(value, Entry):
-            shapes.add(value.fact.shape)
+            shapes.add(value.info.shape)
         elif isinstance(value, torch.Tensor) and value.ndim:
             shapes.add(tuple(value.shape))
     return shapes.pop() if len(shapes) == 1 else None

@@ -138,7 +138,7 @@ def write_peft(
             f"{adapter!r} of a kind that is not written to {path}; save the whole model (save_model)"
         )
     known = vocabulary if vocabulary is not None else source.state().get("vocabulary")
-    for name in embedding_weights({name: entry.fact for name, entry in tensors.items()}, settings, known):
+    for name in embedding_weights({name: entry.info for name, entry in tensors.items()}, settings, known):
         entries[name] = tensors[name]
     if not any("lora_" in name for name in entries):
         raise CheckpointError(f"nothing to write to {path}: the checkpoint has no parameters of an adapter {adapter!r}")
@@ -248,12 +248,12 @@ _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapt
 
 
 def embedding_weights(
-    facts: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
+    infos: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
 ) -> list[str]:
     """Return the names of base weights in a ``PeftModel`` that are saved with the adapter.
 
     Args:
-        facts: all its tensors by name.
+        infos: all its tensors by name.
         settings: the adapter's configuration.
         vocabulary: the result of ``vocabulary_of`` for the model; ``None``: unknown.
 
@@ -261,7 +261,7 @@ def embedding_weights(
     """
     known = vocabulary or {}
     layers: dict[str, list[str]] = {path: [] for path in known.get("embeddings") or ()}
-    for name in facts:
+    for name in infos:
         stem = _AROUND.sub("", name)
         path = stem if stem != name else name.rpartition(".")[0]
         if path in layers or path.rpartition(".")[2] in _USUAL:
@@ -270,7 +270,7 @@ def embedding_weights(
     selected = []
     if _targeted(layers, settings) and not settings.get("trainable_token_indices"):
         selected = [name for path, names in own.items() for name in names if name.startswith(f"{path}.base_layer.")]
-    rows = next((facts[name].shape[0] for names in own.values() for name in names if len(facts[name].shape) == 2), None)
+    rows = next((infos[name].shape[0] for names in own.values() for name in names if len(infos[name].shape) == 2), None)
     size = known.get("size") or rows
     if size is not None and _resized(int(size), settings.get("base_model_name_or_path"), vocabulary is not None):
         return sorted(name for names in own.values() for name in names)

@@ -59,7 +59,7 @@ class SafetensorsFile:
                 if isinstance(metadata, dict)
                 else {}
             )
-            self.entries = {name: self._entry(name, facts) for name, facts in header.items()}
+            self.entries = {name: self._entry(name, infos) for name, infos in header.items()}
             self._check_length(header)
         except BaseException:
             self.close()
@@ -80,19 +80,19 @@ class SafetensorsFile:
             raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80}, not an object")
         return header, 8 + length
 
-    def _entry(self, name: str, facts: Any) -> Entry:
+    def _entry(self, name: str, infos: Any) -> Entry:
         try:
-            dtype = DTYPES[facts["dtype"]]
-            start, end = facts["data_offsets"]
+            dtype = DTYPES[infos["dtype"]]
+            start, end = infos["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
-        fact = TensorInfo(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
-        if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
-            raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, is at bytes {start} to {end}")
-        return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
+            raise CheckpointDamage(f"{self.path}: {name} is described as {infos!r:.120} ({error!r:.120})") from error
+        info = TensorInfo(checked_shape(infos.get("shape"), f"{self.path}: {name}"), dtype)
+        if type(start) is not int or type(end) is not int or start < 0 or end - start != info.nbytes:
+            raise CheckpointDamage(f"{self.path}: {name} of shape {info.shape}, {dtype}, is at bytes {start} to {end}")
+        return Entry(info, partial(self._read, name, dtype, self._data_start + start))
 
     def _check_length(self, header: Mapping[str, Any]) -> None:
-        ranges = sorted(tuple(facts["data_offsets"]) for facts in header.values())
+        ranges = sorted(tuple(infos["data_offsets"]) for infos in header.values())
         position = 0
         for start, end in ranges:
             if start != position:
@@ -130,13 +130,13 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
         CheckpointError: there are more tensors than one such file can describe.
         OSError: the file cannot be written.
     """
-    tensors = [(name, entry.fact.dtype, entry.fact.shape) for name, entry in entries.items()]
+    tensors = [(name, entry.info.dtype, entry.info.shape) for name, entry in entries.items()]
     header, starts, nbytes = safetensors_header(tensors, metadata, path)
     values = list(entries.values())
     with new_file(path) as file:
         file.write(header)
         for index in sorted(range(len(values)), key=starts.__getitem__):
-            for start, numel in blocks(values[index].fact):
+            for start, numel in blocks(values[index].info):
                 file.write(as_bytes(values[index].read(start, numel).contiguous()))
     return nbytes
 
@@ -147,8 +147,8 @@ EXTRA = "state/extra/"
 
 def extra_entries(source: CheckpointSource) -> dict[str, Entry]:
     """Return the tensors of extra state under their names in a file."""
-    facts = source.tensors().items()
-    return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in facts if n.startswith(EXTRA)}
+    infos = source.tensors().items()
+    return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in infos if n.startswith(EXTRA)}
 
 
 def model_metadata(source: CheckpointSource) -> dict[str, str]:

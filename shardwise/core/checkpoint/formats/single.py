@@ -99,7 +99,7 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
     if key is not None:
         known = {key, *OPTIMIZER_KEYS}
         notes += [f"{path}: {other!r} next to {key!r} was ignored" for other in content if other not in known]
-    shapes = {name: entry.fact.shape for name, entry in entries.items()}
+    shapes = {name: entry.info.shape for name, entry in entries.items()}
     more = read_header({HEADER: content[HEADER]}) if alone and isinstance(content.get(HEADER), str) else {}
     names = more.get("names") if parameter_names is None else parameter_names
     records = []
@@ -172,8 +172,8 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
         return file
     start = f"optimizer/{index}/"
     entries = {
-        f"optimizer/0/{name.removeprefix(start)}": Entry(fact, partial(source.read, name))
-        for name, fact in source.tensors().items()
+        f"optimizer/0/{name.removeprefix(start)}": Entry(info, partial(source.read, name))
+        for name, info in source.tensors().items()
         if name.startswith(start)
     }
     with output_file(file) as unfinished:
