@@ -56,7 +56,7 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 class FileSystem:
-    """The operating system's own. All methods raise ``OSError``."""
+    """The operating system's file system. All methods raise ``OSError``."""
 
     def __init__(self) -> None:
         self._renameat2 = _c_function("renameat2")

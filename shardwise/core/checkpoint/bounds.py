@@ -186,7 +186,7 @@ def _is_plain(name: object) -> bool:
 
 
 def read_name(path: Path) -> str:
-    """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if there is none.
+    """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if the file is missing.
 
     Raises:
         CheckpointDamage: its content is not a name inside its directory.

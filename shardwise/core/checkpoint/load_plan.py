@@ -109,7 +109,7 @@ class LoadPlan:
         ]
         return self.staying_parameters + optimizers
 
-    def tell(self, where: str) -> None:
+    def warn(self, where: str) -> None:
         """Warn of optimizer state that was ignored or is missing, and of weights that no parameter has."""
         if self.notes:
             listed = "\n  ".join(self.notes)

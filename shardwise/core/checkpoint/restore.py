@@ -178,7 +178,7 @@ def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], Non
         )
     # All values have arrived: if a scheduler or a hook raises now, the run can go on.
     if run.rank == 0:
-        match.tell(what)
+        match.warn(what)
     agree(run.gather, f"load the rest of {what}, {REPLACED}", finish, share=False)
     if match.part != "optimizer":
         hooks = partial(match.local_state.loaded, match.missing, match.unexpected)

@@ -167,7 +167,9 @@ class TorchRun:
 
 
 class TorchLocalState:
-    """See :class:`shardwise.core.checkpoint.run.LocalState`.
+    """The tensors of a module and its optimizer that this rank holds.
+
+    See :class:`shardwise.core.checkpoint.run.LocalState`.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than

@@ -56,7 +56,7 @@ Part = tuple[str, PieceInfo, Bytes]
 
 
 class NativeSource:
-    """A directory that :func:`save_checkpoint` wrote; see :class:`shardwise.core.checkpoint.source.CheckpointSource`.
+    """A checkpoint in the native format; see :class:`shardwise.core.checkpoint.source.CheckpointSource`.
 
     A read covers full pieces, because a checksum covers a piece: at most two of ``PIECE_BYTES`` more than the range.
     Pieces that were needed in part are cached (four, and one for each part of a cut tensor, up to ``MOST_CACHED``). A
