@@ -23,7 +23,7 @@ from shardwise.core.checkpoint.format import (
     encode_manifest,
     merge_pieces,
 )
-from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.source import TensorInfo
 from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
 from shardwise.plan import ByModule
@@ -99,7 +99,7 @@ def files_of(ranks: int, blocks: int, folder: Path) -> Files:
         (folder / files[-1].name).touch()
         os.truncate(folder / files[-1].name, nbytes)
     shapes = {name: ["float32", list(facts[name].shape)] for name in parts[ranks // 2]}
-    own = {"file": list(vars(files[0]).values()), "pieces": parts[ranks // 2], "shapes": shapes, "cuts": {}}
+    own = {"file": list(files[0]), "pieces": parts[ranks // 2], "shapes": shapes, "cuts": {}}
     start = time.perf_counter()
     found = [
         {name: [PieceInfo(number, *piece) for piece in each] for name, each in part.items()}

@@ -21,7 +21,7 @@ from shardwise.booster.runs import Runs
 from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
-from shardwise.core.checkpoint.fitting import Fit, Rows
+from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.schedulers import fitting_state
 from shardwise.core.parallel.pipeline import merged
 

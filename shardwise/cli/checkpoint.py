@@ -447,7 +447,7 @@ def _megabytes(text: str) -> float:
 
 def _verify(options: argparse.Namespace) -> int:
     from shardwise.core.checkpoint.formats.detect import open_checkpoint
-    from shardwise.core.checkpoint.read import NativeSource
+    from shardwise.core.checkpoint.formats.native import NativeSource
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():

@@ -17,11 +17,11 @@ from shardwise.core.checkpoint.directory import LATEST, scan
 from shardwise.core.checkpoint.format import MANIFEST
 from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
-from shardwise.core.checkpoint.match import LoadPart, LoadPlan
+from shardwise.core.checkpoint.load_plan import LoadPart, LoadPlan
 from shardwise.core.checkpoint.options import checked_options
-from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import EngineRun, TrainedOnly
 from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerLoadPlan, saved_schedulers
@@ -98,7 +98,7 @@ class Saving:
                 if self._run.rank == 0:
                     write_program(root)
 
-            agree(self._run.gather, self._run.rank, f"write zero_to_fp32.py into {root}", beside)
+            agree(self._run.gather, f"write zero_to_fp32.py into {root}", beside)
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -148,7 +148,7 @@ class Saving:
             with output_file(path) as unfinished:
                 write_torch(unfinished, kept)
 
-        agree(self._run.gather, rank, f"write {path}", write)
+        agree(self._run.gather, f"write {path}", write)
 
     def close(self) -> None:
         """Free the resources of an unfinished save."""
@@ -181,7 +181,7 @@ def take_over(
         return match, rest
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
-        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        (match, rest), _ = agree(run.gather, f"load {path}", look, share=False)
         load_into(run, match, path, rest.put_back)
     return rest.found
 
@@ -220,11 +220,11 @@ class _Rest:
         native = isinstance(match.source, NativeSource)  # only the model of a native checkpoint is loaded here
         self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
-            for index, taken in match.taken.items():
+            for index, taken in match.adopted.items():
                 self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
             with reading(f"the loss scale of {path}"):
                 self._scale = _scale(session, match)
-        if self._schedules and match.wanted == "model":  # rates that a schedule has set are kept with the optimizers
+        if self._schedules and match.part == "model":  # rates that a schedule has set are kept with the optimizers
             for index in range(min(len(session.optimizers), len(records))):
                 if len(session.optimizers[index].param_groups) == len(records[index]):
                     self._match_groups(index, records[index], lambda key, own: key == "lr")
@@ -249,7 +249,7 @@ class _Rest:
 def _buffers(match: LoadPlan) -> dict[str, torch.Tensor]:
     found = {}
     for name, value in match.local_state.buffers().items():
-        if f"model/{name}" in match.facts and name in match.local_state.others:
+        if f"model/{name}" in match.infos and name in match.local_state.others:
             found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return found
 
@@ -337,7 +337,7 @@ class PartRun(EngineRun):
             NotImplementedError: it is a universal checkpoint, and there are several parts.
         """
         own, others = Path(self.directory(root)), self._session.mesh.joined
-        _, places = agree(self.gather, self.rank, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
+        _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
         path: str | None = next((place for (place,) in places if place is not None), None)
         if others is None:
             return path

@@ -116,7 +116,7 @@ def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], wri
     with ExitStack() as blocks:
         for session in sessions:
             blocks.enter_context(session.module.gathered(write_back))
-        agree(job.gather, job.rank, f"run the hooks of {call}", run, share=False)
+        agree(job.gather, f"run the hooks of {call}", run, share=False)
 
 
 def _leave(given: list[Any], kept: Sequence[Any]) -> None:

@@ -116,7 +116,7 @@ class ShardwiseTrainer(Trainer):
         run = EngineRun(session)
         what = f"save the model to {path}"
         with asks_prompts(session):
-            agree(run.gather, run.rank, what, lambda: self._write_model(path, state), share=False)
+            agree(run.gather, what, lambda: self._write_model(path, state), share=False)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -432,7 +432,7 @@ class FabricSaving:
             converted = self._strategy._convert_stateful_objects_in_state(rest, filter={})
             packed.extend([pack({FABRIC: converted, FABRIC_NAMES: names})] if session.mesh.rank == 0 else [])
 
-        agree(session.mesh.world.exchange_object, session.mesh.rank, f"put together the entries of {path}", put)
+        agree(session.mesh.world.exchange_object, f"put together the entries of {path}", put)
         return packed[0] if packed else None
 
     # ---- loading

@@ -192,7 +192,7 @@ class Saving:
             packed.extend([pack(entries)] if rank == 0 else [])
             return left_out(packed[0]) if packed else []
 
-        _, missing = agree(world.exchange_object, rank, f"put together the entries of {path}", put)
+        _, missing = agree(world.exchange_object, f"put together the entries of {path}", put)
         new = [name for name in missing[0] if name not in self._warned]
         if new:
             self._warned.update(new)

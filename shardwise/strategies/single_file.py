@@ -114,7 +114,7 @@ def _optimizer(source: CheckpointSource, index: int) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    return value.read(0, value.fact.numel).reshape(value.fact.shape).clone() if isinstance(value, Entry) else value
+    return value.read(0, value.info.numel).reshape(value.info.shape).clone() if isinstance(value, Entry) else value
 
 
 def read_directories(namespace: Namespace) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from shardwise.cli import checkpoint as command
 from shardwise.core.checkpoint import write
-from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import zero

@@ -23,7 +23,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.mesh import Mesh

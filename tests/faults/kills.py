@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
 from shardwise.session import build

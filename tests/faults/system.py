@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.core.checkpoint import atomic, directory, read
-from shardwise.core.checkpoint.formats import output
+from shardwise.core.checkpoint import atomic, directory
+from shardwise.core.checkpoint.formats import native, output
 
 SHORT = 0  # a write that takes only a part
 CHANGING = ("mkdir", "makedirs", "open", "close", "link", "rename", "unlink", "rmdir")
@@ -75,7 +75,7 @@ class System:
 def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
     """Every module that touches a checkpoint's files calls it."""
     system, disk = System(), atomic.DISK
-    modules = (atomic, directory, read, output)
+    modules = (atomic, directory, native, output)
     renameat2 = disk._renameat2
 
     def exchange(*args: Any) -> int:

@@ -11,24 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.checkpoint import read
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
     PIECE_BYTES,
     Head,
     Manifest,
-    PieceFile,
     PieceLayout,
+    as_bytes,
     decode_manifest,
     encode_manifest,
     hexadecimal,
     merge_pieces,
     read_head,
+    write_pieces,
 )
-from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats import native, open_checkpoint
+from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
 from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.engine.fragments import Fragment, split
 from shardwise.core.parallel.tensor import Part, ShardSpec
@@ -51,11 +50,10 @@ def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
                 at = run.local + piece.start - run.stored
                 values.append(local[at : at + piece.numel])
                 parts.append(piece)
-        file = PieceFile(DISK, os.fspath(directory / f"pieces-{rank}.safetensors"), PieceLayout(parts))
-        for index, value in enumerate(values):
-            file.write(index, value)
-        files.append(file.finish())
-        pieces.append(file.pieces(rank))
+        path = os.fspath(directory / f"pieces-{rank}.safetensors")
+        file, own = write_pieces(DISK, path, PieceLayout(parts), map(as_bytes, values))
+        files.append(file)
+        pieces.append({name: [piece._replace(file=rank) for piece in each] for name, each in own.items()})
     facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
     manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)
@@ -77,7 +75,7 @@ def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of six parts of several pieces each: every block has something of each part, and one piece of each is kept."""
-    monkeypatch.setattr(read, "CACHED_PIECES", 0)
+    monkeypatch.setattr(native, "CACHED_PIECES", 0)
     whole = torch.randn(1024, 6 * 1100)
     written(tmp_path / "one", whole, ShardSpec.even(1, whole.shape[1], RANKS))
     with NativeSource(tmp_path / "one") as source:

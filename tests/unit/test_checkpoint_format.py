@@ -15,7 +15,7 @@ from sets import campaign
 from torch import nn
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import replicated

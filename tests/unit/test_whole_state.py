@@ -167,7 +167,7 @@ def test_what_a_hook_saves_is_given_to_the_hook_that_loads_it(tmp_path: Path, ta
         Checkpointer(TorchRun(other)).load(tmp_path / "one")
         assert other.inner["sum"].tolist() == [2, 2]
     else:
-        with pytest.raises(ValueError, match="sums: a hook of the model saves this, and none takes it"):
+        with pytest.raises(ValueError, match="sums: a hook of the model saves this value, and no hook loads it"):
             Checkpointer(TorchRun(other)).load(tmp_path / "one")
 
 

@@ -10,16 +10,16 @@ tensor this rank holds, in which tier, and loads it. Only ``run`` and ``dcp_stat
 * ``session``, ``portable``: the public operations; ``snapshot``: asynchronous saves.
 * ``write``: what a rank saves, and the steps of a save. ``format``: the manifest and the files of pieces.
   ``directory``, ``atomic``: the directories on the disk.
-* ``restore``: the steps of a load. ``match``, ``options``, ``schedulers``: the load plan: how a checkpoint fits a run.
-  ``fitting``: other names and numbers of rows. ``read``: reads the native format.
+* ``restore``: the steps of a load. ``load_plan``, ``options``, ``schedulers``: how a checkpoint fits a run, other names
+  and numbers of rows included.
 * ``run``, ``torch_run``: what a checkpoint needs to know of a run. ``source``, ``bounds``: what every reader has in
   common.
 """
 
 from __future__ import annotations
 
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.restore import Restored
 from shardwise.core.checkpoint.run import EngineRun, Ranks, Run
 from shardwise.core.checkpoint.schedulers import SavedScheduler, read_lr_scheduler, write_lr_scheduler

@@ -56,7 +56,7 @@ def _c_function(name: str) -> Callable[..., int] | None:
 
 
 class FileSystem:
-    """The operating system's own. All methods raise ``OSError``."""
+    """The operating system's file system. All methods raise ``OSError``."""
 
     def __init__(self) -> None:
         self._renameat2 = _c_function("renameat2")
@@ -286,17 +286,17 @@ class AtomicDirectory:
             OSError: an existing directory is unchanged.
         """
         files, path, parent = self._files, self.path, os.path.dirname(self.path)
-        aside = hidden_name(path, f"{self._prefix}replaced")
+        replaced = hidden_name(path, f"{self._prefix}replaced")
         replaces = os.path.lexists(path)
         exchanged = replaces and files.exchange(self.hidden, path)
         if not exchanged:
             if replaces:
-                files.rename(path, aside)
+                files.rename(path, replaced)
             try:
                 files.rename(self.hidden, path)
             except BaseException:
                 if replaces:
-                    files.rename(aside, path)
+                    files.rename(replaced, path)
                 raise
         try:
             files.sync_directory(parent)
@@ -306,12 +306,12 @@ class AtomicDirectory:
             else:
                 files.rename(path, self.hidden)
                 if replaces:
-                    files.rename(aside, path)
+                    files.rename(replaced, path)
             raise
         self._committed = True  # the hidden name is now that of the replaced directory
         self._unlock()
         if replaces:
-            self._replaced = self.hidden if exchanged else aside
+            self._replaced = self.hidden if exchanged else replaced
 
     def finish(self) -> None:
         """Remove the directory that :meth:`commit` replaced.

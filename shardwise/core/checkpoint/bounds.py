@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any
 
 from shardwise.core.base.validate import printable
@@ -67,18 +68,16 @@ def reading(what: object) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise CheckpointError(
-            f"{error.filename or what} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+            f"{error.filename or what} may not be read ({error.strerror}); it is not damaged; ask for access to it"
         ) from error
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        raise CheckpointDamage(f"{what} names a file whose path is too long to be one; load another copy") from error
+        raise CheckpointDamage(f"{what} names a file whose path is too long") from error
     except PARSING as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointDamage(
-            f"{what} does not hold what it should ({type(error).__name__}: {_short(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{what} has invalid content ({type(error).__name__}: {_short(error)})") from error
 
 
 @contextmanager
@@ -94,8 +93,8 @@ def saving(what: object) -> Iterator[None]:
         if isinstance(error, MemoryError):
             raise
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
-        why = re.sub(r"[;,] (load another copy|(it is |which is )?not read)$", "", text)
-        raise CheckpointError(f"{what} is not saved, since no load would take it: {why}") from error
+        why = re.sub(r"; load another copy$", "", text)
+        raise CheckpointError(f"{what} is not saved, because no load would accept it: {why}") from error
 
 
 def _short(error: BaseException) -> str:
@@ -117,15 +116,15 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
             raise CheckpointError(
-                f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged: ask for access to it"
+                f"{os.fspath(path)} may not be read ({error.strerror}); it is not damaged; ask for access to it"
             ) from error
         if error.errno == errno.ENXIO:  # a socket
-            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file; load another copy") from error
+            raise CheckpointDamage(f"{os.fspath(path)} is not a regular file") from error
         raise
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o}); load another copy")
+        raise CheckpointDamage(f"{os.fspath(path)} is not a regular file (its mode is {mode:o})")
     return fd
 
 
@@ -140,11 +139,11 @@ def read_index_file(path: str | os.PathLike[str], most: int = MOST_INDEX_BYTES) 
     with open(open_regular(path), "rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > most:
-            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has; it is not read")
+            raise CheckpointDamage(f"{os.fspath(path)} has {nbytes} bytes, which no such file has")
         if nbytes:  # reading a sparse file would allocate memory for its holes
             file.seek(nbytes - 1)
             if file.read(1) == b"\0":
-                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text; it is not read")
+                raise CheckpointDamage(f"{os.fspath(path)} ends with zeros, which is not text")
             file.seek(0)
         return file.read()
 
@@ -172,9 +171,7 @@ def checked_name(name: object, where: object) -> str:
     """
     if not _is_plain(name):
         shown = printable(str(name)[:80]) if isinstance(name, str) else type(name).__name__
-        raise CheckpointDamage(
-            f"{where} names the file {shown!r}, which is outside its own directory or no plain name; it is not read"
-        )
+        raise CheckpointDamage(f"{where} names the file {shown!r}, which is outside its directory or not a plain name")
     return str(name)
 
 
@@ -189,7 +186,7 @@ def _is_plain(name: object) -> bool:
 
 
 def read_name(path: Path) -> str:
-    """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if there is none.
+    """Read a file that holds only a name, like DeepSpeed's ``latest``; empty if the file is missing.
 
     Raises:
         CheckpointDamage: its content is not a name inside its directory.
@@ -199,7 +196,7 @@ def read_name(path: Path) -> str:
         return ""
     with reading(path):
         if path.stat().st_size > 4 * MOST_PATH_BYTES:
-            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has; it is not read")
+            raise CheckpointDamage(f"{path} has {path.stat().st_size} bytes, which no name has")
         name = read_index_file(path).decode().strip()
     return checked_name(name, path) if name else ""
 
@@ -213,7 +210,7 @@ def checked_names(names: Mapping[str, Any], where: object) -> None:
     for name in names:
         if not isinstance(name, str) or not name.isprintable():
             shown = printable(name[:80]) if isinstance(name, str) else type(name).__name__
-            raise CheckpointDamage(f"{where} holds a tensor named {shown!r}, which is not printable text; not read")
+            raise CheckpointDamage(f"{where} holds a tensor named {shown!r}, which is not printable text")
 
 
 def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
@@ -223,14 +220,14 @@ def checked_shape(sizes: object, where: object) -> tuple[int, ...]:
         CheckpointDamage: it is not such a shape.
     """
     if not isinstance(sizes, list | tuple) or len(sizes) > MAX_DIMENSIONS:
-        raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape; load another copy")
+        raise CheckpointDamage(f"{where} has a {type(sizes).__name__} for a shape")
     product = 1
     for size in sizes:
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
-            raise CheckpointDamage(f"{where} has {_number(size)} in its shape; load another copy")
+            raise CheckpointDamage(f"{where} has {_number(size)} in its shape")
         product *= max(size, 1)
     if product > MAX_SIZE:
-        raise CheckpointDamage(f"{where} has more than 2^63 elements by its shape; load another copy")
+        raise CheckpointDamage(f"{where} has a shape of more than 2^63 elements")
     return tuple(sizes)
 
 
@@ -238,18 +235,18 @@ def _number(value: object) -> str:
     return f"{value!r:.40}" if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def checked_total(facts: Mapping[str, TensorInfo], there: int, where: object) -> None:
-    """Check that the tensors of ``facts`` need little more memory than the ``there`` bytes of their files.
+def checked_total(infos: Mapping[str, TensorInfo], there: int, where: object) -> None:
+    """Check that the tensors of ``infos`` need little more memory than the ``there`` bytes of their files.
 
     Raises:
         CheckpointDamage: they need more.
     """
-    needed = sum(fact.nbytes for fact in facts.values())
+    needed = sum(info.nbytes for info in infos.values())
     if needed > MOST_TIMES * there + SPARE_BYTES:
-        largest = max(facts, key=lambda name: facts[name].nbytes)
+        largest = max(infos, key=lambda name: infos[name].nbytes)
         raise CheckpointDamage(
-            f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {facts[largest].shape} "
-            "the largest; it is not read"
+            f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {infos[largest].shape} "
+            "the largest"
         )
 
 
@@ -267,7 +264,7 @@ def checked_tree(value: object, most: int, where: object) -> None:
         left -= 1
         if left < 0 or depth > MAX_DEPTH:
             what = f"more than {most} values" if left < 0 else f"more than {MAX_DEPTH} levels"
-            raise CheckpointDamage(f"{where} holds {what} inside each other; it is not read")
+            raise CheckpointDamage(f"{where} holds {what} inside each other")
         if isinstance(item, Mapping):
             stack.extend((each, depth + 1) for each in item.values())
         elif isinstance(item, list | tuple):
@@ -284,14 +281,14 @@ def check_state(state: object, where: object) -> None:
         CheckpointDamage: an entry has another form; the message names it.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object; load another copy")
+        raise CheckpointDamage(f"{where}: its state is a {type(state).__name__} and not an object")
     checked_tree(state, MOST_VALUES, f"{where}: its state")
     for key, value in state.items():
         if not _is_text(key):
-            raise CheckpointDamage(f"{where}: its state has the key {key!r:.80}; load another copy")
+            raise CheckpointDamage(f"{where}: its state has the key {key!r:.80}")
         test = _FORMS.get(key)
         if test is not None and not test(value):
-            raise CheckpointDamage(f"{where}: {key} of its state is {_shown(value)}; load another copy")
+            raise CheckpointDamage(f"{where}: {key} of its state is {_shown(value)}")
 
 
 def _shown(value: object) -> str:
@@ -307,76 +304,65 @@ def _is_count(value: object) -> bool:
     return value is None or (type(value) is int and 0 <= value < 2**63)
 
 
-def _texts(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(key) and _is_text(each) for key, each in value.items())
+def _is_scaler(value: object) -> bool:
+    return value is None or (_is_scale(value) and value["scale"] > 0)  # type: ignore[index]
 
 
-def _by_name(value: object) -> bool:
-    return isinstance(value, Mapping) and all(_is_text(key) for key in value)
+def _anything(_: object) -> bool:
+    return True
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+Test = Callable[[object], bool]
 
 
-def _is_places(value: object) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**31 for each in value)
+def _list_of(test: Test) -> Test:
+    return lambda value: isinstance(value, list) and all(map(test, value))
 
 
-def _scaler(value: object) -> bool:
-    if value is None:
-        return True
-    keys = ("scale", "overflows", "good_steps")
-    numbers = _by_name(value) and all(type(value.get(key)) in (int, float) for key in keys)  # type: ignore[attr-defined]
-    return numbers and 0 < value["scale"] < float("inf") and all(0 <= value[k] < 2**63 for k in keys[1:])  # type: ignore[index]
+def _dict_of(test: Test) -> Test:
+    return lambda value: isinstance(value, Mapping) and all(_is_text(k) and test(each) for k, each in value.items())
 
 
-def _optimizer(value: object) -> bool:
-    if not _by_name(value):
-        return False
-    entry: Mapping[str, Any] = value  # type: ignore[assignment]
-    groups, keys, small = entry.get("groups", []), entry.get("keys", []), entry.get("small", {})
-    return (
-        _is_text(entry.get("class", ""))
-        and isinstance(groups, list)
-        and all(_group(group) for group in groups)
-        and isinstance(keys, list)
-        and all(_is_text(key) for key in keys)
-        and _by_name(small)
-        and all(_by_name(each) for each in small.values())
-    )
+def _fields(required: Mapping[str, Test] = MappingProxyType({}), /, **optional: Test) -> Test:
+    """Return a test of a dictionary with these entries, and any other ones."""
+
+    def test(value: object) -> bool:
+        if not isinstance(value, Mapping) or not all(map(_is_text, value)):
+            return False
+        present = {**required, **{key: each for key, each in optional.items() if key in value}}
+        return all(key in value and each(value[key]) for key, each in present.items())
+
+    return test
 
 
-def _group(value: object) -> bool:
-    if not _by_name(value):
-        return False
-    entry: Mapping[str, Any] = value  # type: ignore[assignment]
-    params = entry.get("params")
-    return isinstance(params, list) and all(_is_text(name) for name in params)
+def _number_up_to(most: float) -> Test:
+    return lambda value: type(value) in (int, float) and 0 <= value < most  # type: ignore[operator]
 
 
-_FORMS: dict[str, Callable[[object], bool]] = {
+_NAMES, _BY_NAME = _list_of(_is_text), _dict_of(_anything)
+_is_scale = _fields(
+    {"scale": _number_up_to(float("inf")), "overflows": _number_up_to(2**63), "good_steps": _number_up_to(2**63)}
+)
+_OPTIMIZER = _fields(
+    groups=_list_of(_fields({"params": _NAMES})), keys=_NAMES, small=_dict_of(_BY_NAME), **{"class": _is_text}
+)
+_FORMS: dict[str, Test] = {
     "step": _is_count,
     "updates": _is_count,
-    "aliases": _texts,
-    "compute_dtype": _texts,
-    "optimizers": lambda value: isinstance(value, list) and all(_optimizer(each) for each in value),
-    "scaler": _scaler,
-    "lr_schedulers": _is_list,
-    "lr_scheduler_classes": lambda value: isinstance(value, list) and all(map(_is_text, value)),
-    "rng": _is_list,
-    "data_position": _is_list,
-    "data_rank": _is_places,
-    "world": _by_name,
-    "buffers": lambda value: isinstance(value, list) and all(_texts(each) for each in value),
-    "extra": _by_name,
-    "config": _by_name,
-    "generation_config": _by_name,
-    "vocabulary": lambda value: (
-        _by_name(value)
-        and _is_count(value.get("size"))  # type: ignore[attr-defined]
-        and isinstance(names := value.get("embeddings"), list)  # type: ignore[attr-defined]
-        and all(map(_is_text, names))
-    ),
-    "adapters": lambda value: _by_name(value) and all(_by_name(each) for each in value.values()),  # type: ignore[attr-defined]
+    "aliases": _dict_of(_is_text),
+    "compute_dtype": _dict_of(_is_text),
+    "optimizers": _list_of(_OPTIMIZER),
+    "scaler": _is_scaler,
+    "lr_schedulers": _list_of(_anything),
+    "lr_scheduler_classes": _NAMES,
+    "rng": _list_of(_anything),
+    "data_position": _list_of(_anything),
+    "data_rank": _list_of(lambda value: type(value) is int and 0 <= value < 2**31),
+    "world": _BY_NAME,
+    "buffers": _list_of(_dict_of(_is_text)),
+    "extra": _BY_NAME,
+    "config": _BY_NAME,
+    "generation_config": _BY_NAME,
+    "vocabulary": _fields({"embeddings": _NAMES}, size=_is_count),
+    "adapters": _dict_of(_BY_NAME),
 }

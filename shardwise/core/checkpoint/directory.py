@@ -54,22 +54,22 @@ def scan(root: str) -> list[CheckpointEntry]:
         match = HIDDEN.fullmatch(name)
         if match and match["kind"] == "replaced":
             places.setdefault(match["name"], name)
-    found = []
+    entries = []
     for tag, name in places.items():
         path = os.path.join(root, name)
         if not _is_ours(path):
             continue
         try:
-            found.append(CheckpointEntry(tag, path, read_head(path)))
+            entries.append(CheckpointEntry(tag, path, read_head(path)))
         except CheckpointDamage as error:
-            found.append(CheckpointEntry(tag, path, None, str(error)))
+            entries.append(CheckpointEntry(tag, path, None, str(error)))
         except FileNotFoundError:
             continue  # another process removed it meanwhile
-    return sorted(found, key=_age, reverse=True)
+    return sorted(entries, key=_age, reverse=True)
 
 
-def _age(found: CheckpointEntry) -> tuple[bool, int, bool]:
-    return (True, 0, False) if found.head is None else (False, found.head.serial, found.head.tag != found.tag)
+def _age(entry: CheckpointEntry) -> tuple[bool, int, bool]:
+    return (True, 0, False) if entry.head is None else (False, entry.head.serial, entry.head.tag != entry.tag)
 
 
 def _is_ours(path: str) -> bool:
@@ -173,12 +173,12 @@ class CheckpointRoot:
         A checkpoint is complete if its files have their sizes and no load found it damaged; contents are not read.
         """
         removed: list[str] = []
-        whole = 0
+        complete = 0
         for each in scan(self.path):
             if each.head is None:  # it may be the newest: keep it for inspection
                 continue
-            if whole < keep:
-                whole += self._is_whole(each)
+            if complete < keep:
+                complete += self._is_whole(each)
                 continue
             removed.append(hidden_name(os.path.join(self.path, each.tag), "purged"))
             self._files.rename(each.path, removed[-1])
@@ -187,11 +187,11 @@ class CheckpointRoot:
         for gone in removed:
             self._files.remove_tree(gone)
 
-    def _is_whole(self, found: CheckpointEntry) -> bool:
-        if os.path.realpath(found.path) in self._damaged:
+    def _is_whole(self, entry: CheckpointEntry) -> bool:
+        if os.path.realpath(entry.path) in self._damaged:
             return False
         try:
-            _, facts = read_files(found.path)
-            return all(os.stat(os.path.join(found.path, fact.name)).st_size == fact.nbytes for fact in facts)
+            _, infos = read_files(entry.path)
+            return all(os.stat(os.path.join(entry.path, info.name)).st_size == info.nbytes for info in infos)
         except (CheckpointDamage, FileNotFoundError, NotADirectoryError):
             return False

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,9 @@ __all__ = [
     "read_files",
     "read_head",
     "read_manifest",
+    "safetensors_header",
     "to_save",
+    "write_pieces",
 ]
 
 FORMAT, VERSION = "shardwise checkpoint", 1
@@ -105,8 +107,7 @@ class Head:
     step: int
 
 
-@dataclass(frozen=True)
-class FileInfo:
+class FileInfo(NamedTuple):
     """A safetensors file: its size, and the checksum of its first ``header_bytes`` bytes."""
 
     name: str
@@ -115,8 +116,7 @@ class FileInfo:
     header_checksum: str
 
 
-@dataclass(frozen=True)
-class PieceInfo:
+class PieceInfo(NamedTuple):
     """Elements ``[start, start + numel)`` of a flattened tensor, at byte ``offset`` of file number ``file``."""
 
     file: int
@@ -148,17 +148,17 @@ class Manifest:
             if count > MOST_RANGES:
                 raise ValueError(f"{name}: a cut of {count} parts and ranges; at most {MOST_RANGES} are known")
             cut.check(self.tensors[name].shape)
-        for name, fact in self.tensors.items():
+        for name, info in self.tensors.items():
             at = 0
             for piece in self.pieces.get(name, ()):
-                nbytes = piece.numel * fact.dtype.itemsize
+                nbytes = piece.numel * info.dtype.itemsize
                 known = 0 <= piece.file < len(self.files) and piece.offset >= 0 and nbytes <= PIECE_BYTES
                 inside = known and piece.offset + nbytes <= self.files[piece.file].nbytes
                 if piece.start != at or piece.numel < 1 or not inside:
-                    raise ValueError(f"{name}: {piece} where element {at} of {fact} should follow")
+                    raise ValueError(f"{name}: {piece} where element {at} of {info} should follow")
                 at += piece.numel
-            if at != fact.numel:
-                raise ValueError(f"{name}: its pieces have {at} elements, its shape {fact.shape} has {fact.numel}")
+            if at != info.numel:
+                raise ValueError(f"{name}: its pieces have {at} elements, its shape {info.shape} has {info.numel}")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -184,9 +184,9 @@ def to_save(manifest: Manifest) -> bytes:
         _without_pieces(json.loads(text), what)
     if len(content) > MOST_MANIFEST_BYTES:
         raise CheckpointError(
-            f"{what} is not saved, since no load would take it: its manifest has {len(content)} bytes, of at most "
+            f"{what} is not saved, because no load would accept it: its manifest has {len(content)} bytes, of at most "
             f"{MOST_MANIFEST_BYTES}, for {sum(map(len, manifest.pieces.values()))} pieces of {len(manifest.tensors)} "
-            "tensors: shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
+            "tensors; shard over fewer ranks, and replicate over more (dp_replicate of the mesh)"
         )
     return content
 
@@ -196,15 +196,14 @@ def _fields(manifest: Manifest) -> tuple[dict[str, Any], dict[str, Any]]:
     head = {"format": FORMAT, "version": VERSION_OF_CUTS if manifest.cuts else VERSION, **vars(manifest.head)}
     tensors = {
         name: {
-            "dtype": dtype_name(fact.dtype),
-            "shape": list(fact.shape),
-            "pieces": [[p.file, p.offset, p.start, p.numel, p.checksum] for p in manifest.pieces.get(name, ())],
+            "dtype": dtype_name(info.dtype),
+            "shape": list(info.shape),
+            "pieces": manifest.pieces.get(name, ()),
         }
         | ({"cut": manifest.cuts[name].fields()} if name in manifest.cuts else {})
-        for name, fact in manifest.tensors.items()
+        for name, info in manifest.tensors.items()
     }
-    files = [[f.name, f.nbytes, f.header_bytes, f.header_checksum] for f in manifest.files]
-    return head, {"files": files, "tensors": tensors, "state": manifest.state}
+    return head, {"files": manifest.files, "tensors": tensors, "state": manifest.state}
 
 
 def _last_line(content: bytes) -> bytes:
@@ -216,11 +215,11 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
     _check_last_line(content, path)
     with reading(path):
         data = json.loads(content)
-        found = data["format"], data["version"]
-    if found not in ((FORMAT, VERSION), (FORMAT, VERSION_OF_CUTS)):
+        version = data["format"], data["version"]
+    if version not in ((FORMAT, VERSION), (FORMAT, VERSION_OF_CUTS)):
         raise ValueError(
-            f"{path} is {found[0]!r:.80} version {found[1]!r:.80}, this reads {FORMAT!r} version {VERSION} and "
-            f"{VERSION_OF_CUTS}: use the version of shardwise that wrote it, or a newer one"
+            f"{path} is {version[0]!r:.80} version {version[1]!r:.80}, and only {FORMAT!r} versions {VERSION} and "
+            f"{VERSION_OF_CUTS} can be read; use the version of shardwise that wrote it, or a newer one"
         )
     with reading(path):
         return _manifest(data, path)
@@ -242,14 +241,14 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
     }
     cuts = {n: StoredCut.read(t["cut"]) for n, t in data["tensors"].items() if "cut" in t}
     manifest = Manifest(_head(data), _files(data, path), tensors, {}, data["state"], cuts)
-    checked_total(tensors, sum(fact.nbytes for fact in manifest.files), path)
+    checked_total(tensors, sum(info.nbytes for info in manifest.files), path)
     check_state(manifest.state, path)
     return manifest
 
 
 def _dtype(name: object, where: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold; load another copy")
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which is not a dtype of a checkpoint")
     return _DTYPES[name]
 
 
@@ -269,13 +268,13 @@ def _piece(fields: list[Any]) -> PieceInfo:
 
 
 def _files(data: dict[str, Any], path: str) -> tuple[FileInfo, ...]:
-    facts = []
+    infos = []
     for name, nbytes, header_bytes, digits in data["files"]:
-        fact = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
-        if not 0 <= fact.header_bytes <= min(fact.nbytes, MAX_HEADER_BYTES):
-            raise ValueError(f"a header of {fact.header_bytes} bytes in {fact.nbytes}")
-        facts.append(fact)
-    return tuple(facts)
+        info = FileInfo(checked_name(name, path), _count(nbytes), _count(header_bytes), str(digits))
+        if not 0 <= info.header_bytes <= min(info.nbytes, MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {info.header_bytes} bytes in {info.nbytes}")
+        infos.append(info)
+    return tuple(infos)
 
 
 def digest_of(path: str) -> str:
@@ -294,7 +293,7 @@ def _check_last_line(content: bytes, path: str) -> None:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not have the checksum that was written, so it is damaged; load "
+            f"{path}: its {len(content)} bytes do not match its checksum, so it is damaged; load "
             "another checkpoint (tag='auto' finds the newest complete one)"
         )
 
@@ -321,7 +320,7 @@ def read_content(directory: str) -> tuple[bytes, str]:
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(
-                f"{path} is missing, although the files that it describes are there; load another checkpoint"
+                f"{path} is missing, and the files that it describes exist; load another checkpoint"
             ) from None
         raise FileNotFoundError(
             f"{directory} is not a checkpoint directory: it has no {MANIFEST}; check the path"
@@ -375,7 +374,6 @@ def merge_pieces(parts: Sequence[Mapping[str, Sequence[PieceInfo]]]) -> dict[str
     return {name: tuple(sorted(pieces, key=lambda piece: piece.start)) for name, pieces in merged.items()}
 
 
-ALIGN_BYTES = 4096  # the data begins on a page
 GATHER_BYTES = 1 << 20  # smaller pieces are put together before they are written
 WRITEBACK_BYTES = 16 << 20
 
@@ -387,49 +385,57 @@ def as_bytes(tensor: torch.Tensor) -> Bytes:
     return tensor.view(torch.uint8).numpy()
 
 
+def safetensors_header(
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str], what: object, align: int = 8
+) -> tuple[bytes, list[int], int]:
+    """Return the header of a safetensors file, the offset of each tensor in the file, and the file's size.
+
+    The data of wider dtypes is first, so that every tensor is aligned. It begins at a multiple of ``align`` bytes.
+    ``what`` names the file in an error.
+
+    Raises:
+        ValueError: safetensors has no such dtype.
+        CheckpointError: the header is too large.
+    """
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in tensors]
+    starts, at = [0] * len(tensors), 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index][1].itemsize):
+        name, dtype, shape = tensors[index]
+        if dtype not in DTYPE_NAMES:
+            known = ", ".join(map(dtype_name, DTYPE_NAMES))
+            raise ValueError(f"{name} is {dtype}, which safetensors files cannot hold; use one of {known}")
+        end = at + sizes[index]
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        starts[index], at = at, end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % align)
+    if len(text) + 8 > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{what} is not saved: its {len(tensors)} tensors need a header of {len(text)} bytes, and safetensors "
+            f"allows {MAX_HEADER_BYTES}; write smaller files (size_per_shard=), or save a run from more ranks"
+        )
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts], len(header) + at
+
+
 class PieceLayout:
-    """The offsets of fragments in a file. Wider dtypes are first, so that every tensor is aligned.
+    """The offsets of fragments in a file.
 
     Attributes:
         fragments: in the order of their values.
         offsets: in the file, by fragment.
-        header: the bytes before the data.
+        header: the bytes before the data, which begins on a page.
         nbytes: size of the file.
 
     Raises:
-        ValueError: a dtype that safetensors does not have, or too many pieces for its header.
+        ValueError, CheckpointError: as :func:`safetensors_header` does.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self.fragments = tuple(fragments)
-        for fragment in self.fragments:
-            if fragment.dtype not in DTYPE_NAMES:
-                known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
-                raise ValueError(f"{fragment.name} is {fragment.dtype}, which is not supported; use one of {known}")
-        order = sorted(range(len(self.fragments)), key=lambda i: -self.fragments[i].dtype.itemsize)
-        starts, at = [0] * len(order), 0
-        for index in order:
-            starts[index] = at
-            at += self.fragments[index].nbytes
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for index in order:
-            fragment = self.fragments[index]
-            start = starts[index]
-            entries[_key(fragment)] = {
-                "dtype": DTYPE_NAMES[fragment.dtype],
-                "shape": list(fragment.shape) if fragment.whole else [fragment.numel],
-                "data_offsets": [start, start + fragment.nbytes],
-            }
-        text = json.dumps(entries).encode()
-        text += b" " * (-(len(text) + 8) % ALIGN_BYTES)
-        self.header = len(text).to_bytes(8, "little") + text
-        if len(self.header) > MAX_HEADER_BYTES:
-            raise ValueError(
-                f"a file of {len(order)} pieces has a header of {len(self.header)} bytes, and safetensors allows "
-                f"{MAX_HEADER_BYTES}: save from more ranks, which have fewer pieces each"
-            )
-        self.offsets = [len(self.header) + start for start in starts]
-        self.nbytes = len(self.header) + at
+        tensors = [(_key(each), each.dtype, each.shape if each.whole else (each.numel,)) for each in fragments]
+        self.header, self.offsets, self.nbytes = safetensors_header(tensors, {"format": "pt"}, "a file of pieces", 4096)
 
 
 def _key(fragment: Fragment) -> str:
@@ -462,15 +468,10 @@ class PieceFile:
             self.abandon()
             raise
 
-    def write(self, index: int, values: torch.Tensor) -> None:
-        """Write fragment ``index``: 1-D, contiguous, on the host."""
-        fragment = self._layout.fragments[index]
-        if values.numel() != fragment.numel or values.dtype != fragment.dtype:
-            raise RuntimeError(f"{values.numel()} x {values.dtype} for {fragment}; report this")
-        self.write_bytes(index, as_bytes(values))
-
-    def write_bytes(self, index: int, data: Bytes) -> None:
-        """Write bytes (uint8) of fragment ``index``; computes the checksum while they are in cache."""
+    def write(self, index: int, data: Bytes) -> None:
+        """Write the bytes of fragment ``index``; computes the checksum while they are in cache."""
+        if data.nbytes != self._layout.fragments[index].nbytes:
+            raise RuntimeError(f"{data.nbytes} bytes for {self._layout.fragments[index]}; report this")
         self._checksums[index] = f"{checksum(data):016x}"
         offset = self._layout.offsets[index]
         if data.nbytes >= GATHER_BYTES:
@@ -523,7 +524,24 @@ class PieceFile:
 
     def pieces(self, file: int) -> dict[str, list[PieceInfo]]:
         """Return the written pieces by tensor; ``file`` is this file's number in the manifest."""
-        found: dict[str, list[PieceInfo]] = {}
+        pieces: dict[str, list[PieceInfo]] = {}
         for fragment, offset, digits in zip(self._layout.fragments, self._layout.offsets, self._checksums, strict=True):
-            found.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))
-        return found
+            pieces.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))
+        return pieces
+
+
+def write_pieces(
+    files: Any, path: str, layout: PieceLayout, values: Iterable[Bytes]
+) -> tuple[FileInfo, dict[str, list[PieceInfo]]]:
+    """Write a file of pieces, and return its size and header, and its pieces by tensor as those of file 0.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = PieceFile(files, path, layout)
+    try:
+        for index, value in enumerate(values):
+            file.write(index, value)
+        return file.finish(), file.pieces(0)
+    finally:
+        file.abandon()

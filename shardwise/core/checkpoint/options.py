@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.base.device import random_state, set_random_state
-from shardwise.core.checkpoint.match import LoadPlan
+from shardwise.core.checkpoint.load_plan import LoadPlan
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.memory.disk.checksum import checksum
@@ -50,8 +50,8 @@ def kind_mismatch(value: object, own: object, length: bool = True, none: bool = 
             return f"{_short_value(value)} where the run has {_short_value(own)}"
     if isinstance(own, Mapping) and isinstance(value, Mapping):
         common = [key for key in own if key in value]
-        found = ((key, kind_mismatch(value[key], own[key], length, none or key in FUNCTIONS)) for key in common)
-        return next((f"{key!r:.40}: {why}" for key, why in found if why), "")
+        by_key = ((key, kind_mismatch(value[key], own[key], length, none or key in FUNCTIONS)) for key in common)
+        return next((f"{key!r:.40}: {why}" for key, why in by_key if why), "")
     if isinstance(own, list | tuple):
         if not isinstance(value, list | tuple) or (length and len(value) != len(own)):
             return f"{_short_value(value)} where the run has {_short_value(own)}"
@@ -95,13 +95,13 @@ def check_scheduler(scheduler: Any, saved: object, where: str) -> None:
     of_others = not type(scheduler).__module__.startswith("torch.")
     for key, value in saved.items():
         none = of_others or key in FUNCTIONS
-        why = kind_mismatch(value, own[key], False, none) if key in own else _taken(scheduler, key)
+        why = kind_mismatch(value, own[key], False, none) if key in own else _reserved(scheduler, key)
         if why:
             kind = type(scheduler).__name__
             raise ValueError(f"{where}: {key!r:.60} does not fit {kind} ({why}); nothing was loaded")
 
 
-def _taken(scheduler: Any, key: str) -> str:
+def _reserved(scheduler: Any, key: str) -> str:
     # torch's schedulers set every attribute that their state names, methods and the optimizer included.
     reserved = key == "optimizer" or key.startswith("__") or callable(getattr(scheduler, key, None))
     return "a name that the scheduler reserves" if reserved else ""
@@ -118,9 +118,9 @@ class Options:
     def __init__(self, run: Run, match: LoadPlan) -> None:
         self._run = run
         self._groups: list[tuple[RunOptimizer, int, dict[str, Any]]] = []
-        for index, taken in match.taken.items():
+        for index, adopted in match.adopted.items():
             trainer = run.optimizers[index]
-            for number, (own, options) in enumerate(zip(trainer.param_groups, taken.options, strict=True)):
+            for number, (own, options) in enumerate(zip(trainer.param_groups, adopted.options, strict=True)):
                 fits = copy.deepcopy(checked_options(own, options, f"optimizer {index}, group {number}"))
                 self._groups.append((trainer, number, fits))
             _check_small(trainer, match, index)

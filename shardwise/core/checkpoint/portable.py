@@ -10,23 +10,23 @@ import bisect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import PieceLayout
 from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
-from shardwise.core.checkpoint.match import LoadPlan
+from shardwise.core.checkpoint.load_plan import Fit, LoadPlan
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.run import LocalState, Ranks, Run
 from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
 from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
-from shardwise.core.engine.fragments import Fragment
+from shardwise.core.engine.fragments import Fragment, FragmentPlan
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 
 __all__ = ["PortableFiles"]
@@ -40,7 +40,7 @@ class PortableFiles:
     """Save and load models and optimizers. Every method is collective."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, AsyncSaver] = {}
+        self._savers: dict[str, AsyncSaver] = {}
         self._ranks: Ranks | None = None
 
     @property
@@ -71,7 +71,7 @@ class PortableFiles:
     def _save(
         self, kind: Part, run: Run, prepare: Callable[[], LocalTensors], write: Write, what: str, use_async: bool
     ) -> None:
-        lane = self._lanes.setdefault(kind, AsyncSaver())
+        saver = self._savers.setdefault(kind, AsyncSaver())
 
         def copy(image: HostSnapshot) -> LocalTensors:
             portion = prepare()
@@ -79,13 +79,13 @@ class PortableFiles:
             return portion
 
         with run.doing(_doing(what)):
-            lane.wait_for_saves()
+            saver.wait_for_saves()
             run.settle()
             # The run's own group synchronizes the ranks before the program's group is used, or a new one is created.
             run.gather(None)
             if use_async:
                 pin = run.device.type == "cuda"
-                lane.start(pin, copy, lambda ranks, copied: stream(ranks, copied, write, what))
+                saver.start(pin, copy, lambda ranks, copied: stream(ranks, copied, write, what))
             else:
                 stream(self._world, prepare, write, what)
 
@@ -117,15 +117,15 @@ class PortableFiles:
             self.wait_for_saves()
             run.settle()
             with opening(run, path, lambda: open_checkpoint(path, detect_format(path, part))) as open_it:
-                (match, others, options), _ = agree(run.gather, run.rank, what, look, share=False)
+                (match, values, options), _ = agree(run.gather, what, look, share=False)
 
-                def rest() -> None:
+                def apply() -> None:
                     if options is None:
-                        match.local_state.put_others(others)
+                        match.local_state.put_others(values)
                     else:
                         options.apply()
 
-                load_into(run, match, f"the {part} from {path}", rest)
+                load_into(run, match, f"the {part} from {path}", apply)
         return match
 
     def on_rank_zero(self, run: Run, action: Callable[[], object], what: str) -> None:
@@ -139,12 +139,12 @@ class PortableFiles:
     def everywhere(self, run: Run, action: Callable[[], Any], what: str) -> Any:
         """Call ``action`` on every rank; every rank raises if one fails. Collective."""
         with run.doing(_doing(what)):
-            return agree(run.gather, run.rank, what, action, share=False)[0]
+            return agree(run.gather, what, action, share=False)[0]
 
     @property
     def saving(self) -> bool:
         """Return True if an asynchronous save is still being written."""
-        return any(lane.running for lane in self._lanes.values())
+        return any(saver.running for saver in self._savers.values())
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written.
@@ -160,9 +160,9 @@ class PortableFiles:
 
     def _each(self, action: Callable[[AsyncSaver], None]) -> None:
         failures = []
-        for kind in sorted(self._lanes):
+        for kind in sorted(self._savers):
             try:
-                action(self._lanes[kind])
+                action(self._savers[kind])
             except CheckpointError as error:
                 failures.append(error)
         if failures:
@@ -171,12 +171,12 @@ class PortableFiles:
 
 def _doing(what: str) -> str:
     """Turn "save the model to x" into "saving the model to x", for :meth:`Run.doing`."""
-    verb, _, rest = what.partition(" ")
-    return f"{verb.removesuffix('e')}ing {rest}"
+    verb, _, object_ = what.partition(" ")
+    return f"{verb.removesuffix('e')}ing {object_}"
 
 
 def _copy(image: HostSnapshot, fragments: Sequence[Fragment], values: Any) -> list[torch.Tensor]:
-    copied = image.take(PieceLayout(fragments), values)()
+    copied = image.take(PieceLayout(fragments), values)
     return [torch.from_numpy(data).view(each.dtype) for data, each in zip(copied, fragments, strict=True)]
 
 
@@ -247,26 +247,25 @@ def _optimizer_alone(source: CheckpointSource) -> CheckpointSource:
 DONE = -1
 
 
-class Reader(Protocol):
-    """See :class:`shardwise.core.engine.fragments.FragmentReader`."""
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor: ...
-    def close(self) -> None: ...
+Read = Callable[[int, int | None], torch.Tensor]
+"""Returns ``numel`` elements of a fragment from ``start`` on; all of them for ``None``."""
 
 
 @dataclass
 class LocalTensors:
-    """The tensors that one rank contributes to a save, and a reader for them.
+    """The tensors that one rank contributes to a save.
 
     Attributes:
         fragments: fragments of this rank.
-        reader: reads their values.
+        reads: functions that read their values, in the same order.
+        close: releases what ``reads`` use.
         post: JSON for rank 0.
         state: returns on rank 0 the JSON state from all ranks' ``post``.
     """
 
     fragments: list[Fragment]
-    reader: Reader
+    reads: list[Read]
+    close: Callable[[], None]
     post: dict[str, Any]
     state: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
@@ -280,8 +279,8 @@ class LocalTensors:
         local_state = run.local_state()
         plan = local_state.plan(BLOCK_BYTES, shared=False)
         tensors: dict[str, torch.Tensor] = {}
-        given = {name: value for name, value in local_state.extra().items() if local_state.owns(name)}
-        extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in given.items()}
+        values = {name: value for name, value in local_state.extra().items() if local_state.owns(name)}
+        extra = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in values.items()}
         own = {f"model/{name}": value for name, value in local_state.buffers().items() if local_state.owns(name)}
         own |= {f"state/{name}": value for name, value in tensors.items()}
         shapes = {
@@ -291,12 +290,15 @@ class LocalTensors:
         aliases = local_state.aliases()
 
         def state(posts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-            found = {name: value for each in posts for name, value in each["extra"].items()}
-            return {"aliases": aliases} | ({"extra": found} if found else {})
+            merged = {name: value for each in posts for name, value in each["extra"].items()}
+            return {"aliases": aliases} | ({"extra": merged} if merged else {})
 
-        reader = _Chosen(plan.fragments, plan.reader(), "model/", pieces_of(own, BLOCK_BYTES))
         post = {"shapes": shapes if run.rank == 0 else {}, "extra": extra}
-        return cls(reader.fragments, reader, post, state)
+        local = cls(*_renamed(plan, "model/", "model/"), post, state)
+        for fragment, value in pieces_of(own, BLOCK_BYTES):
+            local.fragments.append(fragment)
+            local.reads.append(partial(_slice, value))
+        return local
 
     @classmethod
     def of_optimizer(cls, run: Run, index: int) -> LocalTensors:
@@ -307,7 +309,6 @@ class LocalTensors:
         """
         local_state, trainer = run.local_state(), run.optimizers[index]
         plan = local_state.plan(BLOCK_BYTES, shared=False)
-        reader = _Chosen(plan.fragments, plan.reader(), f"optimizer/{trainer.index}/", [], "optimizer/0/")
         described, scaler = describe_optimizers(local_state, [trainer]), trainer.scaler
         shapes = {name: list(shape.shape) for name, shape in local_state.model_shapes().items()}
         for group in described[0]["groups"]:
@@ -318,58 +319,29 @@ class LocalTensors:
             return saved | ({} if scale is None else {"scaler": scale})
 
         scale = None if scaler is None else scaler.state_dict()
-        return cls(reader.fragments, reader, own_state(local_state, [trainer]), state)
+        local = _renamed(plan, f"optimizer/{trainer.index}/", "optimizer/0/")
+        return cls(*local, own_state(local_state, [trainer]), state)
 
     def snapshot(self, copy: Callable[[Sequence[Fragment], Any], Sequence[torch.Tensor]]) -> None:
         """Read all values now into the tensors that ``copy(fragments, values)`` returns."""
         try:
-            values = (self.reader.read(index) for index in range(len(self.fragments)))
-            copied = copy(self.fragments, values)
+            copied = copy(self.fragments, (read(0, None) for read in self.reads))
         finally:
-            self.reader.close()
-        self.reader = _InMemory(copied)
+            self.close()
+        self.reads, self.close = [partial(_slice, value) for value in copied], lambda: None
 
 
-class _Chosen:
-    """The fragments of a reader with one prefix, perhaps replaced by another, and further tensors."""
-
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        reader: Reader,
-        start: str,
-        more: Sequence[tuple[Fragment, torch.Tensor]],
-        renamed: str | None = None,
-    ) -> None:
-        chosen = [index for index, fragment in enumerate(fragments) if fragment.name.startswith(start)]
-        begin = start if renamed is None else renamed
-        self._reader, self._chosen, self._more = reader, chosen, more
-        named = [(begin + fragments[index].name.removeprefix(start), fragments[index]) for index in chosen]
-        self.fragments = [replace(fragment, name=name) for name, fragment in named]
-        self.fragments += [fragment for fragment, _ in more]
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        if index < len(self._chosen):
-            return self._reader.read(self._chosen[index], start, numel)
-        value = self._more[index - len(self._chosen)][1]
-        return value[start:] if numel is None else value[start : start + numel]
-
-    def close(self) -> None:
-        self._reader.close()
+def _renamed(plan: FragmentPlan, prefix: str, new: str) -> tuple[list[Fragment], list[Read], Callable[[], None]]:
+    """Return the fragments whose names begin with ``prefix``, which ``new`` replaces, functions that read them, and one
+    that ends the reading."""
+    reader = plan.reader()
+    chosen = [(index, each) for index, each in enumerate(plan.fragments) if each.name.startswith(prefix)]
+    fragments = [replace(each, name=new + each.name.removeprefix(prefix)) for _, each in chosen]
+    return fragments, [partial(reader.read, index) for index, _ in chosen], reader.close
 
 
-class _InMemory:
-    """Reads values that were copied."""
-
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
-        self._values = values
-
-    def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        value = self._values[index]
-        return value[start:] if numel is None else value[start : start + numel]
-
-    def close(self) -> None:
-        self._values = ()
+def _slice(value: torch.Tensor, start: int, numel: int | None) -> torch.Tensor:
+    return value[start:] if numel is None else value[start : start + numel]
 
 
 def stream(
@@ -393,25 +365,25 @@ def stream(
         return {"map": _listed(portions[0].fragments), **portions[0].post}
 
     try:
-        _, posts = agree(ranks.gather, ranks.rank, what, offer)
+        _, posts = agree(ranks.gather, what, offer)
         portion = portions[0]
         if ranks.rank == 0:
-            agree(ranks.gather, 0, what, lambda: _serve_writer(ranks, portion, posts, write), share=False)
+            agree(ranks.gather, what, lambda: _serve_writer(ranks, portion, posts, write), share=False)
         else:
-            agree(ranks.gather, ranks.rank, what, lambda: _answer(ranks, portion), share=False)
+            agree(ranks.gather, what, lambda: _answer(ranks, portion), share=False)
     finally:
         for each in portions:
-            each.reader.close()
+            each.close()
 
 
 def _listed(fragments: Sequence[Fragment]) -> dict[str, Any]:
     """Return by tensor: shape, dtype, ``[number, start, numel]`` of each fragment, and its cut."""
-    found: dict[str, Any] = {}
+    listed: dict[str, Any] = {}
     for number, each in enumerate(fragments):
         cut = None if each.cut is None else each.cut.fields()
-        entry = found.setdefault(each.name, [list(each.shape), dtype_name(each.dtype), [], cut])
+        entry = listed.setdefault(each.name, [list(each.shape), dtype_name(each.dtype), [], cut])
         entry[2].append([number, each.start, each.numel])
-    return found
+    return listed
 
 
 _WRITING = threading.Lock()
@@ -441,7 +413,7 @@ def _answer(ranks: Ranks, portion: LocalTensors) -> None:
             break
         good = 1
         try:
-            value = portion.reader.read(index, start, numel).view(torch.uint8)
+            value = portion.reads[index](start, numel).view(torch.uint8)
         except Exception as error:
             good, failure = 0, error
             value = torch.frombuffer(bytearray(describe(error).encode()), dtype=torch.uint8)
@@ -466,12 +438,12 @@ class _Gathered:
                 if cut is not None:
                     self._cuts[name] = StoredCut.read(cut)
                 self._pieces.setdefault(name, []).extend((start, n, rank, number) for number, start, n in pieces)
-        self._facts = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
+        self._infos = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (shape, dtype) in shapes.items()}
         for pieces in self._pieces.values():
             pieces.sort()
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._facts
+        return self._infos
 
     def state(self) -> dict[str, Any]:
         return self._state
@@ -480,44 +452,46 @@ class _Gathered:
         """Do nothing, because no file is open."""
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        fact = self._facts[name]
-        if start < 0 or numel < 0 or start + numel > fact.numel:
-            raise ValueError(f"elements {start} to {start + numel} of {name}, which has {fact.numel}: ask for less")
+        info = self._infos[name]
+        if start < 0 or numel < 0 or start + numel > info.numel:
+            raise ValueError(
+                f"elements {start} to {start + numel} of {name}, which has {info.numel}; read a range inside it"
+            )
         if name not in self._cuts:
             return self._read_stored(name, start, numel)
-        out = torch.empty(numel, dtype=fact.dtype, device="cpu")
+        out = torch.empty(numel, dtype=info.dtype, device="cpu")
 
         def read(start: int, out: torch.Tensor) -> None:
             out.copy_(self._read_stored(name, start, out.numel()))
 
-        read_logical(read, fact.shape, self._cuts[name], start, out)
+        read_logical(read, info.shape, self._cuts[name], start, out)
         return out
 
     def _read_stored(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements in stored order."""
-        fact = self._facts[name]
+        info = self._infos[name]
         pieces = self._pieces.get(name, [])
         at, index = start, max(bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1, 0)
-        out = torch.empty(0, dtype=fact.dtype, device="cpu")
+        out = torch.empty(0, dtype=info.dtype, device="cpu")
         while at < start + numel:
             if index == len(pieces) or not pieces[index][0] <= at < pieces[index][0] + pieces[index][1]:
-                raise CheckpointError(f"no rank holds element {at} of {name} {fact.shape}; report this")
+                raise CheckpointError(f"no rank holds element {at} of {name} {info.shape}; report this")
             first, count, rank, number = pieces[index]
             stop = min(first + count, start + numel)
             if rank != 0 and stop - at == numel:
-                return self._part(rank, number, at - first, numel, fact.dtype)
+                return self._part(rank, number, at - first, numel, info.dtype)
             if at == start:
-                out = torch.empty(numel, dtype=fact.dtype, device="cpu")
-            out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, fact.dtype)
+                out = torch.empty(numel, dtype=info.dtype, device="cpu")
+            out[at - start : stop - start] = self._part(rank, number, at - first, stop - at, info.dtype)
             at, index = stop, index + 1
         return out
 
     def _part(self, rank: int, number: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if rank == 0:
-            return self._portion.reader.read(number, start, numel)
+            return self._portion.reads[number](start, numel)
         self._ranks.send(torch.tensor([number, start, numel], device="cpu"), rank)
         good, nbytes = self._ranks.receive(torch.empty(2, dtype=torch.int64, device="cpu"), rank).tolist()
         data = self._ranks.receive(torch.empty(nbytes, dtype=torch.uint8, device="cpu"), rank)
         if not good:
-            raise CheckpointError(f"rank {rank} could not give its part: {data.numpy().tobytes().decode()}")
+            raise CheckpointError(f"rank {rank} could not read its part: {data.numpy().tobytes().decode()}")
         return data.view(dtype)

@@ -14,13 +14,12 @@ from typing import Any
 from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.fitting import Fit
 from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
+from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.trainer import kind_of
-from shardwise.core.checkpoint.match import LoadPlan, shortened
+from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
 from shardwise.core.checkpoint.options import Options, check_generators, restore_generators, spread_generators
-from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.run import Run, as_run
 from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
@@ -73,10 +72,10 @@ def restore(
 ) -> Restored | None:
     """See :meth:`shardwise.core.checkpoint.session.Checkpointer.load`."""
     rank = run.rank
-    found = find_checkpoints(run, root, tag)
+    paths = find_checkpoints(run, root, tag)
     skipped: list[str] = []
     begun: list[str] = []
-    for path in found:
+    for path in paths:
         try:
             return _restore_one(run, path, strict, lr_schedulers, fit, check, skipped, begun)
         except CheckpointDamage as error:
@@ -90,7 +89,7 @@ def restore(
                 raise
             # "nothing was loaded" in its message is only about this checkpoint.
             raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
-    if not found and rank == 0:
+    if not paths and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
             format = detect_format(root)
             print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
@@ -128,24 +127,24 @@ def _restore_one(
                 f"{path} does not replace {shortened(match.staying)}, which a damaged checkpoint changed; load one "
                 "by its tag"
             )
-        rest = _OtherState(run, match, lr_schedulers, strict)
+        state = _OtherState(run, match, lr_schedulers, strict)
         if check is not None:
-            check(rest.user_state)
-        return match, rest
+            check(state.user_state)
+        return match, state
 
     with opening(run, path, lambda: _open(path)) as open_it:
-        (match, rest), _ = agree(run.gather, run.rank, f"load {path}", look, share=False)
+        (match, state), _ = agree(run.gather, f"load {path}", look, share=False)
         begun.append(path)
-        load_into(run, match, path, rest.apply)
+        load_into(run, match, path, state.apply)
     head = opened[0].manifest.head if isinstance(opened[0], NativeSource) else None
     return Restored(
         path,
         head.tag if head is not None else os.path.basename(path),
         head.step if head is not None else int(match.state.get("step", 0) or 0),
         int(match.state.get("updates", 0)),
-        rest.user_state,
-        rest.positions[run.data_rank if run.data_rank < len(rest.positions) else 0],
-        tuple(rest.positions),
+        state.user_state,
+        state.positions[run.data_rank if run.data_rank < len(state.positions) else 0],
+        tuple(state.positions),
         tuple(match.missing),
         tuple(match.unexpected),
         tuple(skipped),
@@ -158,9 +157,10 @@ def _open(path: str) -> CheckpointSource:
     return NativeSource(path) if os.path.exists(os.path.join(path, MANIFEST)) else open_checkpoint(path)
 
 
-def load_into(session: Any, match: LoadPlan, what: str, rest: Callable[[], None]) -> None:
-    """Load parameters, masters and optimizer state into a run or a session, then call ``rest``, which loads the values
-    that belong to them (rates and counts). Collective.
+def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], None]) -> None:
+    """Load parameters, masters and optimizer state into a run or a session, then call ``finish``. Collective.
+
+    ``finish`` loads the values that belong to them: rates and counts.
 
     Raises:
         CheckpointDamage, CheckpointError: on every rank; some values were already replaced.
@@ -172,25 +172,24 @@ def load_into(session: Any, match: LoadPlan, what: str, rest: Callable[[], None]
     ):
         agree(
             run.gather,
-            run.rank,
             f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
             lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
             share=False,
         )
     # All values have arrived: if a scheduler or a hook raises now, the run can go on.
     if run.rank == 0:
-        match.tell(what)
-    agree(run.gather, run.rank, f"load the rest of {what}, {REPLACED}", rest, share=False)
-    if match.wanted != "optimizer":
+        match.warn(what)
+    agree(run.gather, f"load the rest of {what}, {REPLACED}", finish, share=False)
+    if match.part != "optimizer":
         hooks = partial(match.local_state.loaded, match.missing, match.unexpected)
-        agree(run.gather, run.rank, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
+        agree(run.gather, f"call hooks for loads of {what}, {REPLACED}", hooks, share=False)
 
 
 def same_place(run: Run, state: Mapping[str, Any]) -> bool:
     """Return True if the saving rank of this number held the same part of the model and saw the same data."""
     saved, own, places = state.get("world", {}), run.world(), state.get("data_rank", [])
-    alike = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
-    return alike and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
+    same_parts = all(saved.get(name, 1) == own.get(name, 1) for name in ("tensor", "pipeline"))
+    return same_parts and (places[run.rank : run.rank + 1] or [run.rank]) == [run.data_rank]
 
 
 def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
@@ -198,20 +197,20 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
     state, local_state = match.state, match.local_state
     with reading("extra state of the checkpoint"):
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
-    others = {name: value for name, value in extra.items() if name in local_state.others}
+    values = {name: value for name, value in extra.items() if name in local_state.others}
     buffers = state.get("buffers", [])
     own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
     for name, value in local_state.buffers().items():
         full = f"state/{own[name]}" if name in own else f"model/{name}"
-        if full in match.facts:
-            if match.facts[full].numel != value.numel():  # values of a single rank are stored flat
+        if full in match.infos:
+            if match.infos[full].numel != value.numel():  # values of a single rank are stored flat
                 raise ValueError(
-                    f"the buffer {name} has shape {match.facts[full].shape} in the checkpoint and {tuple(value.shape)} "
+                    f"the buffer {name} has shape {match.infos[full].shape} in the checkpoint and {tuple(value.shape)} "
                     "in the model; nothing was loaded"
                 )
-            others[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-    local_state.check_others(others)
-    return others
+            values[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
+    local_state.check_others(values)
+    return values
 
 
 class _OtherState:
@@ -267,30 +266,30 @@ def _candidates(root: str, tag: str | None) -> list[str]:
     """
     if os.path.exists(os.path.join(root, MANIFEST)) or has_pieces(root):
         if tag not in (None, "auto"):
-            raise ValueError(f"tag={tag!r} was given, but {root} is a checkpoint itself; leave the tag out")
+            raise ValueError(f"tag={tag!r}: {root} is a checkpoint itself; leave the tag out")
         return [root]
-    found = scan(root)
+    entries = scan(root)
     if tag == "auto":
-        return [each.path for each in found]
+        return [each.path for each in entries]
     if tag is not None:
-        chosen = [each.path for each in found if each.tag == tag]
+        chosen = [each.path for each in entries if each.tag == tag]
         place = Path(root, tag)
         if not chosen and place.is_dir() and kind_of(place) is not None:
             return [str(place)]  # checkpoint-N of a Trainer
         if not chosen:
-            tags = ", ".join(each.tag for each in found)
+            tags = ", ".join(each.tag for each in entries)
             raise FileNotFoundError(f"no checkpoint {tag!r} in {root}; it has {tags or 'none'}")
         return chosen
-    if not found:
+    if not entries:
         try:
             if tag is None and detect_format(root):
                 return [str(located(Path(root)))]  # a checkpoint of another library
         except FileNotFoundError as error:
             raise FileNotFoundError(f"no checkpoint in {root}; {ADVICE} ({error})") from error
-    broken = [each for each in found if each.head is None]
+    broken = [each for each in entries if each.head is None]
     if broken:
         raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
-    return [found[0].path]
+    return [entries[0].path]
 
 
 def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
@@ -305,14 +304,14 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
         FileNotFoundError, CheckpointDamage, CheckpointError, ValueError: on every rank.
     """
     what = f"find a checkpoint in {root}"
-    paths: list[str] = agree(run.gather, run.rank, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
+    paths: list[str] = agree(run.gather, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
     if not paths:  # "auto" then starts from scratch, which is wrong if other ranks see checkpoints
 
         def none_here() -> None:
             if scan(root):
-                raise CheckpointError("it sees some, but rank 0 sees none; use a directory that all ranks share")
+                raise CheckpointError("it sees checkpoints, and rank 0 sees none; use a directory that all ranks share")
 
-        agree(run.gather, run.rank, what, none_here)
+        agree(run.gather, what, none_here)
     return paths
 
 
@@ -323,7 +322,7 @@ def opening(run: Run, path: str, open_here: Opens) -> Iterator[Opens]:
     The opened checkpoint is closed at the end of the block. The function raises CheckpointError if ranks see different
     checkpoints.
     """
-    seen = agree(run.gather, run.rank, f"look at {path}", lambda: _seen(path))[1]
+    seen = agree(run.gather, f"look at {path}", lambda: _seen(path))[1]
     opened: list[CheckpointSource] = []
 
     def open_it() -> CheckpointSource:

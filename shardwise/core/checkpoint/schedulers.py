@@ -17,7 +17,7 @@ from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
-from shardwise.core.checkpoint.match import LoadPlan
+from shardwise.core.checkpoint.load_plan import LoadPlan
 from shardwise.core.checkpoint.options import check_scheduler
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
@@ -162,7 +162,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
     if source.suffix in TORCH_SUFFIXES:
         state = load_torch(source)
         if not isinstance(state, dict):
-            raise CheckpointError(f"{source} holds a {type(state).__name__}, not a scheduler's state")
+            raise CheckpointError(f"{source} holds a {type(state).__name__}, not a scheduler's state; check the path")
         return SavedScheduler(state)
     data = read_json(source)
     if not isinstance(data, dict) or data.get("kind") != "lr_scheduler":
@@ -171,7 +171,7 @@ def read_lr_scheduler(path: str | Path) -> SavedScheduler:
         checked_tree(data, MOST_VALUES, source)
         decoded = tree.decode(data["state"], None)
     if not isinstance(decoded, dict):
-        raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state")
+        raise CheckpointError(f"{source} holds a {type(decoded).__name__}, not a scheduler's state; check the path")
     return SavedScheduler(decoded, str(data.get("class", "")))
 
 
@@ -224,8 +224,8 @@ class SchedulerLoadPlan:
         self._fitting: list[tuple[SavedScheduler, Any]] = []
         wrong = []
         for number, (each, scheduler) in enumerate(zip(saved, schedulers, strict=True)):
-            alike = all(taken.exact for taken in match.taken.values())
-            reason = each.misfit(scheduler, alike)
+            same_groups = all(adopted.exact for adopted in match.adopted.values())
+            reason = each.misfit(scheduler, same_groups)
             if reason is None:
                 check_scheduler(scheduler, each.state, f"learning-rate scheduler {number}")
                 self._fitting.append((each, scheduler))
@@ -247,10 +247,10 @@ class SchedulerLoadPlan:
         """Load the states; options of the groups must have been restored before."""
         for saved, scheduler in self._fitting:
             trainer = _trainer_of(run, scheduler)
-            taken = None if trainer is None else self._match.taken.get(trainer.index)
+            adopted = None if trainer is None else self._match.adopted.get(trainer.index)
             state = dict(saved.state)
-            if trainer is not None and taken is not None and not taken.exact:
-                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, taken.links)
+            if trainer is not None and adopted is not None and not adopted.exact:
+                state = regrouped(state, scheduler.state_dict(), trainer.param_groups, adopted.links)
             scheduler.load_state_dict(state)
 
 

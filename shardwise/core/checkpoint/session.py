@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from shardwise.core.base.validate import MOST_STEP, as_path, boolean, integer
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
-from shardwise.core.checkpoint.fitting import Fit, Rows
-from shardwise.core.checkpoint.format import Head, as_bytes
+from shardwise.core.checkpoint.format import Bytes, as_bytes
+from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.restore import Check, Restored, restore
 from shardwise.core.checkpoint.run import Run, Trained, as_run
-from shardwise.core.checkpoint.snapshot import AsyncSaver
-from shardwise.core.checkpoint.write import SaveInputs, SaveJob, SavePlan, Scheduler, begin
+from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
+from shardwise.core.checkpoint.write import SaveInputs, SavePlan, Scheduler, begin
 
 __all__ = ["Checkpointer"]
 
@@ -94,40 +92,32 @@ class Checkpointer:
             self.wait_for_saves()
             run = self._run
             run.settle()
-            given = SaveInputs(step, self.steps, lr_schedulers, data_position, user_state)
+            inputs = SaveInputs(step, self.steps, lr_schedulers, data_position, user_state)
             there = CheckpointRoot(os.fspath(root), self._files, self.latest, self._damaged)
             try:
-                self._write(there, tag, given, keep, use_async)
+                self._write(there, tag, inputs, keep, use_async)
             except BaseException:
                 if not self._saver.running:  # its thread ends the save itself
                     there.discard()
                 raise
             return os.path.join(os.fspath(root), tag)
 
-    def _write(self, root: CheckpointRoot, tag: str, given: SaveInputs, keep: int | None, use_async: bool) -> None:
+    def _write(self, root: CheckpointRoot, tag: str, inputs: SaveInputs, keep: int | None, use_async: bool) -> None:
         run = self._run
-        begun = begin(run, root, tag)
-        contents: SavePlan | None = None
-        failure: Exception | None = None
-        try:
-            contents = SavePlan(run, given, begun.digests)
-        except Exception as error:  # the others learn of it when they agree on what was written
-            failure = error
+        job = begin(run, root, tag, inputs.step, self._files, keep)
 
-        def values() -> Iterator[torch.Tensor]:
-            if failure is not None or contents is None:
-                raise failure or RuntimeError(f"no contents ({contents}); report this")
-            return contents.values()
+        def prepare() -> tuple[SavePlan, Iterable[Bytes]]:
+            plan = SavePlan(run, inputs, job.digests)
+            return plan, map(as_bytes, plan.values())
 
-        job = SaveJob(run.rank, begun, self._files, Head(tag, begun.serial, given.step), contents, keep)
+        def copy(image: HostSnapshot) -> tuple[SavePlan, Iterable[Bytes]]:
+            plan = SavePlan(run, inputs, job.digests)
+            return plan, image.take(plan.layout, plan.values())
+
         if use_async:
-            self._saver.start(
-                run.device.type == "cuda",
-                lambda image: image.take(job.layout, values()),
-                lambda ranks, copied: job.run(lambda: copied()(), ranks.gather),
-            )
+            self._saver.start(run.device.type == "cuda", copy, lambda ranks, copied: job.run(copied, ranks.gather))
         else:
-            job.run(lambda: map(as_bytes, values()), run.gather)
+            job.run(prepare, run.gather)
 
     @property
     def saving(self) -> bool:
@@ -175,7 +165,7 @@ class Checkpointer:
             rename: names in the checkpoint, or regular expressions, with the names in the model; see
                 :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
             rows: parameters that may have another number of rows in the model, with the values of new rows
-                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.fitting.Fit`.
+                (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.load_plan.Fit`.
             check: called on every rank with the saved ``user_state`` before anything is changed. An error that it
                 raises on one rank is raised on all.
 

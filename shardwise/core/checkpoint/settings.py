@@ -59,17 +59,17 @@ def saved_settings(module: nn.Module | None) -> dict[str, Any]:
     """Return the configurations for the state of a checkpoint: ``config`` and ``generation_config``, and ``adapters``
     by name with the model's ``vocabulary``, without values that JSON cannot hold.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if module is None:
-        return found
+        return settings
     config, generation = configurations(module)
-    found["config"] = config
-    found["generation_config"] = None if generation is None else json.loads(generation.to_json_string())
+    settings["config"] = config
+    settings["generation_config"] = None if generation is None else json.loads(generation.to_json_string())
     adapters = getattr(module, "peft_config", None)
     if isinstance(adapters, dict) and hasattr(module, "base_model"):
-        found["adapters"] = {str(name): plain(adapter_settings(module, each)) for name, each in adapters.items()}
-        found["vocabulary"] = vocabulary_of(module)
-    return {key: value for key, value in found.items() if value is not None and _is_json(value)}
+        settings["adapters"] = {str(name): plain(adapter_settings(module, each)) for name, each in adapters.items()}
+        settings["vocabulary"] = vocabulary_of(module)
+    return {key: value for key, value in settings.items() if value is not None and _is_json(value)}
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from multiprocessing import util
 from typing import TypeVar
@@ -24,29 +24,29 @@ __all__ = ["AsyncSaver", "HostSnapshot"]
 T = TypeVar("T")
 THREAD = "shardwise checkpoint"
 
-# [Note: A save that nobody waits for]
+# [Note: Errors of asynchronous saves]
 # An error in the thread is raised when the program waits for the save. If the program ends before, the error is
 # printed at exit. `multiprocessing.util.Finalize` also runs in processes that multiprocessing has started, where
 # atexit does not.
-_untold: dict[int, str] = {}
+_unraised: dict[int, str] = {}
 """Errors of the last save by number of a saver that were not raised yet. Savers may be deleted before exit."""
 _numbers = itertools.count()
 
 
-def _say_untold() -> None:
+def _print_unraised() -> None:
     for thread in threading.enumerate():
         if thread.name == THREAD:
             thread.join()
-    for error in _untold.values():
+    for error in _unraised.values():
         text = f"shardwise: an asynchronous save failed, and the program ended without waiting for it: {error}"
         print(f"{text}. Call wait_for_saves() (or close()) at the end of the program", file=sys.stderr, flush=True)
 
 
 @cache
-def _say_at_the_end(_pid: int) -> None:
+def _print_at_exit(_pid: int) -> None:
     """Register the report at exit, once in each process."""
-    _untold.clear()  # a forked process has the parent's entries, but not the threads
-    util.Finalize(None, _say_untold, exitpriority=0)
+    _unraised.clear()  # a forked process has the parent's entries, but not the threads
+    util.Finalize(None, _print_unraised, exitpriority=0)
 
 
 def _memory(nbytes: int, pin: bool) -> torch.Tensor:
@@ -65,8 +65,8 @@ class HostSnapshot:
         """Return the bytes of allocated memory."""
         return self._memory.nbytes
 
-    def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> Callable[[], Iterator[Bytes]]:
-        """Copy ``values`` (of the layout's fragments, in order), and return a function that iterates over their bytes.
+    def take(self, layout: PieceLayout, values: Iterable[torch.Tensor]) -> list[Bytes]:
+        """Copy ``values`` (of the layout's fragments, in order), and return the bytes of each copy.
 
         Raises:
             MemoryError: there is not enough host memory.
@@ -82,10 +82,10 @@ class HostSnapshot:
                 ) from error
         places = [offset - len(layout.header) for offset in layout.offsets]
         sizes = [fragment.nbytes for fragment in layout.fragments]
-        whole = self._memory.numpy()
         for place, size, value in zip(places, sizes, values, strict=True):
             self._memory[place : place + size].copy_(value.view(torch.uint8))
-        return lambda: (whole[place : place + size] for place, size in zip(places, sizes, strict=True))
+        memory = self._memory.numpy()
+        return [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
 
 
 class AsyncSaver:
@@ -139,7 +139,7 @@ class AsyncSaver:
                 raise failure
             return copied[0]
 
-        _say_at_the_end(os.getpid())
+        _print_at_exit(os.getpid())
 
         def run() -> None:
             try:
@@ -160,7 +160,7 @@ class AsyncSaver:
 
     def _failed(self, error: BaseException) -> None:
         self._error = error
-        _untold[self._number] = str(error) or type(error).__name__
+        _unraised[self._number] = str(error) or type(error).__name__
 
     def wait_for_saves(self) -> None:
         """Wait until nothing is being written.
@@ -172,7 +172,7 @@ class AsyncSaver:
             self._thread.join()  # after an interrupt here the next call still waits for the thread
         self._thread = None
         error, self._error = self._error, None
-        _untold.pop(self._number, None)
+        _unraised.pop(self._number, None)
         if error is not None:
             raise CheckpointError(f"the asynchronous save failed: {error}") from error
 

@@ -9,6 +9,7 @@ docs/checkpoint-format.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,10 +57,7 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -104,21 +102,27 @@ class OpenSource(CheckpointSource, Protocol):
 
 
 class CheckpointDamage(CheckpointError):
-    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor."""
+    """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor.
+
+    The message ends with the advice to load another copy, unless it has more specific advice.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if "; load another" in message else f"{message}; load another copy")
 
 
 class StateTensors(Mapping[str, torch.Tensor]):
     """Tensors that the JSON state refers to, read on access."""
 
     def __init__(self, source: CheckpointSource) -> None:
-        self._source, self._facts = source, source.tensors()
+        self._source, self._infos = source, source.tensors()
 
     def __getitem__(self, path: str) -> torch.Tensor:
-        fact = self._facts[f"state/{path}"]
-        return self._source.read(f"state/{path}", 0, fact.numel).reshape(fact.shape)
+        info = self._infos[f"state/{path}"]
+        return self._source.read(f"state/{path}", 0, info.numel).reshape(info.shape)
 
     def __iter__(self) -> Iterator[str]:
-        return (name.removeprefix("state/") for name in self._facts if name.startswith("state/"))
+        return (name.removeprefix("state/") for name in self._infos if name.startswith("state/"))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,9 @@ class TorchRun:
 
 
 class TorchLocalState:
-    """See :class:`shardwise.core.checkpoint.run.LocalState`.
+    """The tensors of a module and its optimizer that this rank holds.
+
+    See :class:`shardwise.core.checkpoint.run.LocalState`.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than
@@ -189,12 +192,12 @@ class TorchLocalState:
             module.state_dict(keep_vars=True)
             own = list(module.parameters())
             self.parameters = list(own)
-            found = StateNames.read(module, own)
+            state_names = StateNames.read(module, own)
             every: dict[int, list[str]] = {}
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 every.setdefault(id(parameter), []).append(name)
-            self.names = [tuple(found.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
-            self.others = dict(found.others)
+            self.names = [tuple(state_names.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
+            self.others = dict(state_names.others)
         self._name = {id(p): names[0] for p, names in zip(self.parameters, self.names, strict=True)}
 
     # ---- names and shapes
@@ -253,7 +256,7 @@ class TorchLocalState:
             for key, value in own.items():
                 if isinstance(value, DTensor):
                     raise ValueError(
-                        f"optimizer state {key!r} of {self._name[id(parameter)]} is divided over ranks and has shape "
+                        f"optimizer state {key!r} of {self._name[id(parameter)]} is sharded and has shape "
                         f"{tuple(value.shape)}, not the parameter's; only element-wise state can be saved"
                     )
             small[self._name[id(parameter)]] = own
@@ -263,7 +266,7 @@ class TorchLocalState:
 
     def plan(self, most_bytes: int, shared: bool = True) -> FragmentPlan:
         """Return what this rank writes; replicas share the work or, without ``shared``, the first writes all."""
-        whole: list[FragmentBlock] = []
+        full: list[FragmentBlock] = []
         divided: list[FragmentBlock] = []
         place = (0, 1)
         for name, tensor in self._tensors():
@@ -272,15 +275,15 @@ class TorchLocalState:
                 place = _replica(tensor)
             if local.numel():
                 fragment = Fragment(name, tuple(tensor.shape), tensor.dtype, start, local.numel())
-                block = FragmentBlock(nullcontext, ((fragment, _given(local)),))
-                (divided if isinstance(tensor, DTensor) else whole).append(block)
+                block = FragmentBlock(nullcontext, ((fragment, partial(_return, local)),))
+                (divided if isinstance(tensor, DTensor) else full).append(block)
 
         def plan(blocks: list[FragmentBlock], replica: int, replicas: int) -> FragmentPlan:
             if shared:
                 return FragmentPlan(blocks, most_bytes, replica, replicas)
             return FragmentPlan(blocks if replica == 0 else [], most_bytes, 0, 1)
 
-        return plan(divided, *place).extend(plan(whole, self._rank, self._size))
+        return plan(divided, *place).extend(plan(full, self._rank, self._size))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter, names in zip(self.parameters, self.names, strict=True):
@@ -300,8 +303,8 @@ class TorchLocalState:
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None:
-        """Load parameters and optimizer state; see "
-        ":meth:`shardwise.core.engine.fragments.EngineLocalState.load_into`."""
+        """Load parameters and optimizer state, as
+        :meth:`shardwise.core.engine.fragments.EngineLocalState.load_into` does."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
             if name is not None:
@@ -322,10 +325,10 @@ class TorchLocalState:
                 fresh = constructed_state(trainer.optimizer, group_of[parameter], parameter)
                 state |= {number: fresh} if fresh else {}
                 continue
-            own, held = dict[str, Any](), flat(trainer.state.get(parameter, {}))
+            own, current = dict[str, Any](), flat(trainer.state.get(parameter, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
-                    own[key] = there = _room(held.get(key), parameter, value)
+                    own[key] = there = _room(current.get(key), parameter, value)
                     _fill(fill, value.name, there)
                 else:
                     own[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -344,7 +347,9 @@ class TorchLocalState:
     def _check_taken(self, values: dict[str, Any], refused: Sequence[str]) -> None:
         lost = [name for name in refused if not _same(values[name], self.others[name])]
         if lost:
-            raise ValueError(f"{', '.join(lost)}: a hook of the model saves this, and none takes it when it is loaded")
+            raise ValueError(
+                f"{', '.join(lost)}: a hook of the model saves this value, and no hook loads it; add one that does"
+            )
 
     def _made(self, values: dict[str, Any]) -> dict[str, list[str]]:
         """Return the values that hooks of the module created, each with the modules that may have a hook to load it."""
@@ -368,8 +373,8 @@ class TorchLocalState:
         if self.module is None:
             return
         modules, made = dict(self.module.named_modules()), self._made(values)
-        kept = {name: value for name, value in values.items() if name not in made}
-        put_others(modules, self.others, kept, {chain[0] for chain in made.values() if chain})
+        loaded = {name: value for name, value in values.items() if name not in made}
+        put_others(modules, self.others, loaded, {chain[0] for chain in made.values() if chain})
         self._check_taken(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
@@ -387,8 +392,8 @@ def _is_element_wise(value: object, parameter: torch.Tensor, key: str) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.dim() > 0 or key != "step")
 
 
-def _given(local: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-    return lambda _: local
+def _return(values: torch.Tensor, _: Any) -> torch.Tensor:
+    return values
 
 
 def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
@@ -397,9 +402,7 @@ def _local(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
         return tensor.detach(), 0
     shards = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
     if len(shards) > 1 or any(not isinstance(each, Shard) or each.dim != 0 for each in shards):
-        raise ValueError(
-            f"{name} is divided over ranks as {tensor.placements}; only along the first dimension can it be saved"
-        )
+        raise ValueError(f"{name} is sharded as {tensor.placements}; shard it along the first dimension only")
     local = tensor.to_local().detach()
     offset = offset_of_part(tensor)
     return local, offset[0] * tensor.shape[1:].numel() if offset else 0
@@ -433,7 +436,7 @@ def _room(there: object, parameter: torch.Tensor, value: Stored) -> torch.Tensor
     A new one has the saved dtype, because the optimizer chooses the dtype of state of a 16-bit parameter and casts the
     value.
     """
-    alike = isinstance(there, torch.Tensor) and there.shape == parameter.shape
-    if alike and there.dtype.is_floating_point == value.dtype.is_floating_point:  # type: ignore[attr-defined]
+    same_shape = isinstance(there, torch.Tensor) and there.shape == parameter.shape
+    if same_shape and there.dtype.is_floating_point == value.dtype.is_floating_point:  # type: ignore[attr-defined]
         return there  # type: ignore[return-value]
     return torch.empty_like(parameter.detach(), dtype=value.dtype)

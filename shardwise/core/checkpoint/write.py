@@ -19,12 +19,12 @@ from shardwise.core.checkpoint.format import (
     FileInfo,
     Head,
     Manifest,
-    PieceFile,
     PieceInfo,
     PieceLayout,
     as_bytes,
     merge_pieces,
     to_save,
+    write_pieces,
 )
 from shardwise.core.checkpoint.formats.optimizer_state import group_record
 from shardwise.core.checkpoint.options import read_generators
@@ -59,8 +59,11 @@ Gather = Callable[[object], list[Any]]
 """Every rank's JSON-able object, by rank. Collective."""
 
 
-def agree(gather: Gather, rank: int, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
+def agree(gather: Gather, what: str, action: Callable[[], T], share: bool = True) -> tuple[T, list[Any]]:
     """Run ``action`` on every rank; return its result here and those of all ranks (JSON-able if ``share``). Collective.
+
+    :func:`~shardwise.core.comm.collectively` only says that all ranks succeeded. A save and a load need every rank's
+    result, and one class of error on all ranks: ``"auto"`` skips a checkpoint that is damaged on any of them.
 
     Raises:
         CheckpointError, CheckpointDamage, ValueError, FileNotFoundError: on every rank, if one failed. The message
@@ -97,24 +100,7 @@ def _kind(error: Exception) -> str:
     return "value" if isinstance(error, ValueError) else ""
 
 
-@dataclass(frozen=True)
-class PendingSave:
-    """A save whose directory rank 0 has created.
-
-    Attributes:
-        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
-        hidden: the directory to write into.
-        serial: the number of the save.
-        digests: checksums of rank 0's buffers.
-    """
-
-    root: CheckpointRoot | None
-    hidden: str
-    serial: int
-    digests: dict[str, int]
-
-
-def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
+def begin(run: Run, root: CheckpointRoot, tag: str, step: int, files: Any, keep: int | None) -> SaveJob:
     """Create the directory of a save. Collective; call ``root.discard()`` if this raises.
 
     Raises:
@@ -129,7 +115,7 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
         serial = root.prepare(tag)
         return [tag, serial, os.path.basename(root.hidden), buffer_digests(run.local_state())]
 
-    rows = agree(run.gather, run.rank, what, make)[1]
+    rows = agree(run.gather, what, make)[1]
     _, serial, name, digests = rows[0]
     hidden = os.path.join(root.path, name)
 
@@ -137,9 +123,9 @@ def begin(run: Run, root: CheckpointRoot, tag: str) -> PendingSave:
         _check_tags([row[0] for row in rows])
         return appears(hidden)
 
-    seen = agree(run.gather, run.rank, what, look)[1]
-    agree(run.gather, run.rank, what, lambda: check_seen(seen, os.path.abspath(hidden)))
-    return PendingSave(root if run.rank == 0 else None, hidden, serial, digests)
+    seen = agree(run.gather, what, look)[1]
+    agree(run.gather, what, lambda: check_seen(seen, os.path.abspath(hidden)))
+    return SaveJob(run.rank, root if run.rank == 0 else None, hidden, Head(tag, serial, step), digests, files, keep)
 
 
 def _check_tags(tags: Sequence[str]) -> None:
@@ -179,101 +165,86 @@ class SaveJob:
 
     Attributes:
         rank: rank of this process.
-        begun: where to write.
+        root: on rank 0 the root directory, which makes the save visible; ``None`` on other ranks.
+        hidden: the directory to write into.
         head: first line of the manifest.
-        contents: the values that this rank writes; ``None`` if collecting them failed.
+        digests: checksums of rank 0's buffers.
+        files: the file system.
         keep: the number of checkpoints to keep; ``None``: all.
     """
 
     rank: int
-    begun: PendingSave
-    files: Any
+    root: CheckpointRoot | None
+    hidden: str
     head: Head
-    contents: SavePlan | None
+    digests: Mapping[str, int]
+    files: Any
     keep: int | None
 
-    @property
-    def layout(self) -> PieceLayout:
-        """Return the layout of this rank's file."""
-        return self.contents.layout if self.contents is not None else PieceLayout([])
-
-    def run(self, values: Callable[[], Iterable[Bytes]], gather: Gather) -> None:
+    def run(self, prepare: Callable[[], tuple[SavePlan, Iterable[Bytes]]], gather: Gather) -> None:
         """Write, agree, commit. Collective.
 
         Args:
-            values: gives the bytes of each fragment of the layout, in order.
+            prepare: returns the plan, and the bytes of each fragment of its layout in order.
             gather: among all ranks.
 
         Raises:
             CheckpointError: on every rank; earlier checkpoints are unchanged.
         """
-        tag, rank = self.head.tag, self.rank
+        tag, plans = self.head.tag, list[SavePlan]()
+
+        def write() -> dict[str, Any]:
+            plan, values = prepare()
+            plans.append(plan)
+            return self._write(plan, values)
+
         try:
-            parts = agree(gather, rank, f"write its part of checkpoint {tag!r}", lambda: self._write(values()))[1]
-            agree(gather, rank, f"commit checkpoint {tag!r}", lambda: self._commit(parts))
+            parts = agree(gather, f"write its part of checkpoint {tag!r}", write)[1]
+            agree(gather, f"commit checkpoint {tag!r}", lambda: self._commit(plans[0], parts))
         except BaseException:
-            if self.begun.root is not None:
-                self.begun.root.discard()
+            if self.root is not None:
+                self.root.discard()
             raise
-        agree(gather, rank, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
+        agree(gather, f"finish: {tag!r} is saved and complete, but what follows it", self._tidy)
 
-    def _write(self, values: Iterable[Bytes]) -> dict[str, Any]:
-        if self.contents is None:
-            raise RuntimeError(f"nothing to write ({list(values)}); report this")
-        layout, own = self.contents.layout, self.contents.own
-        shapes = _agreeing([{name: [dtype_name(s.dtype), list(s.shape)]} for name, s in _tensors(self.contents)])
-        cuts = {f.name: f.cut.fields() for f in layout.fragments if f.cut is not None}
-        if not layout.fragments:
-            return {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": own}
-        file = PieceFile(self.files, os.path.join(self.begun.hidden, f"pieces-{self.rank}.safetensors"), layout)
-        try:
-            for index, value in enumerate(values):
-                file.write_bytes(index, value)
-            fact = file.finish()
-        finally:
-            file.abandon()
-        pieces = {
-            name: [[p.offset, p.start, p.numel, p.checksum] for p in each] for name, each in file.pieces(0).items()
-        }
-        facts = [fact.name, fact.nbytes, fact.header_bytes, fact.header_checksum]
-        return {"file": facts, "pieces": pieces, "shapes": shapes, "cuts": cuts, "own": own}
+    def _write(self, plan: SavePlan, values: Iterable[Bytes]) -> dict[str, Any]:
+        named: list[tuple[str, Fragment | TensorShape]] = [(each.name, each) for each in plan.layout.fragments]
+        named += plan.shapes.items()
+        shapes = _agreeing([{name: [dtype_name(each.dtype), list(each.shape)]} for name, each in named])
+        cuts = {f.name: f.cut.fields() for f in plan.layout.fragments if f.cut is not None}
+        part = {"file": None, "pieces": {}, "shapes": shapes, "cuts": cuts, "own": plan.own}
+        if not plan.layout.fragments:
+            return part
+        path = os.path.join(self.hidden, f"pieces-{self.rank}.safetensors")
+        file, pieces = write_pieces(self.files, path, plan.layout, values)
+        return {**part, "file": file, "pieces": pieces}
 
-    def _describe(self, parts: list[dict[str, Any]]) -> bytes:
+    def _describe(self, plan: SavePlan, parts: list[dict[str, Any]]) -> bytes:
         """Return the manifest."""
-        if self.contents is None:
-            raise RuntimeError(f"nothing to describe ({len(parts)} parts); report this")
         files: list[FileInfo] = []
         pieces: list[dict[str, list[PieceInfo]]] = []
         shapes = _agreeing([part["shapes"] for part in parts])
         tensors = {n: TensorInfo(tuple(shape), getattr(torch, dtype)) for n, (dtype, shape) in shapes.items()}
         for part in parts:
             if part["file"] is not None:
-                number = len(files)
+                own = {n: [PieceInfo(len(files), *piece[1:]) for piece in each] for n, each in part["pieces"].items()}
                 files.append(FileInfo(*part["file"]))
-                found = part["pieces"].items()
-                pieces.append({name: [PieceInfo(number, *piece) for piece in each] for name, each in found})
-        state = self.contents.assemble([part["own"] for part in parts])
+                pieces.append(own)
+        state = plan.assemble([part["own"] for part in parts])
         ordered = {name: tensors[name] for name in sorted(tensors)}
         cuts = {name: StoredCut.read(fields) for part in parts for name, fields in part["cuts"].items()}
         return to_save(Manifest(self.head, tuple(files), ordered, merge_pieces(pieces), state, cuts))
 
-    def _commit(self, parts: list[dict[str, Any]]) -> None:
-        if self.begun.root is not None:
-            self.begun.root.commit(self._describe(parts))
+    def _commit(self, plan: SavePlan, parts: list[dict[str, Any]]) -> None:
+        if self.root is not None:
+            self.root.commit(self._describe(plan, parts))
 
     def _tidy(self) -> None:
-        root = self.begun.root
-        if root is not None:
-            root.point_latest(self.head.tag)
-            root.finish()
+        if self.root is not None:
+            self.root.point_latest(self.head.tag)
+            self.root.finish()
             if self.keep is not None:
-                root.purge(self.keep)
-
-
-def _tensors(contents: SavePlan) -> Iterator[tuple[str, Fragment | TensorShape]]:
-    """Iterate over the tensors of which this rank writes a piece or states the shape."""
-    yield from ((fragment.name, fragment) for fragment in contents.layout.fragments)
-    yield from contents.shapes.items()
+                self.root.purge(self.keep)
 
 
 def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
@@ -282,15 +253,15 @@ def _agreeing(rows: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
     Raises:
         CheckpointError: dtype or shape of a tensor differ.
     """
-    found: dict[str, list[Any]] = {}
+    agreed: dict[str, list[Any]] = {}
     for own in rows:
-        for name, fact in own.items():
-            if found.setdefault(name, fact) != fact:
+        for name, info in own.items():
+            if agreed.setdefault(name, info) != info:
                 raise CheckpointError(
-                    f"{name} would be saved as {found[name][0]} of shape {found[name][1]} and as {fact[0]} of shape "
-                    f"{fact[1]}, so it could not be loaded: nothing was saved; report this"
+                    f"{name} would be saved as {agreed[name][0]} of shape {agreed[name][1]} and as {info[0]} of shape "
+                    f"{info[1]}, so it could not be loaded: nothing was saved; report this"
                 )
-    return found
+    return agreed
 
 
 class Scheduler(Protocol):
@@ -316,7 +287,7 @@ class SavePlan:
 
     Args:
         run: the run to save.
-        given: the arguments of the save.
+        inputs: the arguments of the save.
         first_digests: rank 0's :func:`buffer_digests`; buffers that differ from it are saved for each rank.
 
     Attributes:
@@ -329,8 +300,8 @@ class SavePlan:
         ValueError: a dtype that a checkpoint cannot hold.
     """
 
-    def __init__(self, run: Run, given: SaveInputs, first_digests: Mapping[str, int]) -> None:
-        self._run, self._given = run, given
+    def __init__(self, run: Run, inputs: SaveInputs, first_digests: Mapping[str, int]) -> None:
+        self._run, self._inputs = run, inputs
         self._local_state = run.local_state()
         self.own, self.shapes, self._tensors = self._collect(first_digests)
         self._plan = self._local_state.plan(PIECE_BYTES)
@@ -352,7 +323,7 @@ class SavePlan:
         state: dict[str, Any] = {
             "rng": tree.encode(read_generators(self._run.device), tensors, f"rng/{rank}"),
             "data_rank": self._run.data_rank,
-            "data_position": tree.encode(self._given.data_position, tensors, f"data_position/{rank}"),
+            "data_position": tree.encode(self._inputs.data_position, tensors, f"data_position/{rank}"),
             **own_state(local_state, self._run.optimizers),
         }
         differing = [name for name, digest in buffer_digests(local_state).items() if first_digests.get(name) != digest]
@@ -362,10 +333,10 @@ class SavePlan:
         state["extra"] = {name: tree.encode(value, tensors, f"extra/{name}") for name, value in own_extra.items()}
         shapes: dict[str, TensorShape] = {}
         if rank == 0:
-            schedulers = [each.state_dict() for each in self._given.lr_schedulers]
+            schedulers = [each.state_dict() for each in self._inputs.lr_schedulers]
             state["lr_schedulers"] = tree.encode(schedulers, tensors, "lr_schedulers")
-            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._given.lr_schedulers]
-            state["user_state"] = tree.encode(self._given.user_state, tensors, "user_state")
+            state["lr_scheduler_classes"] = [scheduler_class(each) for each in self._inputs.lr_schedulers]
+            state["user_state"] = tree.encode(self._inputs.user_state, tensors, "user_state")
             shapes = {f"model/{name}": shape for name, shape in local_state.model_shapes().items()}
         full = {f"state/{name}": value for name, value in tensors.items()}
         shapes |= {name: TensorShape(tuple(value.shape), value.dtype) for name, value in full.items()}
@@ -377,8 +348,8 @@ class SavePlan:
         run, local_state = self._run, self._local_state
         scaler = run.optimizers[0].scaler if run.optimizers else None
         return {
-            "step": self._given.step,
-            "updates": self._given.updates,
+            "step": self._inputs.step,
+            "updates": self._inputs.updates,
             "optimizers": describe_optimizers(local_state, run.optimizers),
             "aliases": local_state.aliases(),
             "compute_dtype": {n: dtype_name(d) for n, d in local_state.compute_dtypes().items()},
@@ -401,20 +372,20 @@ def own_state(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> di
     """Return this rank's optimizer state that is not element-wise, and all keys of the state, as JSON."""
     small = []
     for each in optimizers:
-        found = local_state.small_state(each)
-        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in found.items()})
+        state = local_state.small_state(each)
+        small.append({n: {key: tree.encode(value, None) for key, value in entry.items()} for n, entry in state.items()})
     return {"small": small, "keys": [_keys(each) for each in optimizers]}
 
 
 def describe_optimizers(local_state: LocalState, optimizers: Sequence[RunOptimizer]) -> list[dict[str, Any]]:
     """Return classes and parameter groups, which are the same on every rank."""
-    found = []
+    records = []
     for each in optimizers:
         groups = zip(local_state.group_names(each), each.param_groups, strict=True)
-        found.append(
+        records.append(
             {"class": type(each.optimizer).__name__, "groups": [group_record(names, group) for names, group in groups]}
         )
-    return found
+    return records
 
 
 def merge_optimizers(described: Sequence[dict[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

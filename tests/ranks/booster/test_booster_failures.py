@@ -19,6 +19,7 @@ from sets import full
 from shardwise.core.checkpoint import CheckpointError, atomic, portable
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.formats import huggingface
+from shardwise.core.engine.fragments import FragmentReader
 from shardwise.testing import run_ranks
 
 RANKS = 2
@@ -63,12 +64,12 @@ def _failing_peer(folder: str) -> list[str]:
     run = Run(PLUGINS["gemini"]())
     path = Path(folder) / "model.safetensors"
     messages = []
-    answer, offer = portable._Chosen.read, portable.LocalTensors.of_model.__func__  # type: ignore[attr-defined]
+    read, offer = FragmentReader.read, portable.LocalTensors.of_model.__func__  # type: ignore[attr-defined]
 
     def failing(self: Any, *place: Any) -> torch.Tensor:
         if dist.get_rank() == 1:
             raise OSError(5, "Input/output error", "a disk")
-        return answer(self, *place)
+        return read(self, *place)
 
     def refusing(cls: Any, run: Any) -> Any:
         if dist.get_rank() == 1:
@@ -76,7 +77,7 @@ def _failing_peer(folder: str) -> list[str]:
         return offer(cls, run)
 
     for owner, attribute, broken in (
-        (portable._Chosen, "read", failing),
+        (FragmentReader, "read", failing),
         (portable.LocalTensors, "of_model", classmethod(refusing)),
     ):
         kept = vars(owner)[attribute]

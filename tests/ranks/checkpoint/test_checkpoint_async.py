@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.core.checkpoint import restore
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.read import NativeSource, verify
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero

@@ -309,7 +309,7 @@ def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pyt
     assert main(["checkpoint", "inspect", path, "--rename", r"^body=trunk"]) == 0
     assert "model/trunk.weight" in capsys.readouterr().out
     assert main(["checkpoint", "inspect", path, "--rename", "nothing=else"]) == 2
-    assert "no name in the checkpoint fits it" in capsys.readouterr().err
+    assert "no name in the checkpoint matches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> N
     ("rows", "said"),
     [
         ({"absent": "keep"}, "no such parameter"),
-        ({"embed.weight": "twice"}, "known are"),
+        ({"embed.weight": "twice"}, "is not a rule"),
         ({"body.weight": "keep"}, "in more than the number of rows"),
     ],
 )

@@ -21,8 +21,7 @@ from torch import nn
 from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.formats.native import verify, write_native
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero

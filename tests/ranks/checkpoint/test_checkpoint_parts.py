@@ -25,9 +25,9 @@ from transformers import LlamaForCausalLM
 
 from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats.huggingface import write_huggingface
+from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.formats.single import write_single_optimizer
 from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.read import NativeSource, verify
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.parallel.tensor import ShardSpec, TPPlan

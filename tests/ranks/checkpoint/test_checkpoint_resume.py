@@ -14,7 +14,7 @@ from checkpoint_setup import Run, close_to, differences, everything, plans, star
 from engine_setup import one_mesh
 from sets import campaign, full
 
-from shardwise.core.checkpoint.read import verify
+from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import build

@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.core.checkpoint import bounds, format, schedulers
 from shardwise.core.checkpoint.bounds import MAX_DEPTH
 from shardwise.core.checkpoint.format import read_manifest
-from shardwise.core.checkpoint.formats import output, safetensors_file
+from shardwise.core.checkpoint.formats import output
 from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
 from shardwise.core.checkpoint.formats.output import write_text, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, int, Any, str]] = {
     "values": ("bounds.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
     "name": ("", 0, {"a\nb": torch.ones(2)}, "a tensor named"),
     "dtype": ("", 0, {"a": torch.ones(0, dtype=torch.complex128)}, "is 'complex128', which a checkpoint cannot"),
-    "header": ("format.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "has a header of"),
+    "header": ("format.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "need a header of"),
 }
 """A bound and what it is set to (of a manifest: above what it has), what a save is given that is beyond it, and what
 the error says."""
@@ -83,7 +83,7 @@ def saves(folder: str, name: str, use_async: bool) -> list[Any]:
 def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None:
     for said, left, before, wrong, after in run_ranks(2, saves, str(tmp_path), name, name == "levels"):
         assert "rank 0 could not" in said and CASES[name][3] in said, said
-        assert "checkpoint 'same'" in said and ("no load would take it" in said) == (name != "header"), said
+        assert "checkpoint 'same'" in said and ("no load would accept it" in said) == (name != "header"), said
         assert (left, before, wrong, after) == (["latest", "same"], "before", [], "after")
 
 
@@ -148,7 +148,7 @@ def test_other_files_that_no_reader_would_take(tmp_path: Path, monkeypatch: pyte
     entries = {f"layer{n}": entry_of_tensor(torch.ones(2)) for n in range(9)}
     write_safetensors_stream(tmp_path / "c.safetensors", entries, {})
     SafetensorsFile(tmp_path / "c.safetensors").close()
-    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 500)
+    monkeypatch.setattr(format, "MAX_HEADER_BYTES", 500)
     with pytest.raises(CheckpointError, match=r"d\.safetensors is not saved: its 9 tensors need a header"):
         write_safetensors_stream(tmp_path / "d.safetensors", entries, {})
     monkeypatch.setattr(output, "MOST_INDEX_BYTES", 10)

@@ -12,7 +12,6 @@ parameters and the loss scale, for which the layout has no place.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ import torch
 
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import checked_name
-from shardwise.core.checkpoint.formats.huggingface import as_dict
+from shardwise.core.checkpoint.formats.huggingface import as_configs
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, in_memory, model_entries
 from shardwise.core.checkpoint.formats.optimizer_state import (
@@ -34,7 +33,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     numbered_state,
     to_numbered,
 )
-from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text, write_torch
+from shardwise.core.checkpoint.formats.output import MEGABYTE, write_json, write_shards, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
     extra_entries,
@@ -50,7 +49,6 @@ __all__ = ["find_parts", "open_colossalai", "write_colossalai_model", "write_col
 MODEL_INDEX = ("model.safetensors.index{}.json", "pytorch_model.bin.index{}.json")
 OPTIMIZER_INDEX = "pytorch_optim.bin.index{}.json"
 MODEL_FOLDERS, OPTIMIZER_FOLDERS = ("model", "modeling"), ("optimizer",)
-MEGABYTE = 1024**2
 
 
 def _find(directory: Path, pattern: str) -> Path | None:
@@ -101,7 +99,7 @@ def open_colossalai(
         if optimizer_index is None:
             raise FileNotFoundError(f"{optimizer} has no {OPTIMIZER_INDEX.format('')}; give save_optimizer's directory")
     if model_index is None and optimizer_index is None:
-        raise FileNotFoundError(f"{directory} has no index of a sharded model or optimizer")
+        raise FileNotFoundError(f"{directory} has no index of a sharded model or optimizer; check the path")
     entries: dict[str, Entry] = {}
     state: dict[str, Any] = {}
     notes: list[str] = []
@@ -116,7 +114,7 @@ def open_colossalai(
             header = beside_them if isinstance(beside_them, dict) else shards.header()
             named, state = named_entries(found, header, aliases)
             entries.update(named)
-            shapes = {name: entry.fact.shape for name, entry in found.items() if f"model/{name}" in named}
+            shapes = {name: entry.info.shape for name, entry in found.items() if f"model/{name}" in named}
         if optimizer_index is not None:
             files = _OptimizerShards(optimizer_index)
             opened.callback(files.close)
@@ -147,22 +145,18 @@ class _OptimizerShards:
         self._state: dict[int, dict[str, Any]] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
-            held = load_torch(self.directory / file)
-            self._state.update({int(number): values for number, values in held.items()})
+                raise CheckpointDamage(f"{self.directory / file} is missing, and the index names it")
+            content = load_torch(self.directory / file)
+            self._state.update({int(number): values for number, values in content.items()})
         missing = [number for number in weight_map if int(number) not in self._state]
         if missing:
-            raise CheckpointDamage(f"{index} names parameters that no file holds: {missing[:8]}")
+            raise CheckpointDamage(f"{index} names parameters that are in no file ({missing[:8]})")
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self._state, "param_groups": self._groups}
 
     def close(self) -> None:
         self._state = {}
-
-
-def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[Any, str]) -> None:
-    write_text(path, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def _named(base: str, prefix: str | None) -> str:
@@ -207,26 +201,24 @@ def write_colossalai_model(
     earlier = re.compile(
         rf"(pytorch_model|model){own}(-\d{{5}}(-of-\d{{5}})?)?\.(bin|safetensors)|{_any_index('model', own)}"
     )
-    named = zip(("config.json", "generation_config.json"), configurations, strict=False)
-    given = {name: as_dict(content) for name, content in named if content is not None}
-    written = []
-    with atomic_directory(target, lambda name: name in given or earlier.fullmatch(name) is not None) as directory:
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(split_by_size(sizes_of(entries), size_per_shard * MEGABYTE), 1):
-            file = f"{stem}-{number:05d}.{ending}"
-            held = {name: entries[name] for name in names}
+    configs = as_configs(*configurations)
+    with atomic_directory(target, lambda name: name in configs or earlier.fullmatch(name) is not None) as directory:
+
+        def write(file: str, names: list[str]) -> None:
+            chosen = {name: entries[name] for name in names}
             if use_safetensors:
-                write_safetensors_stream(directory / file, held, {"format": "pt"})
+                write_safetensors_stream(directory / file, chosen, {"format": "pt"})
             else:
-                write_torch(directory / file, in_memory(held))
-            weight_map.update(dict.fromkeys(names, file))
-            written.append(file)
+                write_torch(directory / file, in_memory(chosen))
+
+        sizes = [(name, entry.nbytes) for name, entry in entries.items()]
+        files, weight_map = write_shards(sizes, size_per_shard, lambda n, _: f"{stem}-{n:05d}.{ending}", write)
         total = sum(entry.nbytes for entry in entries.values()) / MEGABYTE
         metadata = {"total_size": total, **({HEADER: {"extra": extra}} if extra else {})}
-        _write_index(directory / index_name, metadata, weight_map)
-        for name, content in given.items():
-            write_text(directory / name, json.dumps(content, indent=2, sort_keys=name == "config.json") + "\n")
-    return [target / name for name in (*written, index_name, *given)]
+        write_json(directory / index_name, {"metadata": metadata, "weight_map": weight_map})
+        for name, content in configs.items():
+            write_json(directory / name, content)
+    return [target / name for name in (*files, index_name, *configs)]
 
 
 def write_colossalai_optimizer(
@@ -256,17 +248,14 @@ def write_colossalai_optimizer(
     own = re.escape(f".{prefix}") if prefix else ""
     earlier = re.compile(rf"pytorch_optim(_group)?{own}(-\d{{5}})?\.bin|{_any_index('optim', own)}")
     index_name = _named("pytorch_optim.bin.index.json", prefix)
-    written = []
     with atomic_directory(target, lambda name: earlier.fullmatch(name) is not None) as directory:
-        weight_map: dict[str, str] = {}
-        for place, numbers in enumerate(split_by_size(sizes, size_per_shard * MEGABYTE), 1):
-            file = f"{stem}-{place:05d}.{ending}"
-            held = {int(number): in_memory_state(state[int(number)]) for number in numbers}
-            write_torch(directory / file, held)
-            weight_map.update(dict.fromkeys(numbers, file))
-            written.append(file)
+
+        def write(file: str, names: list[str]) -> None:
+            write_torch(directory / file, {int(number): in_memory_state(state[int(number)]) for number in names})
+
+        files, weight_map = write_shards(sizes, size_per_shard, lambda n, _: f"{stem}-{n:05d}.{ending}", write)
         write_torch(directory / group_file, groups)
         total = sum(size for _, size in sizes) / MEGABYTE
         metadata = {"param_groups": group_file, "total_size": total, HEADER: numbered_metadata(source, index)}
-        _write_index(directory / index_name, metadata, weight_map)
-    return [target / name for name in (*written, group_file, index_name)]
+        write_json(directory / index_name, {"metadata": metadata, "weight_map": weight_map})
+    return [target / name for name in (*files, group_file, index_name)]

@@ -42,7 +42,7 @@ from shardwise.core.checkpoint.bounds import (
     read_index_file,
     reading,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import (
     OptimizerRecord,
     group_options,
@@ -147,22 +147,15 @@ class _Key(_Record):
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "StorageMeta")
 STAND_INS: dict[tuple[str, str], Any] = {
-    (_METADATA, "Metadata"): _Record,
-    (_METADATA, "TensorStorageMetadata"): _Record,
-    (_METADATA, "BytesStorageMetadata"): _Record,
+    **{(_METADATA, name): _Record for name in (*_RECORDS, "_MEM_FORMAT_ENCODING")},
     (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "ChunkStorageMetadata"): _Record,
     (_METADATA, "MetadataIndex"): _Key,
-    (_METADATA, "StorageMeta"): _Record,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Record,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _Record,
-    ("pathlib", "PosixPath"): _Path,
+    **{(module, name): _Path for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
     ("pathlib", "PurePosixPath"): _Path,
-    ("pathlib", "WindowsPath"): _Path,
-    ("pathlib._local", "PosixPath"): _Path,
-    ("pathlib._local", "WindowsPath"): _Path,
 }
 PLAIN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
@@ -172,12 +165,12 @@ PLAIN: dict[tuple[str, str], Any] = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = STAND_INS.get((module, name)) or PLAIN.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            found = getattr(torch, name)
-        if found is None:
+        known = STAND_INS.get((module, name)) or PLAIN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            known = getattr(torch, name)
+        if known is None:
             raise RefusedPickle(in_a_line(f"{module}.{name}"))
-        return found
+        return known
 
     def persistent_load(self, pid: Any) -> Any:
         raise RefusedPickle(f"an external object {pid!r}")
@@ -193,7 +186,9 @@ def read_dcp_index(directory: Path) -> DcpIndex:
     """
     path = directory / ".metadata"
     if not path.is_file():
-        raise FileNotFoundError(f"{directory} has no .metadata: it is not a DCP directory, or its save did not finish")
+        raise FileNotFoundError(
+            f"{directory} has no .metadata, so it is not a DCP directory or its save did not finish; check the path"
+        )
     try:
         with reading(path):
             content = read_index_file(path)
@@ -205,7 +200,7 @@ def read_dcp_index(directory: Path) -> DcpIndex:
             "code. If you trust the file, load it with torch.distributed.checkpoint where it was made and save again"
         ) from None
     except pickle.UnpicklingError as error:
-        raise CheckpointDamage(f"{path} is not a whole DCP index ({error!s:.200}); load another copy") from error
+        raise CheckpointDamage(f"{path} is not a whole DCP index ({error!s:.200})") from error
     with reading(path):
         return _items(metadata, path)
 
@@ -258,11 +253,11 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk], path: P
     for chunk in chunks:
         ends = zip(chunk.offsets, chunk.sizes, shape, strict=True)
         if not all(type(offset) is int and 0 <= offset <= end - size for offset, size, end in ends):
-            raise CheckpointDamage(f"{path}: a piece of {name} {shape} sticks out")
+            raise CheckpointDamage(f"{path}: a piece of {name} {shape} is outside the tensor")
         filled += torch.Size(chunk.sizes).numel()
     total = torch.Size(shape).numel()
     if filled != total:
-        raise CheckpointDamage(f"{path}: {filled} of {total} elements of {name} are there")
+        raise CheckpointDamage(f"{path}: {filled} of {total} elements of {name} are stored")
     if _overlap([chunk for chunk in chunks if 0 not in chunk.sizes]):
         raise CheckpointDamage(f"{path}: pieces of {name} {shape} overlap")
 
@@ -285,13 +280,13 @@ def _overlap(chunks: list[Chunk]) -> bool:
         cells *= size
     if cells > 64 * len(chunks) + (1 << 20):  # no sharding produces such a grid
         raise ValueError(f"{len(chunks)} pieces that are no grid")
-    taken = np.zeros(sizes, dtype=bool)
+    filled = np.zeros(sizes, dtype=bool)
     for chunk in chunks:
         places = zip(cuts, chunk.offsets, chunk.sizes, strict=True)
         box = tuple(slice(edges[o], edges[o + s]) for edges, o, s in places)
-        if taken[box].any():
+        if filled[box].any():
             return True
-        taken[box] = True
+        filled[box] = True
     return False
 
 
@@ -315,23 +310,23 @@ class _Chunks:
         try:
             with open(open_regular(path), "rb") as file:
                 if chunk.start + chunk.length > os.fstat(file.fileno()).st_size:
-                    raise CheckpointDamage(f"{path} ends inside {name}; load another copy")
+                    raise CheckpointDamage(f"{path} ends inside {name}")
                 file.seek(chunk.start)
                 content = file.read(chunk.length)
         except FileNotFoundError as error:
-            raise CheckpointDamage(f"{path} is missing; it holds {name}") from error
+            raise CheckpointDamage(f"{path} is missing, which has {name}") from error
         return load_value(content, f"{path}: {name}")
 
     def tensor(self, chunk: Chunk, name: str) -> torch.Tensor:
         if self._last[0] != name:
             self._last = (name, OrderedDict())
-        held = self._last[1]
-        if chunk not in held:
+        cache = self._last[1]
+        if chunk not in cache:
             value = self.load(chunk, name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.sizes:
                 raise CheckpointDamage(f"{self.directory / chunk.file}: {name} is not a tensor of shape {chunk.sizes}")
-            held[chunk] = value
-        return held[chunk]
+            cache[chunk] = value
+        return cache[chunk]
 
     def read(self, name: str, item: DcpItem, start: int, numel: int) -> torch.Tensor:
         assert item.shape is not None and item.dtype is not None
@@ -367,29 +362,29 @@ def open_dcp(path: str | Path) -> LazySource:
     index = read_dcp_index(directory)
     for file in {chunk.file for item in index.values() for chunk in item.chunks}:
         if not (directory / file).is_file():
-            raise CheckpointDamage(f"{directory / file} is missing, although .metadata names it")
+            raise CheckpointDamage(f"{directory / file} is missing, and .metadata names it")
     chunks = _Chunks(directory)
     # Dotted names make nested and flattened dictionaries equal.
     dotted = {".".join(item.path): (name, item) for name, item in index.items()}
     prefixes = sorted({match[1] or "" for key in dotted if (match := re.match(r"(.*?\.|)param_groups\.", key))})
     entries: dict[str, Entry] = {}
     records: list[dict[str, Any]] = []
-    taken: set[str] = set()
+    used: set[str] = set()
     for number, prefix in enumerate(prefixes):
-        found, record = _optimizer(number, prefix, dotted, chunks)
-        entries.update(found)
+        states, record = _optimizer(number, prefix, dotted, chunks)
+        entries.update(states)
         records.append(record.to_json())
-        taken |= {key for key in dotted if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
-    rest = {key: value for key, value in dotted.items() if key not in taken}
-    model, others = _model(rest, prefixes)
+        used |= {key for key in dotted if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+    unused = {key: value for key, value in dotted.items() if key not in used}
+    model, other_keys = _model(unused, prefixes)
     for key, name in model.items():
         entries[f"model/{name}"] = _entry(*dotted[key], chunks)
-    kept, notes = _others({key: dotted[key] for key in others}, chunks)
+    values, notes = _other_values({key: dotted[key] for key in other_keys}, chunks)
     state: dict[str, Any] = {}
     if records:
         state["optimizers"] = records
-    if kept:
-        state["other"] = kept
+    if values:
+        state["other"] = values
     return LazySource("dcp", entries, state, notes, close=chunks.close)
 
 
@@ -401,18 +396,18 @@ def _entry(name: str, item: DcpItem, chunks: _Chunks) -> Entry:
 Dotted = Mapping[str, tuple[str, DcpItem]]
 
 
-def _model(rest: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[str]]:
+def _model(items: Dotted, optimizers: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the keys of the model with the names of its parameters, and the other keys."""
     parents = {prefix.rstrip(".").rpartition(".")[0] for prefix in optimizers} | {""}
-    tensors = [key for key, (_, item) in rest.items() if item.shape is not None]
+    tensors = [key for key, (_, item) in items.items() if item.shape is not None]
     for start in [f"{parent}.{name}.".lstrip(".") for parent in sorted(parents) for name in MODEL_PREFIXES]:
         # A model may have a module called "model"; other parameters are next to that module then.
-        inside = [key for key in tensors if key.startswith(start) and len(rest[key][1].path) > 1]
+        inside = [key for key in tensors if key.startswith(start) and len(items[key][1].path) > 1]
         if inside:
             break
     else:
         start, inside = "", [key for key in tensors if key.split(".")[0] not in NOT_A_MODEL]
-    return {key: key.removeprefix(start) for key in inside}, [key for key in rest if key not in set(inside)]
+    return {key: key.removeprefix(start) for key in inside}, [key for key in items if key not in set(inside)]
 
 
 def _optimizer(number: int, prefix: str, dotted: Dotted, chunks: _Chunks) -> tuple[dict[str, Entry], OptimizerRecord]:
@@ -458,17 +453,17 @@ def _groups(options: Dotted, chunks: _Chunks) -> list[dict[str, Any]]:
     return groups
 
 
-def _others(rest: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
-    kept, notes = {}, []
-    for key, (name, item) in rest.items():
+def _other_values(items: Dotted, chunks: _Chunks) -> tuple[dict[str, Any], list[str]]:
+    values, notes = {}, []
+    for key, (name, item) in items.items():
         if item.shape is not None and torch.Size(item.shape).numel() > SMALL_ELEMENTS:
             notes.append(f"{name} of shape {item.shape} is neither the model's nor an optimizer's and was left out")
             continue
         try:
-            kept[key] = tree.encode(_value(name, item, chunks), None)
+            values[key] = tree.encode(_value(name, item, chunks), None)
         except (CheckpointDamage, TypeError) as error:
             notes.append(f"{name} was left out: {error}")
-    return kept, notes
+    return values, notes
 
 
 # ---- writing
@@ -530,13 +525,13 @@ def write_dcp(
         NotADirectoryError: ``path`` is a file.
     """
     if layout not in ("fsdp2", "torchtitan"):
-        raise ValueError(f"layout={layout!r}: DCP is written as 'fsdp2' or 'torchtitan'")
+        raise ValueError(f"layout={layout!r} is not a layout of DCP; use 'fsdp2' or 'torchtitan'")
     titan = layout == "torchtitan"
     model = model_entries(source, dtype, tied=True)
     state: dict[str, Any] = dict(model) if titan else {"model": dict(model)}
-    optimizer = _flat_optimizer(source) if titan else _nested_optimizer(source)
+    optimizer = _nested_optimizer(source)
     if optimizer:
-        state["optimizer" if titan else "optim"] = optimizer
+        state["optimizer" if titan else "optim"] = _flat(optimizer) if titan else optimizer
     if not model and not optimizer:
         raise CheckpointError(f"nothing to write to {path}: the checkpoint holds no tensors")
     entries: dict[str, Entry] = {}
@@ -554,19 +549,14 @@ def write_dcp(
 
 
 def _without_memory(value: Any, path: tuple[str, ...], entries: dict[str, Entry]) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = entry_of_tensor(value)
     if isinstance(value, Entry):
         entries[".".join(path)] = value
-        return torch.empty(value.fact.shape, dtype=value.fact.dtype, device="meta")
-    if isinstance(value, torch.Tensor):
-        entries[".".join(path)] = Entry(TensorInfo(tuple(value.shape), value.dtype), _slice_of(value))
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.empty(value.info.shape, dtype=value.info.dtype, device="meta")
     if isinstance(value, dict):
         return {key: _without_memory(item, (*path, str(key)), entries) for key, item in value.items()}
     return value
-
-
-def _slice_of(value: torch.Tensor) -> Any:
-    return lambda start, numel: value.reshape(-1)[start : start + numel].clone()
 
 
 def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
@@ -574,29 +564,29 @@ def _optimizer_state(source: CheckpointSource) -> dict[str, dict[str, Any]]:
     for index, record in enumerate(records_of(source.state())):
         for name, keys in record.small.items():
             merged.setdefault(name, {}).update({key: tree.decode(value, None) for key, value in keys.items()})
-        for name, found in optimizer_entries(source, index).items():
-            merged.setdefault(name, {}).update(found)
+        for name, entries in optimizer_entries(source, index).items():
+            merged.setdefault(name, {}).update(entries)
     return merged
 
 
-def _all_groups(source: CheckpointSource) -> list[dict[str, Any]]:
-    return [group for record in records_of(source.state()) for group in record.groups]
-
-
 def _nested_optimizer(source: CheckpointSource) -> dict[str, Any]:
-    state, groups = _optimizer_state(source), _all_groups(source)
+    state = _optimizer_state(source)
+    groups = [group for record in records_of(source.state()) for group in record.groups]
     if not state and not groups:
         return {}
-    listed = [{**group_options(group), "params": list(group["params"])} for group in groups]
-    return {"state": state, "param_groups": listed}
+    return {
+        "state": state,
+        "param_groups": [{**group_options(group), "params": list(group["params"])} for group in groups],
+    }
 
 
-def _flat_optimizer(source: CheckpointSource) -> dict[str, Any]:
+def _flat(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state and the options of each parameter under torchtitan's names."""
     flat: dict[str, Any] = {}
-    for name, keys in _optimizer_state(source).items():
+    for name, keys in optimizer.get("state", {}).items():
         flat.update({f"state.{name}.{key}": value for key, value in keys.items()})
-    for group in _all_groups(source):
-        options = group_options(group)
+    for group in optimizer.get("param_groups", ()):
+        options = {option: value for option, value in group.items() if option != "params"}
         for name in group["params"]:
             flat.update({f"param_groups.{name}.{option}": value for option, value in options.items()})
     return flat

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -60,15 +60,15 @@ class Flat:
         Raises:
             CheckpointDamage: an array does not have some of them.
         """
-        found = []
+        slices = []
         position, end = start, start + numel
         for part, begin in zip(self.parts, self.starts, strict=True):
             if begin <= position < min(end, begin + part.numel()):
-                found.append(part[position - begin : end - begin])
-                position += found[-1].numel()
+                slices.append(part[position - begin : end - begin])
+                position += slices[-1].numel()
         if position != end:
-            raise CheckpointDamage(f"{self.what} ends before element {end}; the directory belongs to several saves")
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype, device="cpu")
+            raise CheckpointDamage(f"{self.what} ends before element {end}; the files are of several saves")
+        return torch.cat(slices) if slices else torch.empty(0, dtype=self.dtype, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -119,25 +119,25 @@ def sub_groups(listed: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) ->
 
 def spread_entry(place: Place, flat: Flat) -> Entry:
     """Return a parameter, or state of its shape, of stages 1 and 2."""
-    fact = TensorInfo(place.shape, flat.dtype)
-    return Entry(fact, lambda start, numel: flat.read(place.offset + start, numel))
+    info = TensorInfo(place.shape, flat.dtype)
+    return Entry(info, lambda start, numel: flat.read(place.offset + start, numel))
 
 
 def sharded_entry(place: Place, ranks: Sequence[Flat]) -> Entry:
     """Return a parameter, or state of its shape, of stage 3; ``ranks`` has the array of each rank."""
-    fact = TensorInfo(place.shape, ranks[0].dtype)
-    size = -(-fact.numel // len(ranks))
+    info = TensorInfo(place.shape, ranks[0].dtype)
+    size = -(-info.numel // len(ranks))
 
     def read(start: int, numel: int) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=fact.dtype, device="cpu")
-        found = []
+            return torch.empty(0, dtype=info.dtype, device="cpu")
+        slices = []
         for rank in range(start // size, -(-(start + numel) // size)):
             low, high = max(start, rank * size), min(start + numel, (rank + 1) * size)
-            found.append(ranks[rank].read(place.offset + low - rank * size, high - low))
-        return torch.cat(found)
+            slices.append(ranks[rank].read(place.offset + low - rank * size, high - low))
+        return torch.cat(slices)
 
-    return Entry(fact, read)
+    return Entry(info, read)
 
 
 ZERO, COMMON = "zero", "optimizer_state.pt"
@@ -151,91 +151,12 @@ def is_universal(directory: Path) -> bool:
     return (directory / ZERO / COMMON).is_file()
 
 
-@dataclass
-class Universal:
-    """The content of the ``zero`` directory of a universal checkpoint.
-
-    Args:
-        directory: directory of the checkpoint.
-        load: reads a torch file.
-
-    Attributes:
-        common: values that all parameters share.
-    """
-
-    directory: Path
-    load: Callable[[Path], Any]
-
-    def __post_init__(self) -> None:
-        self.common: Mapping[str, Any] = self.load(self.directory / ZERO / COMMON)
-        if not isinstance(self.common, Mapping):
-            raise CheckpointError(f"{self.directory / ZERO / COMMON} is not DeepSpeed's: it holds no dictionary")
-
-    def read(self, groups: Sequence[Shapes]) -> tuple[dict[str, Entry], OptimizerRecord]:
-        """Return the fp32 masters and the state of the parameters of ``param_shapes``.
-
-        Raises:
-            CheckpointDamage: a file is missing, or its number of elements differs from the parameter's.
-            CheckpointError: there are folders of parameters that only other pipeline stages, or experts, have.
-        """
-        inner = self.common.get("optimizer_state_dict") or {}
-        listed = self.common.get("param_groups") or inner.get("param_groups") or []
-        first: Mapping[str, Any] = next(iter((inner.get("state") or {}).values()), {})
-        named = {name for shapes in groups for name in shapes}
-        there = {item.name for item in (self.directory / ZERO).iterdir() if item.is_dir()}
-        if there - named:
-            more = ", ".join(map(in_a_line, sorted(there - named)[:3]))
-            raise CheckpointError(f"{self.directory / ZERO}: {more} belong to pipeline or expert parallelism: not read")
-        entries: dict[str, Entry] = {}
-        record = OptimizerRecord()
-        for options, shapes in sub_groups(listed, groups):
-            record.groups.append(group_record(list(shapes), options))
-            for name, shape in shapes.items():
-                values = self._values(name, shape)
-                entries[f"model/{name}"] = values.pop(MASTER)
-                if STEP in first and STEP not in values:
-                    values[STEP] = first[STEP]
-                entries.update(record.add(0, name, values))
-        return entries, record
-
-    def _values(self, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-        folder = self.directory / ZERO / name
-        if Path(name).name != name or not (folder / f"{MASTER}.pt").is_file():
-            raise CheckpointDamage(f"{self.directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt in {ZERO}")
-        files = sorted(folder.glob("*.pt"), key=lambda file: (file.stem != STEP, file.stem))
-        found = {file.stem: self._value(file, shape) for file in files}
-        whole = found[MASTER].fact.shape if isinstance(found[MASTER], Entry) else None
-        for key, value in found.items():
-            if key == MASTER and whole is None:
-                raise CheckpointDamage(f"{folder / MASTER}.pt holds no tensor")
-            if isinstance(value, Entry) and (key == STEP or value.fact.shape != whole):
-                found[key] = value.read(0, value.fact.numel).reshape(value.fact.shape)
-        return found
-
-    @staticmethod
-    def _tensor(value: torch.Tensor, shape: tuple[int, ...], file: Path) -> Entry:
-        if value.numel() != torch.Size(shape).numel():
-            raise CheckpointDamage(f"{file} has {value.numel()} elements, the parameter's shape is {shape}")
-        return entry_of_tensor(value.reshape(shape))
-
-    def _value(self, file: Path, shape: tuple[int, ...]) -> Any:
-        value = self.load(file)
-        if isinstance(value, Mapping):
-            if value.get("is_expert_param"):
-                raise CheckpointError(f"{file} belongs to expert parallelism, which is not read")
-            value = value.get("param")  # merged from tensor-parallel shards; it has its full shape
-            return entry_of_tensor(value) if isinstance(value, torch.Tensor) else value
-        if isinstance(value, torch.Tensor) and file.stem != STEP and value.ndim:
-            return self._tensor(value, shape, file)
-        return value
-
-
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-KEPT = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "module"}
-KEPT |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
-KEPT |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
-KEPT |= {"ds_config", "ds_version"}
+OWN_KEYS = {"buffer_names", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "module"}
+OWN_KEYS |= {"optimizer", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"}
+OWN_KEYS |= {"global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+OWN_KEYS |= {"ds_config", "ds_version"}
 """Keys of a model's file that are not the user's ``client_state``."""
 CLIENT_STATE = "client_state."
 """Prefix of the user's names in the source's state."""
@@ -280,23 +201,23 @@ def find_step(path: Path) -> Path | None:
 
 @dataclass
 class _Files:
-    """The content of one step: ``optimizers`` by rank, or ``universal``."""
+    """The content of one step.
+
+    Attributes:
+        optimizers: the optimizer's files by rank.
+        common: the values of the optimizer's files that all parameters share; empty without ZeRO.
+        universal: whether it is a universal checkpoint, which has no ``optimizers``.
+    """
 
     directory: Path
     models: list[dict[str, Any]]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
-    universal: Universal | None = None
+    common: Mapping[str, Any] = field(default_factory=dict)
+    universal: bool = False
 
     @property
     def model(self) -> dict[str, Any]:
         return self.models[0]
-
-    @property
-    def common(self) -> Mapping[str, Any]:
-        """Return the values of the optimizer's files that all parameters share; empty without ZeRO."""
-        if self.universal is not None:
-            return self.universal.common
-        return self.optimizers[0] if self.optimizers else {}
 
     @property
     def groups(self) -> list[dict[str, tuple[int, ...]]]:
@@ -318,35 +239,34 @@ def open_deepspeed(path: str | Path) -> LazySource:
     """
     directory = find_step(Path(path))
     if directory is None:
-        raise FileNotFoundError(f"{path} holds no *_model_states.pt, and no 'latest' that names a directory with them")
+        raise FileNotFoundError(
+            f"{path} has no *_model_states.pt, and no file 'latest' that names a directory with them; check the path"
+        )
     files = _load(directory)
     entries, aliases, notes = _unsharded(files)
     state: dict[str, Any] = {"step": int(files.model.get("global_steps") or 0)}
     if files.common and files.model.get("buffer_names") is not None:
-        others = {*files.model["buffer_names"], *(name for group in files.groups for name in group)}
-        state["frozen"] = [name for name in files.model["module"] if name not in others and name not in aliases]
-    if files.universal is not None:
-        found, record = files.universal.read(files.groups)
-        entries = {**entries, **found}
-        state["optimizers"] = [record.to_json()]
-    elif files.optimizers:
-        stage = int(files.optimizers[0]["zero_stage"])
-        found, record = _stage_three(files) if stage == 3 else _stages_one_and_two(files)
-        entries = {**entries, **found}
+        known = {*aliases, *files.model["buffer_names"], *(name for group in files.groups for name in group)}
+        state["frozen"] = [name for name in files.model["module"] if name not in known]
+    if files.universal or files.optimizers:
+        stage = 0 if files.universal else int(files.common["zero_stage"])
+        read = _universal if files.universal else _stage_three if stage == 3 else _stages_one_and_two
+        trained, record = read(files)
+        entries |= trained
         state["optimizers"] = [record.to_json()]
     elif files.model.get("optimizer"):
-        shapes = {name.removeprefix("model/"): entry.fact.shape for name, entry in entries.items()}
-        found, record, more = from_numbered(files.model["optimizer"], 0, shapes, None, str(directory))
-        entries |= found
+        shapes = {name.removeprefix("model/"): entry.info.shape for name, entry in entries.items()}
+        states, record, more = from_numbered(files.model["optimizer"], 0, shapes, None, str(directory))
+        entries |= states
         notes += more
         state["optimizers"] = [record.to_json()]
     module = files.model["module"]
     masters = {name: module[name].dtype for name in module if f"model/{name}" in entries}
-    half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].fact.dtype}
+    half = {n: dtype for n, dtype in masters.items() if dtype != entries[f"model/{n}"].info.dtype}
     if half:
         state["compute_dtype"] = {name: dtype_name(dtype) for name, dtype in half.items()}
     if aliases:
-        state["aliases"] = {name: kept for name, kept in aliases.items() if f"model/{kept}" in entries}
+        state["aliases"] = {name: first for name, first in aliases.items() if f"model/{first}" in entries}
     state["other"] = _other(files, notes)
     order = {f"model/{name}": place for place, name in enumerate(module)}
     ordered = dict(sorted(entries.items(), key=lambda item: order.get(item[0], len(order))))
@@ -359,25 +279,30 @@ def _load(directory: Path) -> _Files:
         return _load_universal(directory)
     for item in sorted(directory.iterdir()):
         if item.name.startswith(("layer_", "expp_")) or "_expert_" in item.name:
-            raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not read")
-        for pattern, found in ((_MODEL_FILE, models), (_OPTIMIZER_FILE, optimizers)):
+            raise CheckpointError(f"{item} belongs to pipeline or expert parallelism, which is not supported")
+        for pattern, by_rank in ((_MODEL_FILE, models), (_OPTIMIZER_FILE, optimizers)):
             if match := pattern.fullmatch(item.name):
                 if int(match[2]):
-                    raise CheckpointError(f"{item} belongs to tensor parallelism, which is not read")
-                if int(match[1] or 0) in found:
-                    raise CheckpointError(f"{item} and {found[int(match[1] or 0)].name}: two saves in one directory")
-                found[int(match[1] or 0)] = item
+                    raise CheckpointError(f"{item} belongs to tensor parallelism, which is not supported")
+                rank = int(match[1] or 0)
+                if rank in by_rank:
+                    raise CheckpointError(f"{item} and {by_rank[rank].name} are of two saves; load another copy")
+                by_rank[rank] = item
     files = _Files(directory, [_dictionary(models[rank]) for rank in sorted(models)])
     if not optimizers:
         return files
     files.optimizers = [_dictionary(optimizers[rank])["optimizer_state_dict"] for rank in sorted(optimizers)]
-    count = files.optimizers[0].get("partition_count")
+    files.common = files.optimizers[0]
+    count = files.common.get("partition_count")
     ranks = int(max(count) if isinstance(count, list | tuple) else count or len(optimizers))
     if not _are_all(optimizers, ranks):
-        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, the files are of ranks {sorted(optimizers)}")
-    stage = int(files.optimizers[0]["zero_stage"])
-    if stage == 3 and not _are_all(models, ranks):
-        raise CheckpointDamage(f"{directory}: {ranks} ranks saved, model files are of ranks {sorted(models)}")
+        raise CheckpointDamage(
+            f"{directory}: {ranks} ranks saved, and there are files of the ranks {sorted(optimizers)}"
+        )
+    if int(files.common["zero_stage"]) == 3 and not _are_all(models, ranks):
+        raise CheckpointDamage(
+            f"{directory}: {ranks} ranks saved, and there are model files of the ranks {sorted(models)}"
+        )
     return files
 
 
@@ -385,18 +310,22 @@ def _load_universal(directory: Path) -> _Files:
     """Load a universal checkpoint. Parameters are unsharded in it; other values are those of the first model-parallel
     rank.
     """
-    found = {}
+    models = {}
     for item in sorted(directory.iterdir()):
         if item.name.startswith("layer_"):
-            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not read")
+            raise CheckpointError(f"{item} belongs to pipeline parallelism, which is not supported")
         match = _MODEL_FILE.fullmatch(item.name)
         if match and not int(match[2]):
-            found["" if match[1] is None else int(match[1])] = item
-    files = [found[""]] if "" in found else [found[rank] for rank in sorted(found)]
-    models = [_dictionary(file) for file in files]
+            models[-1 if match[1] is None else int(match[1])] = item
     if not models:
         raise CheckpointDamage(f"{directory}: there is no model file of mp_rank_00")
-    return _Files(directory, models, universal=Universal(directory, lambda file: load_torch(file, STAND_INS)))
+    ranks = [-1] if -1 in models else sorted(models)
+    common = load_torch(directory / ZERO / COMMON, STAND_INS)
+    if not isinstance(common, Mapping):
+        raise CheckpointError(
+            f"{directory / ZERO / COMMON} is not a file of DeepSpeed, because it has no dictionary; check the path"
+        )
+    return _Files(directory, [_dictionary(models[rank]) for rank in ranks], common=common, universal=True)
 
 
 def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
@@ -407,7 +336,7 @@ def _are_all(files: Mapping[int, Path], ranks: int) -> bool:
 def _dictionary(path: Path) -> dict[str, Any]:
     content = load_torch(path, STAND_INS)
     if not isinstance(content, dict) or not {"module", "optimizer_state_dict"} & set(content):
-        raise CheckpointError(f"{path} is not a file of DeepSpeed's save_checkpoint")
+        raise CheckpointError(f"{path} is not a file of DeepSpeed's save_checkpoint; check the path")
     return content
 
 
@@ -439,8 +368,63 @@ def _frozen(name: str, shape: tuple[int, ...], files: _Files) -> Entry:
         return sharded_entry(Place(0, shape, 0), [Flat([part], [0], what) for part in present])
     value = present[0] if present else files.model["module"][name]
     if value.numel() != torch.Size(shape).numel():
-        raise CheckpointDamage(f"{files.directory}: {name} has {value.numel()} elements, its shape is {shape}")
+        raise CheckpointDamage(f"{files.directory}: {name} has {value.numel()} elements, and its shape is {shape}")
     return entry_of_tensor(value.reshape(shape))
+
+
+def _universal(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
+    """Return the fp32 masters and the state of the parameters of a universal checkpoint.
+
+    Raises:
+        CheckpointDamage: a file is missing, or its number of elements differs from the parameter's.
+        CheckpointError: there are folders of parameters that only other pipeline stages, or experts, have.
+    """
+    directory, common = files.directory / ZERO, files.common
+    inner = common.get("optimizer_state_dict") or {}
+    options_by_group = common.get("param_groups") or inner.get("param_groups") or []
+    first: Mapping[str, Any] = next(iter((inner.get("state") or {}).values()), {})
+    foreign = {item.name for item in directory.iterdir() if item.is_dir()} - {
+        n for group in files.groups for n in group
+    }
+    if foreign:
+        more = ", ".join(map(in_a_line, sorted(foreign)[:3]))
+        raise CheckpointError(f"{directory}: {more} belong to pipeline or expert parallelism, which is not supported")
+    entries: dict[str, Entry] = {}
+    record = OptimizerRecord()
+    for options, shapes in sub_groups(options_by_group, files.groups):
+        record.groups.append(group_record(list(shapes), options))
+        for name, shape in shapes.items():
+            values = _universal_values(directory, name, shape)
+            entries[f"model/{name}"] = values.pop(MASTER)
+            if STEP in first:
+                values.setdefault(STEP, first[STEP])
+            entries.update(record.add(0, name, values))
+    return entries, record
+
+
+def _universal_values(directory: Path, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return the master and the state of one parameter; those of the parameter's shape are entries."""
+    folder, values = directory / name, dict[str, Any]()
+    if Path(name).name != name or not (folder / f"{MASTER}.pt").is_file():
+        raise CheckpointDamage(f"{directory}: {in_a_line(name)} is trained, and has no {MASTER}.pt")
+    for file in sorted(folder.glob("*.pt"), key=lambda file: (file.stem != STEP, file.stem)):
+        value = load_torch(file, STAND_INS)
+        if isinstance(value, Mapping):
+            if value.get("is_expert_param"):
+                raise CheckpointError(f"{file} belongs to expert parallelism, which is not supported")
+            value = value.get("param")  # merged from tensor-parallel shards; it has its full shape
+        elif isinstance(value, torch.Tensor) and (file.stem == MASTER or (value.ndim and file.stem != STEP)):
+            if value.numel() != torch.Size(shape).numel():
+                raise CheckpointDamage(f"{file} has {value.numel()} elements, and the parameter's shape is {shape}")
+            value = value.reshape(shape)
+        values[file.stem] = value
+    master = values[MASTER]
+    if not isinstance(master, torch.Tensor):
+        raise CheckpointDamage(f"{folder / MASTER}.pt holds no tensor")
+    for key, value in values.items():
+        if key != STEP and isinstance(value, torch.Tensor) and value.shape == master.shape:
+            values[key] = entry_of_tensor(value)
+    return values
 
 
 def _stages_one_and_two(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
@@ -468,8 +452,8 @@ def _stages_one_and_two(files: _Files) -> tuple[dict[str, Entry], OptimizerRecor
                 starts = [rank * sizes[number] for rank in range(len(states))]
                 flat = Flat([each[key] for each in states], starts, f"{files.directory}: {key} of group {number}")
             for name in shapes:
-                taken = spread_entry(places[name], flat) if flat is not None else value
-                entries.update(record.add(0, name, {key: taken}))
+                state = spread_entry(places[name], flat) if flat is not None else value
+                entries.update(record.add(0, name, {key: state}))
     return entries, record
 
 
@@ -482,7 +466,9 @@ def _group_state(state: Any, number: int) -> dict[str, Any]:
 
 def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
     if any(each.get("ds_zero_partition_groups") for each in files.optimizers):
-        raise CheckpointError(f"{files.directory} has parameters partitioned over several groups of ranks: not read")
+        raise CheckpointError(
+            f"{files.directory} has parameters partitioned over several groups of ranks, which is not supported"
+        )
     ranks = len(files.optimizers)
     groups = files.groups
     places = places_by_parameter(groups, ranks)
@@ -513,19 +499,19 @@ def _stage_three(files: _Files) -> tuple[dict[str, Entry], OptimizerRecord]:
 
 def _other(files: _Files, notes: list[str]) -> dict[str, Any]:
     """Return other values that DeepSpeed and the user saved, as JSON where possible."""
-    kept: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
+    state: dict[str, Any] = {"format": "deepspeed", "deepspeed_version": str(files.model.get("ds_version"))}
     if isinstance(files.common.get("loss_scaler"), _Record):
-        kept["loss_scaler"] = dict(vars(files.common["loss_scaler"]))
+        state["loss_scaler"] = dict(vars(files.common["loss_scaler"]))
     counted = ("lr_scheduler", "global_samples", "skipped_steps")
     values: dict[str, Any] = {name: files.model.get(name) for name in counted}
-    values |= {f"{CLIENT_STATE}{key}": value for key, value in files.model.items() if key not in KEPT}
+    values |= {f"{CLIENT_STATE}{key}": value for key, value in files.model.items() if key not in OWN_KEYS}
     for key, value in values.items():
         try:
-            kept[key] = tree.encode(value, None)
+            state[key] = tree.encode(value, None)
         except TypeError as error:
             notes.append(f"{files.directory}: {key} was left out: {error}")
-    kept["loss_scaler"] = {k: tree.encode(v, None) for k, v in kept.get("loss_scaler", {}).items() if _plain(v)}
-    return kept
+    state["loss_scaler"] = {k: tree.encode(v, None) for k, v in state.get("loss_scaler", {}).items() if _plain(v)}
+    return state
 
 
 def _plain(value: object) -> bool:

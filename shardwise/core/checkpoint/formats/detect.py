@@ -23,12 +23,11 @@ from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspee
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.indexed import read_index
 from shardwise.core.checkpoint.formats.lazy import renamed
-from shardwise.core.checkpoint.formats.native import write_native
+from shardwise.core.checkpoint.formats.native import NativeSource, write_native
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
 from shardwise.core.checkpoint.formats.single import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
-from shardwise.core.checkpoint.read import NativeSource
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
 
 __all__ = [
@@ -106,8 +105,8 @@ def _is_huggingface(path: Path) -> bool:
 def loose_files(path: Path) -> list[Path]:
     """Return the files of a directory that may each be a checkpoint."""
     known = (".safetensors", *TORCH_SUFFIXES)
-    found = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
-    return [item for item in found if item.name != "training_args.bin"]  # this file of Trainer is never a model
+    files = sorted(item for item in path.iterdir() if item.suffix in known and item.is_file())
+    return [item for item in files if item.name != "training_args.bin"]  # this file of Trainer is never a model
 
 
 def _native_directory(path: Path) -> Path:
@@ -115,14 +114,14 @@ def _native_directory(path: Path) -> Path:
         return path
     newest = next(iter(scan(str(path))), None)
     if newest is None:
-        raise FileNotFoundError(f"{path} holds no complete checkpoint")
+        raise FileNotFoundError(f"{path} has no complete checkpoint; check the path")
     if newest.head is None:  # it is unknown which checkpoint is the newest
         raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
     return Path(newest.path)
 
 
-def _open_run(path: Path, given: OpenOptions) -> OpenSource:
-    return open_trainer(path, given.parameter_names)
+def _open_run(path: Path, options: OpenOptions) -> OpenSource:
+    return open_trainer(path, options.parameter_names)
 
 
 def _write_colossalai(
@@ -148,14 +147,14 @@ _FORMATS: dict[str, Format] = {
         Format(
             "native",
             _is_native,
-            lambda path, given: NativeSource(_native_directory(path)),
+            lambda path, options: NativeSource(_native_directory(path)),
             needs=MANIFEST,
             write=write_native,
         ),
         Format(
             "dcp",
             lambda path: (path / ".metadata").is_file(),
-            lambda path, given: open_dcp(path),
+            lambda path, options: open_dcp(path),
             needs=".metadata",
             write=write_dcp,
             options=frozenset({"dtype", "layout"}),
@@ -163,7 +162,7 @@ _FORMATS: dict[str, Format] = {
         Format(
             "peft",
             lambda path: (path / CONFIG).is_file(),
-            lambda path, given: open_peft(path),
+            lambda path, options: open_peft(path),
             needs=CONFIG,
             write=write_peft,
             options=frozenset({"dtype", "config", "adapter"}),
@@ -171,13 +170,13 @@ _FORMATS: dict[str, Format] = {
         Format(
             "deepspeed",
             lambda path: find_step(path) is not None,
-            lambda path, given: open_deepspeed(path),
+            lambda path, options: open_deepspeed(path),
             needs="*_model_states.pt",
         ),
         Format(
             "colossalai",
             _is_colossalai,
-            lambda path, given: open_colossalai(path, given.optimizer, given.parameter_names),
+            lambda path, options: open_colossalai(path, options.optimizer, options.parameter_names),
             takes=NUMBERED | {"optimizer"},
             needs="an index",
             write=_write_colossalai,
@@ -186,14 +185,14 @@ _FORMATS: dict[str, Format] = {
         Format(
             "huggingface",
             _is_huggingface,
-            lambda path, given: open_huggingface(path),
+            lambda path, options: open_huggingface(path),
             write=write_huggingface,
             options=frozenset({"dtype", "size_per_shard", "config", "generation_config"}),
         ),
         Format(
             "single",
             lambda path: False,  # a single file that matches no other format
-            lambda path, given: open_single(path, given.parameter_names),
+            lambda path, options: open_single(path, options.parameter_names),
             takes=NUMBERED,
             needs="a single .safetensors or torch file",
             write=write_single,
@@ -232,7 +231,7 @@ def write_checkpoint(source: CheckpointSource, path: str | Path, format: str, **
     known = {each.name: each for each in known_formats() if each.write is not None}
     chosen = known.get(format)
     if chosen is None or chosen.write is None:
-        raise ValueError(f"format={format!r}: {', '.join(known)} can be written")
+        raise ValueError(f"format={format!r} cannot be written; use one of {', '.join(known)}")
     for name, value in options.items():
         if name not in chosen.options:
             raise ValueError(f"{name}={value!r:.80}: format {format} has no such option; leave it out")
@@ -250,9 +249,9 @@ def register_format(format: Format) -> Callable[[], None]:
         ValueError: a format of that name exists.
     """
     if not isinstance(format, Format):
-        raise TypeError(f"register_format({format!r:.80}): give a Format")
+        raise TypeError(f"register_format({format!r:.80}) needs a Format; pass one")
     if format.name in _FORMATS:
-        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
+        raise ValueError(f"register_format: a format {format.name!r} exists; use another name")
     _FORMATS[format.name] = format
 
     def take_back() -> None:
@@ -289,7 +288,7 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
         one_of_several = ".index" in place.name and place.name not in INDEX
         return "colossalai" if one_of_several else detect_format(place.parent, part)
     if not place.is_dir():
-        raise FileNotFoundError(f"{place}: no such file or directory")
+        raise FileNotFoundError(f"{place}: no such file or directory; check the path")
     place = located(place)
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
@@ -341,7 +340,7 @@ def open_checkpoint(
     """
     names = [each.name for each in known_formats()]
     if format is not None and format not in names:
-        raise ValueError(f"format={format!r}: known are {', '.join(names)}")
+        raise ValueError(f"format={format!r} is not known; use one of {', '.join(names)}")
     source = _opened(path, format, OpenOptions(optimizer, parameter_names))
     if not rename:
         return source
@@ -352,8 +351,8 @@ def open_checkpoint(
         raise
 
 
-def _opened(path: str | Path, format: str | None, given: OpenOptions) -> OpenSource:
-    optimizer = given.optimizer
+def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
+    optimizer = options.optimizer
     place = located(Path(path))
     name = format or detect_format(place)
     if place.is_file() and place.name.endswith(".json") and name != "colossalai":
@@ -362,13 +361,15 @@ def _opened(path: str | Path, format: str | None, given: OpenOptions) -> OpenSou
     if name == "native":
         return known.open(place, OpenOptions())
     if optimizer is not None and "optimizer" not in known.takes:
-        raise ValueError(f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model")
-    if given.parameter_names is not None and "parameter_names" not in known.takes:
-        raise ValueError(f"parameter_names given, but {place} is of format {name}, which has names")
+        raise ValueError(
+            f"optimizer={str(optimizer)!r}: {place} is of format {name}, which keeps it with the model; leave it out"
+        )
+    if options.parameter_names is not None and "parameter_names" not in known.takes:
+        raise ValueError(f"parameter_names: {place} is of format {name}, which has names; leave them out")
     if name == "single":
         place = loose_files(place)[0] if place.is_dir() else place
     with reading(place):
-        return _checked(known.open(place, given), (place, optimizer))
+        return _checked(known.open(place, options), (place, optimizer))
 
 
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:

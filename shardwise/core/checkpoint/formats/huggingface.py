@@ -18,7 +18,7 @@ from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
 from shardwise.core.checkpoint.formats.lazy import LazySource, model_entries
-from shardwise.core.checkpoint.formats.output import sizes_of, split_by_size, write_text
+from shardwise.core.checkpoint.formats.output import write_json, write_shards
 from shardwise.core.checkpoint.formats.safetensors_file import (
     extra_entries,
     model_metadata,
@@ -27,11 +27,10 @@ from shardwise.core.checkpoint.formats.safetensors_file import (
 )
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = ["INDEX", "SINGLE_FILES", "as_dict", "open_huggingface", "write_huggingface"]
+__all__ = ["INDEX", "SINGLE_FILES", "as_configs", "open_huggingface", "write_huggingface"]
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-MEGABYTE = 1024**2
 
 
 def open_huggingface(path: str | Path) -> LazySource:
@@ -45,9 +44,9 @@ def open_huggingface(path: str | Path) -> LazySource:
     directory = Path(path)
     shards = Shards(directory)
     with shards.closed_on_error():
-        for whole, index in zip(SINGLE_FILES, INDEX, strict=True):
-            if (directory / whole).is_file():
-                entries, aliases = shards.file(whole)
+        for single, index in zip(SINGLE_FILES, INDEX, strict=True):
+            if (directory / single).is_file():
+                entries, aliases = shards.file(single)
             elif (directory / index).is_file():
                 entries, aliases = shards.entries(read_index(directory / index)[1])
             else:
@@ -92,13 +91,11 @@ def write_huggingface(
         OSError: the directory cannot be written; its earlier content is unchanged.
     """
     target = Path(path)
-    written: list[str] = []
     if config is None and not (target / "config.json").exists():
         config = source.state().get("config")
         generation_config = generation_config or source.state().get("generation_config")
-    configured = {"config.json": config, "generation_config.json": generation_config}
-    given = {name: as_dict(value) for name, value in configured.items() if value is not None}
-    settings = given.get("config.json") or _existing_config(target)
+    configs = as_configs(config, generation_config)
+    settings = configs.get("config.json") or _existing_config(target)
     # If the configuration does not tie the weights, the second name would not be loaded.
     tied = settings is not None and not _ties(settings)
     entries = model_entries(source, dtype, tied=tied)
@@ -107,37 +104,38 @@ def write_huggingface(
     extra = extra_entries(source)
     described = bool(extra or source.state().get("extra"))
     entries |= extra
-    shards = split_by_size(sizes_of(entries), size_per_shard * MEGABYTE)
     own = f".{variant}" if variant else ""
     weights = re.compile(
         rf"(model|pytorch_model){re.escape(own)}(-\d{{5}}(-of-\d{{5}})?)?\.(safetensors|bin)"
         rf"|(model\.safetensors|pytorch_model\.bin)\.index{re.escape(own)}\.json"
     )
-    indexed = always_index or len(shards) > 1
 
-    def replaced(name: str) -> bool:
-        return weights.fullmatch(name) is not None or name in given
+    def name_of(number: int, count: int) -> str:
+        numbered = f"-{number:05d}-of-{count:05d}" if always_index or count > 1 else ""
+        return f"model{own}{numbered}.safetensors"
 
-    with atomic_directory(target, replaced) as directory:
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, 1):
-            numbered = f"-{number:05d}-of-{len(shards):05d}" if indexed else ""
-            file = f"model{own}{numbered}.safetensors"
-            held = {name: entries[name] for name in names}
-            metadata = model_metadata(source) if described and number == 1 else {"format": "pt"}
-            write_safetensors_stream(directory / file, held, metadata)
-            weight_map.update(dict.fromkeys(names, file))
-            written.append(file)
-        if indexed:
+    with atomic_directory(target, lambda name: weights.fullmatch(name) is not None or name in configs) as directory:
+
+        def write(file: str, names: list[str]) -> None:
+            metadata = model_metadata(source) if described and next(iter(entries)) in names else {"format": "pt"}
+            write_safetensors_stream(directory / file, {name: entries[name] for name in names}, metadata)
+
+        sizes = [(name, entry.nbytes) for name, entry in entries.items()]
+        written, weight_map = write_shards(sizes, size_per_shard, name_of, write)
+        if always_index or len(written) > 1:
+            written.append(f"{SINGLE_FILES[0]}.index{own}.json")
             total = sum(entry.nbytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            name = f"{SINGLE_FILES[0]}.index{own}.json"
-            _write_json(directory / name, index)
-            written.append(name)
-        for name, content in given.items():
-            _write_json(directory / name, content)
-            written.append(name)
-    return [target / name for name in written]
+            write_json(directory / written[-1], index)
+        for name, content in configs.items():
+            write_json(directory / name, content)
+    return [target / name for name in (*written, *configs)]
+
+
+def as_configs(*configurations: Any) -> dict[str, dict[str, Any]]:
+    """Return the files of a configuration and a generation configuration; ``None`` is left out."""
+    named = zip(("config.json", "generation_config.json"), configurations, strict=False)
+    return {name: as_dict(content) for name, content in named if content is not None}
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -168,7 +166,3 @@ def _ties(config: Mapping[str, Any]) -> bool:
     except Exception:  # not installed, or the user's own model type: use the general default of Hugging Face
         return True
     return bool(getattr(known, "tie_word_embeddings", True))
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, sort_keys=path.name == "config.json") + "\n")

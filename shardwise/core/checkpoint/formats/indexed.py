@@ -31,7 +31,9 @@ def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     index = read_json(path)
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise CheckpointError(f"{path} is not an index: it has no weight_map of names and files")
+        raise CheckpointError(
+            f"{path} is not an index, because it has no weight_map of names and files; check the path"
+        )
     checked_names(weights, path)
     for name, file in weights.items():
         checked_name(file, f"{path}, for {name!r:.80},")
@@ -53,19 +55,19 @@ class Shards:
         Raises:
             CheckpointDamage: a shard is missing or does not match the index.
         """
-        found: dict[str, Entry] = {}
+        selected: dict[str, Entry] = {}
         aliases: dict[str, str] = {}
         for file in dict.fromkeys(weight_map.values()):
             if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, although the index names it")
-            held, same = self.file(file)
+                raise CheckpointDamage(f"{self.directory / file} is missing, and the index names it")
+            in_file, same = self.file(file)
             aliases.update(same)
             for name in (name for name, place in weight_map.items() if place == file):
-                if name not in held and name not in same:
-                    raise CheckpointDamage(f"{self.directory / file} does not hold {name}, although the index says so")
-            found.update({name: entry for name, entry in held.items() if weight_map.get(name) == file})
+                if name not in in_file and name not in same:
+                    raise CheckpointDamage(f"{self.directory / file} does not have {name}, which the index names")
+            selected.update({name: entry for name, entry in in_file.items() if weight_map.get(name) == file})
         order = {name: place for place, name in enumerate(weight_map)}
-        return dict(sorted(found.items(), key=lambda item: order[item[0]])), aliases
+        return dict(sorted(selected.items(), key=lambda item: order[item[0]])), aliases
 
     def file(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
         """Return entries and aliases of one file."""
@@ -73,22 +75,22 @@ class Shards:
             if file not in self._open:
                 self._open[file] = SafetensorsFile(self.directory / file)
             return self._open[file].entries, {}
-        held, aliases = self._torch(file)
+        entries, aliases = self._torch(file)
         # The loaded file is not kept alive: entries have only shape and dtype, and a read maps the file again.
-        return {name: Entry(entry.fact, partial(self._read, file, name)) for name, entry in held.items()}, aliases
+        return {name: Entry(entry.info, partial(self._read, file, name)) for name, entry in entries.items()}, aliases
 
     def header(self) -> dict[str, Any]:
         """Return the header of the first opened file that we wrote."""
-        found = (read_header(opened.metadata) for opened in self._open.values())
-        return next((header for header in found if header), {})
+        headers = (read_header(opened.metadata) for opened in self._open.values())
+        return next((header for header in headers if header), {})
 
     def _torch(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
         state = load_torch(self.directory / file)
         if not isinstance(state, dict):
             raise CheckpointError(f"{self.directory / file} holds a {type(state).__name__}, not a dictionary")
-        held, aliases, _ = tensor_entries(state, str(self.directory / file))
-        self._loaded = (file, held)
-        return held, aliases
+        entries, aliases, _ = tensor_entries(state, str(self.directory / file))
+        self._loaded = (file, entries)
+        return entries, aliases
 
     def _read(self, file: str, name: str, start: int, numel: int) -> torch.Tensor:
         if self._loaded is None or self._loaded[0] != file:

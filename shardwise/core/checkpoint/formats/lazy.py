@@ -36,34 +36,34 @@ BLOCK_BYTES = 64 * 1024**2  # the most that a writer holds of one tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """A lazy tensor. ``read(start, numel)`` returns elements, 1-D on the CPU, in the dtype of ``fact``."""
+    """A lazy tensor. ``read(start, numel)`` returns elements, 1-D on the CPU, in the dtype of ``info``."""
 
-    fact: TensorInfo
+    info: TensorInfo
     read: Callable[[int, int], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of the full tensor."""
-        return self.fact.numel * self.fact.dtype.itemsize
+        return self.info.numel * self.info.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
         """Return the tensor in another dtype, cast block by block."""
-        if dtype is None or dtype == self.fact.dtype:
+        if dtype is None or dtype == self.info.dtype:
             return self
         read = self.read
-        return Entry(TensorInfo(self.fact.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
+        return Entry(TensorInfo(self.info.shape, dtype), lambda start, numel: read(start, numel).to(dtype))
 
 
-def blocks(fact: TensorInfo) -> Iterator[tuple[int, int]]:
+def blocks(info: TensorInfo) -> Iterator[tuple[int, int]]:
     """Yield ``(start, numel)`` of consecutive blocks of at most :data:`BLOCK_BYTES`."""
-    step = max(1, BLOCK_BYTES // fact.dtype.itemsize)
-    for start in range(0, fact.numel, step):
-        yield start, min(step, fact.numel - start)
+    step = max(1, BLOCK_BYTES // info.dtype.itemsize)
+    for start in range(0, info.numel, step):
+        yield start, min(step, info.numel - start)
 
 
 def to_tensor(entry: Entry) -> torch.Tensor:
     """Return the full tensor."""
-    return entry.read(0, entry.fact.numel).reshape(entry.fact.shape)
+    return entry.read(0, entry.info.numel).reshape(entry.info.shape)
 
 
 def in_memory(entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
@@ -81,17 +81,17 @@ def entry_of_tensor(tensor: torch.Tensor) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise TypeError(f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} has no plain elements")
     plain = tensor.detach()
-    fact = TensorInfo(tuple(plain.shape), plain.dtype)
+    info = TensorInfo(tuple(plain.shape), plain.dtype)
 
     def read(start: int, numel: int) -> torch.Tensor:
         return plain.reshape(-1)[start : start + numel].clone()
 
-    return Entry(fact, read)
+    return Entry(info, read)
 
 
 def entries_of(source: CheckpointSource) -> dict[str, Entry]:
     """Return every tensor of a checkpoint as an entry."""
-    return {name: Entry(fact, partial(source.read, name)) for name, fact in source.tensors().items()}
+    return {name: Entry(info, partial(source.read, name)) for name, info in source.tensors().items()}
 
 
 def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, tied: bool = False) -> dict[str, Entry]:
@@ -102,16 +102,16 @@ def model_entries(source: CheckpointSource, dtype: torch.dtype | None = None, ti
         dtype: dtype for floating-point tensors; ``None``: as stored.
         tied: return a tied tensor under each of its names, not only the first.
     """
-    found = {}
+    selected = {}
     for name, entry in entries_of(source).items():
         if name.startswith("model/"):
-            wanted = dtype if entry.fact.dtype.is_floating_point else None
-            found[name.removeprefix("model/")] = entry.cast(wanted)
+            target = dtype if entry.info.dtype.is_floating_point else None
+            selected[name.removeprefix("model/")] = entry.cast(target)
     if tied:
         for other, first in source.state().get("aliases", {}).items():
-            if first in found:
-                found[other] = found[first]
-    return found
+            if first in selected:
+                selected[other] = selected[first]
+    return selected
 
 
 class LazySource:
@@ -137,7 +137,7 @@ class LazySource:
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every tensor by name."""
-        return {name: entry.fact for name, entry in self._entries.items()}
+        return {name: entry.info for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements [start, start + numel) of the flattened tensor.
@@ -152,8 +152,10 @@ class LazySource:
         if self._closed:
             raise ValueError(f"this {self.format} checkpoint was closed; open it again to read {name!r}")
         entry = self._entries[name]
-        if start < 0 or numel < 0 or start + numel > entry.fact.numel:
-            raise ValueError(f"{name}: elements [{start}, {start + numel}) of a tensor with {entry.fact.numel}")
+        if start < 0 or numel < 0 or start + numel > entry.info.numel:
+            raise ValueError(
+                f"{name}: elements [{start}, {start + numel}) of {entry.info.numel}; read a range inside it"
+            )
         with reading(f"{name} of this {self.format} checkpoint"):
             return entry.read(start, numel)
 
@@ -207,12 +209,12 @@ def renamed(source: CheckpointSource, rules: Mapping[str, str]) -> LazySource:
                 changed[name] = _replaced(rule, new, now)
         if changed == names and rule not in old:
             listed = ", ".join(list(old)[:SHOWN])
-            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint fits it; there are {listed}, ...")
+            raise ValueError(f"rename {rule!r} to {new!r}: no name in the checkpoint matches; it has {listed}, ...")
         names = changed
-    taken: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, now in names.items():
-        if not now or taken.setdefault(now, name) != name:
-            raise ValueError(f"rename makes {name!r} into {now!r}, which {taken.get(now, 'nothing')!r} becomes too")
+        if not now or origins.setdefault(now, name) != name:
+            raise ValueError(f"rename gives {name!r} the new name {now!r}, like {origins.get(now)!r}; use other names")
     return _under(source, lambda name: names.get(name, name), lambda _, name: names.get(name, name))
 
 
@@ -225,13 +227,13 @@ def _replaced(rule: str, new: str, name: str) -> str:
 
 def _names(source: CheckpointSource) -> dict[str, None]:
     state = source.state()
-    found = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
-    found += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    listed = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
+    listed += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
     for record in state.get("optimizers", []):
-        found += [name for group in record["groups"] for name in group["params"]]
-    found += [name for pair in state.get("aliases", {}).items() for name in pair]
-    found += list(state.get("extra", {}))
-    return dict.fromkeys(found)
+        listed += [name for group in record["groups"] for name in group["params"]]
+    listed += [name for pair in state.get("aliases", {}).items() for name in pair]
+    listed += list(state.get("extra", {}))
+    return dict.fromkeys(listed)
 
 
 def _under(source: CheckpointSource, new: Callable[[str], str], in_optimizer: Callable[[int, str], str]) -> LazySource:

@@ -105,13 +105,13 @@ def records_of(state: Mapping[str, Any]) -> list[OptimizerRecord]:
 
 def optimizer_entries(source: CheckpointSource, index: int) -> dict[str, dict[str, Entry]]:
     """Return the element-wise state of one optimizer, by parameter name and key."""
-    found: dict[str, dict[str, Entry]] = {}
+    states: dict[str, dict[str, Entry]] = {}
     start = f"optimizer/{index}/"
-    for full, fact in source.tensors().items():
+    for full, info in source.tensors().items():
         if full.startswith(start):
             name, _, key = full.removeprefix(start).rpartition("/")
-            found.setdefault(name, {})[key] = Entry(fact, partial(source.read, full))
-    return found
+            states.setdefault(name, {})[key] = Entry(info, partial(source.read, full))
+    return states
 
 
 # ---- numbers to names
@@ -147,8 +147,8 @@ def from_numbered(
     elif all("param_names" in group for group in groups):
         by_number = {n: name for group in groups for n, name in zip(group["params"], group["param_names"], strict=True)}
     else:
-        wanted = [[(n, _shape_of(state.get(n, {}))) for n in group["params"]] for group in groups]
-        by_number = match_by_shape(wanted, shapes)
+        numbered = [[(n, _shape_of(state.get(n, {}))) for n in group["params"]] for group in groups]
+        by_number = match_by_shape(numbered, shapes)
         if not by_number and numbers:
             notes.append(
                 f"{where} numbers its {len(numbers)} parameters, and the shapes do not say which is which; "
@@ -174,7 +174,7 @@ def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
         return None
     for value in values.values():
         if isinstance(value, Entry):
-            shapes.add(value.fact.shape)
+            shapes.add(value.info.shape)
         elif isinstance(value, torch.Tensor) and value.ndim:
             shapes.add(tuple(value.shape))
     return shapes.pop() if len(shapes) == 1 else None
@@ -183,18 +183,18 @@ def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
 LoadPart = Sequence[Sequence[tuple[Any, tuple[int, ...] | None]]]
 
 
-def match_by_shape(wanted: LoadPart, shapes: Shapes) -> dict[Any, str]:
+def match_by_shape(groups: LoadPart, shapes: Shapes) -> dict[Any, str]:
     """Return names by number if only one assignment keeps the model's order inside each group; otherwise ``{}``."""
-    if len(wanted) == 1:
-        forward = _embed(wanted[0], list(shapes.items()))
-        backward = _embed(list(reversed(wanted[0])), list(reversed(list(shapes.items()))))
+    if len(groups) == 1:
+        forward = _embed(groups[0], list(shapes.items()))
+        backward = _embed(list(reversed(groups[0])), list(reversed(list(shapes.items()))))
         return forward if forward == backward else {}
     # With several groups, a shape is matched in order if one group has all parameters of that shape in the model.
     in_model = Counter(shapes.values())
     result: dict[Any, str] = {}
-    for group in wanted:
+    for group in groups:
         for shape, count in Counter(shape for _, shape in group).items():
-            elsewhere = any(shape == other for rest in wanted if rest is not group for _, other in rest)
+            elsewhere = any(shape == size for other in groups if other is not group for _, size in other)
             if shape is None or elsewhere or in_model[shape] != count:
                 return {}
             named = [name for name, own in shapes.items() if own == shape]
@@ -203,11 +203,11 @@ def match_by_shape(wanted: LoadPart, shapes: Shapes) -> dict[Any, str]:
 
 
 def _embed(
-    wanted: Sequence[tuple[Any, tuple[int, ...] | None]], named: Sequence[tuple[str, tuple[int, ...]]]
+    numbered: Sequence[tuple[Any, tuple[int, ...] | None]], named: Sequence[tuple[str, tuple[int, ...]]]
 ) -> dict[Any, str]:
     result: dict[Any, str] = {}
     position = 0
-    for number, shape in wanted:
+    for number, shape in numbered:
         while position < len(named) and shape is not None and named[position][1] != shape:
             position += 1
         if position == len(named):
@@ -238,9 +238,9 @@ def to_numbered(source: CheckpointSource, index: int) -> tuple[dict[int, dict[st
     for name, number in numbers.items():
         small = {key: tree.decode(value, None) for key, value in record.small.get(name, {}).items()}
         if small or name in entries:
-            held = {**small, **entries.get(name, {})}
+            values = {**small, **entries.get(name, {})}
             order = {key: place for place, key in enumerate(record.keys)}
-            state[number] = nested(dict(sorted(held.items(), key=lambda item: order.get(item[0], len(order)))))
+            state[number] = nested(dict(sorted(values.items(), key=lambda item: order.get(item[0], len(order)))))
     return state, numbered_groups
 
 

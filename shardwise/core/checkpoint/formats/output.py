@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,21 +19,23 @@ import torch
 
 from shardwise.core.checkpoint.atomic import DISK, atomic_directory, sync_path, sync_tree
 from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
-from shardwise.core.checkpoint.formats.lazy import Entry
 from shardwise.core.checkpoint.source import CheckpointError, describe
 
 __all__ = [
+    "MEGABYTE",
     "new_file",
     "one_at_a_time",
     "output_file",
     "output_files",
-    "sizes_of",
     "split_by_size",
+    "write_json",
+    "write_shards",
     "write_text",
     "write_torch",
 ]
 
-HELD_BYTES = 1 << 16
+BUFFER_BYTES = 1 << 16
+MEGABYTE = 1024**2
 
 
 class OutputFile:
@@ -45,15 +48,15 @@ class OutputFile:
 
     def __init__(self, fd: int) -> None:
         self._fd, self.nbytes = fd, 0
-        self._held = bytearray()  # unwritten bytes: torch writes a few at a time
+        self._buffer = bytearray()  # unwritten bytes: torch writes a few at a time
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all of ``data`` (any object with a buffer), and return the number of bytes."""
         view = memoryview(data)
-        if view.nbytes < HELD_BYTES:
-            self._held += view
-            if len(self._held) >= HELD_BYTES:
+        if view.nbytes < BUFFER_BYTES:
+            self._buffer += view
+            if len(self._buffer) >= BUFFER_BYTES:
                 self.flush()
         else:
             self.flush()
@@ -62,8 +65,8 @@ class OutputFile:
 
     def flush(self) -> None:
         """Write buffered bytes to the file."""
-        held, self._held = self._held, bytearray()
-        self._put(memoryview(held))
+        buffered, self._buffer = self._buffer, bytearray()
+        self._put(memoryview(buffered))
 
     def _put(self, view: memoryview) -> None:
         if self.failure is not None:
@@ -164,7 +167,7 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
         for old, new in _moves(fresh, target, weights):
             exchanged = os.path.lexists(new) and DISK.exchange(str(old), str(new))
             if os.path.lexists(new) and not exchanged:
-                done.append((new, _aside(new, fresh), False))
+                done.append((new, _second_name(new, fresh), False))
             if not exchanged:
                 DISK.rename(str(old), str(new))
             done.append((old, new, exchanged))
@@ -178,7 +181,7 @@ def output_files(path: Path, weights: Callable[[str], bool]) -> Iterator[Path]:
     _remove(fresh)
 
 
-def _aside(path: Path, directory: Path) -> Path:
+def _second_name(path: Path, directory: Path) -> Path:
     """Keep a second name of ``path`` to restore it from; ``path`` itself stays if the file system allows it."""
     place = directory / f".{path.name}.replaced"
     try:
@@ -195,8 +198,8 @@ def _moves(fresh: Path, target: Path, weights: Callable[[str], bool]) -> list[tu
     new = sorted((name for name in os.listdir(fresh)), key=lambda name: (name in index, weights(name), name))
     replaced = any(map(weights, new))
     gone = [name for name in os.listdir(target) if replaced and weights(name) and name not in new]
-    aside = [(target / name, fresh / f".{name}.old") for name in first]
-    return aside + [(fresh / name, target / name) for name in new] + [(target / n, fresh / n) for n in sorted(gone)]
+    moved = [(target / name, fresh / f".{name}.old") for name in first]
+    return moved + [(fresh / name, target / name) for name in new] + [(target / n, fresh / n) for n in sorted(gone)]
 
 
 @contextmanager
@@ -275,16 +278,39 @@ def split_by_size(sizes: Sequence[tuple[str, int]], limit_bytes: float) -> list[
     if not limit_bytes > 0:
         raise ValueError(f"a shard size of {limit_bytes} bytes; give a positive size")
     shards: list[list[str]] = [[]]
-    held = 0
+    nbytes = 0
     for name, size in sizes:
-        if shards[-1] and held + size > limit_bytes:
+        if shards[-1] and nbytes + size > limit_bytes:
             shards.append([])
-            held = 0
+            nbytes = 0
         shards[-1].append(name)
-        held += size
+        nbytes += size
     return shards
 
 
-def sizes_of(entries: dict[str, Entry]) -> list[tuple[str, int]]:
-    """Return names with their bytes, for :func:`split_by_size`."""
-    return [(name, entry.nbytes) for name, entry in entries.items()]
+def write_shards(
+    sizes: Sequence[tuple[str, int]],
+    megabytes: float,
+    name_of: Callable[[int, int], str],
+    write: Callable[[str, list[str]], object],
+) -> tuple[list[str], dict[str, str]]:
+    """Write shards, and return their names and the file of each tensor, as an index has it.
+
+    Args:
+        sizes: names of tensors with their bytes, in order.
+        megabytes: the largest size of a shard, in units of 2**20 bytes.
+        name_of: returns the name of shard ``number``, from 1 to ``count``.
+        write: writes a file with the tensors of these names.
+    """
+    shards = split_by_size(sizes, megabytes * MEGABYTE)
+    files, weight_map = list[str](), dict[str, str]()
+    for number, names in enumerate(shards, 1):
+        files.append(name_of(number, len(shards)))
+        write(files[-1], names)
+        weight_map |= dict.fromkeys(names, files[-1])
+    return files, weight_map
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as Hugging Face and ColossalAI do. Raises as :func:`write_text` does."""
+    write_text(path, json.dumps(content, indent=2, sort_keys=path.name == "config.json") + "\n")

@@ -36,16 +36,16 @@ _LORA = re.compile(rf"(.*\.)?({_OWN})(\..*)?")
 
 def name_in_model(name: str, config: Mapping[str, Any], adapter: str = "default") -> str:
     """Return the parameter's name in a ``PeftModel`` for a name in an adapter's file."""
-    found = _LORA.fullmatch(name)
-    if found is not None:
-        rest = found[3] or (".weight" if found[2] == "lora_magnitude_vector" else "")
-        return f"{found[1] or ''}{found[2]}.{adapter}{rest}"
+    lora = _LORA.fullmatch(name)
+    if lora is not None:
+        suffix = lora[3] or (".weight" if lora[2] == "lora_magnitude_vector" else "")
+        return f"{lora[1] or ''}{lora[2]}.{adapter}{suffix}"
     # As in peft, a module is saved with all its parameters if its path ends in one of the strings.
-    kept = tuple(config.get("modules_to_save") or ())
+    saved_modules = tuple(config.get("modules_to_save") or ())
     parts = name.split(".")
     for depth in range(1, len(parts)):
         module = ".".join(parts[:depth])
-        if kept and module.endswith(kept):
+        if saved_modules and module.endswith(saved_modules):
             return f"{module}.modules_to_save.{adapter}.{'.'.join(parts[depth:])}"
     return name
 
@@ -54,15 +54,15 @@ def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default")
     """Return the name in an adapter's file for a parameter of a ``PeftModel``; ``None`` if the adapter does not have
     it.
     """
-    kept = re.fullmatch(rf"(.*)\.modules_to_save\.{re.escape(adapter)}\.(.*)", name)
-    if kept is not None:
-        return f"{kept[1]}.{kept[2]}"
+    saved_module = re.fullmatch(rf"(.*)\.modules_to_save\.{re.escape(adapter)}\.(.*)", name)
+    if saved_module is not None:
+        return f"{saved_module[1]}.{saved_module[2]}"
     if re.search(r"\.modules_to_save\.|\.original_module\.", name):
         return None
-    found = re.fullmatch(rf"(.*\.)?({_OWN})\.{re.escape(adapter)}(\..*)?", name)
-    if found is not None:
-        rest = "" if found[2] == "lora_magnitude_vector" else found[3] or ""
-        return f"{found[1] or ''}{found[2]}{rest}"
+    lora = re.fullmatch(rf"(.*\.)?({_OWN})\.{re.escape(adapter)}(\..*)?", name)
+    if lora is not None:
+        suffix = "" if lora[2] == "lora_magnitude_vector" else lora[3] or ""
+        return f"{lora[1] or ''}{lora[2]}{suffix}"
     # The biases of all layers, or only of the layers that have LoRA.
     bias = {"all": ".bias", "lora_only": ".base_layer.bias"}.get(config.get("bias", "none"))
     return name if bias is not None and name.endswith(bias) and not re.search(rf"\.({_OWN})\.", name) else None
@@ -81,7 +81,9 @@ def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
         raise CheckpointError(f"{directory / CONFIG} holds a {type(config).__name__}, not a configuration")
     file = next((name for name in WEIGHTS if (directory / name).is_file()), None)
     if file is None:
-        raise FileNotFoundError(f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; was the save finished?")
+        raise FileNotFoundError(
+            f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; use a save that has finished"
+        )
     shards = Shards(directory)
     with shards.closed_on_error():
         entries, _ = shards.file(file)
@@ -118,13 +120,13 @@ def write_peft(
             parameter of the adapter has no place in the file.
         NotADirectoryError: ``path`` is a file.
     """
-    kept = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
-    settings = _settings(config if config is not None else kept, path)
+    saved_config = source.state().get("peft") or (source.state().get("adapters") or {}).get(adapter)
+    settings = _settings(config if config is not None else saved_config, path)
     if settings.get("peft_type") != "LORA":
-        raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} are not written; LORA is")
-    found, aliases = model_entries(source, dtype, tied=True), source.state().get("aliases") or {}
+        raise CheckpointError(f"adapters of type {settings.get('peft_type')!r} cannot be written; use LORA")
+    tensors, aliases = model_entries(source, dtype, tied=True), source.state().get("aliases") or {}
     entries: dict[str, Entry] = {}
-    for name, entry in found.items():
+    for name, entry in tensors.items():
         own = name_in_file(name, settings, adapter)
         # peft restores the names of a tied head itself
         if own is not None and not (name in aliases and _DELTA in name):
@@ -136,8 +138,8 @@ def write_peft(
             f"{adapter!r} of a kind that is not written to {path}; save the whole model (save_model)"
         )
     known = vocabulary if vocabulary is not None else source.state().get("vocabulary")
-    for name in embedding_weights({name: entry.fact for name, entry in found.items()}, settings, known):
-        entries[name] = found[name]
+    for name in embedding_weights({name: entry.info for name, entry in tensors.items()}, settings, known):
+        entries[name] = tensors[name]
     if not any("lora_" in name for name in entries):
         raise CheckpointError(f"nothing to write to {path}: the checkpoint has no parameters of an adapter {adapter!r}")
     file = WEIGHTS[0] if use_safetensors else WEIGHTS[1]
@@ -161,7 +163,7 @@ def _settings(config: Any, path: str | Path) -> dict[str, Any]:
 
 
 _RANKED = re.compile(r"model/(?:base_model\.model\.)?(.*)\.lora_(?:embedding_)?A\.([^.]+)(?:\.weight)?")
-_KEPT = re.compile(r"model/(?:base_model\.model\.)?(.*)\.modules_to_save\.([^.]+)\.(.*)")
+_SAVED_MODULE = re.compile(r"model/(?:base_model\.model\.)?(.*)\.modules_to_save\.([^.]+)\.(.*)")
 _OTHER = re.compile(r"\.lora_(?!A\.|B\.|embedding_A|embedding_B|magnitude_vector)[A-Za-z_]+\.")
 
 
@@ -171,12 +173,14 @@ def the_adapter(source: CheckpointSource) -> str:
     Raises:
         CheckpointError: there is no adapter, or several; the message lists their names.
     """
-    found = sorted({match[2] for name in source.tensors() if (match := _RANKED.fullmatch(name))})
-    if not found:
-        raise CheckpointError("the checkpoint has no parameters of a LoRA adapter (...lora_A.<adapter>.weight)")
-    if len(found) > 1 and "default" not in found:
-        raise CheckpointError(f"the checkpoint has the adapters {', '.join(found)}; say which (--adapter)")
-    return "default" if "default" in found else found[0]
+    adapters = sorted({match[2] for name in source.tensors() if (match := _RANKED.fullmatch(name))})
+    if not adapters:
+        raise CheckpointError(
+            "the checkpoint has no parameters of a LoRA adapter (...lora_A.<adapter>.weight); give one that does"
+        )
+    if len(adapters) > 1 and "default" not in adapters:
+        raise CheckpointError(f"the checkpoint has the adapters {', '.join(adapters)}; choose one with --adapter")
+    return "default" if "default" in adapters else adapters[0]
 
 
 def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: str | None = None) -> dict[str, Any]:
@@ -204,9 +208,11 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
         raise CheckpointError(f"the checkpoint has no parameters of an adapter {adapter!r}")
     strange = next((name for name in names if _OTHER.search(name)), None)
     if strange is not None:
-        raise CheckpointError(f"{strange} belongs to a kind of LoRA that is not deduced; give its --adapter-config")
+        raise CheckpointError(
+            f"{strange} is of a kind of LoRA whose configuration cannot be derived; pass --adapter-config"
+        )
     rank = Counter(ranks.values()).most_common(1)[0][0]
-    kept = {match[1] for name in names if (match := _KEPT.fullmatch(name)) and match[2] == adapter}
+    saved_modules = {match[1] for name in names if (match := _SAVED_MODULE.fullmatch(name)) and match[2] == adapter}
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -217,7 +223,7 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
         "lora_dropout": 0.0,
         "target_modules": sorted(_shortest(source, set(ranks))),
         "rank_pattern": {f"^{re.escape(name)}$": own for name, own in sorted(ranks.items()) if own != rank},
-        "modules_to_save": sorted(kept) or None,
+        "modules_to_save": sorted(saved_modules) or None,
         "use_dora": any(".lora_magnitude_vector." in name for name in names),
         "lora_bias": any(f".lora_B.{adapter}.bias" in name for name in names),
         "bias": "none",
@@ -227,11 +233,11 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
 
 def _shortest(source: CheckpointSource, targets: set[str]) -> set[str]:
     """Return the last parts of the targets' names if no other module has them; otherwise the full names."""
-    others = {
+    modules = {
         name.removeprefix("model/").removeprefix("base_model.model.").rpartition(".")[0] for name in source.tensors()
     }
     ends = {name.rpartition(".")[2] for name in targets}
-    outside = {name for name in others - targets if name.rpartition(".")[2] in ends and "lora_" not in name}
+    outside = {name for name in modules - targets if name.rpartition(".")[2] in ends and "lora_" not in name}
     return targets if outside or any(end.isdigit() for end in ends) else ends
 
 
@@ -242,12 +248,12 @@ _AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapt
 
 
 def embedding_weights(
-    facts: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
+    infos: Mapping[str, TensorInfo], settings: Mapping[str, Any], vocabulary: Mapping[str, Any] | None
 ) -> list[str]:
     """Return the names of base weights in a ``PeftModel`` that are saved with the adapter.
 
     Args:
-        facts: all its tensors by name.
+        infos: all its tensors by name.
         settings: the adapter's configuration.
         vocabulary: the result of ``vocabulary_of`` for the model; ``None``: unknown.
 
@@ -255,20 +261,20 @@ def embedding_weights(
     """
     known = vocabulary or {}
     layers: dict[str, list[str]] = {path: [] for path in known.get("embeddings") or ()}
-    for name in facts:
+    for name in infos:
         stem = _AROUND.sub("", name)
         path = stem if stem != name else name.rpartition(".")[0]
         if path in layers or path.rpartition(".")[2] in _USUAL:
             layers.setdefault(path, []).append(name)
     own = {path: [name for name in names if _is_base(name)] for path, names in layers.items()}
-    found = []
+    selected = []
     if _targeted(layers, settings) and not settings.get("trainable_token_indices"):
-        found = [name for path, names in own.items() for name in names if name.startswith(f"{path}.base_layer.")]
-    rows = next((facts[name].shape[0] for names in own.values() for name in names if len(facts[name].shape) == 2), None)
+        selected = [name for path, names in own.items() for name in names if name.startswith(f"{path}.base_layer.")]
+    rows = next((infos[name].shape[0] for names in own.values() for name in names if len(infos[name].shape) == 2), None)
     size = known.get("size") or rows
     if size is not None and _resized(int(size), settings.get("base_model_name_or_path"), vocabulary is not None):
         return sorted(name for names in own.values() for name in names)
-    return found
+    return selected
 
 
 def _is_base(name: str) -> bool:
@@ -313,7 +319,7 @@ def _downloaded(base: str) -> Path:
     """Return the configuration of the base model in the local cache; nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(base, "config.json")
-    if not isinstance(found, str):
+    path = try_to_load_from_cache(base, "config.json")
+    if not isinstance(path, str):
         raise FileNotFoundError(base)
-    return Path(found)
+    return Path(path)

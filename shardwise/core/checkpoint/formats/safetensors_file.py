@@ -19,10 +19,10 @@ import torch
 
 from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint.bounds import checked_shape, open_regular
-from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES
+from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
 from shardwise.core.checkpoint.formats.lazy import Entry, blocks
 from shardwise.core.checkpoint.formats.output import new_file
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 __all__ = [
     "HEADER",
@@ -36,11 +36,6 @@ __all__ = [
 ]
 
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-D CPU tensor."""
-    return tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 class SafetensorsFile:
@@ -64,7 +59,7 @@ class SafetensorsFile:
                 if isinstance(metadata, dict)
                 else {}
             )
-            self.entries = {name: self._entry(name, facts) for name, facts in header.items()}
+            self.entries = {name: self._entry(name, infos) for name, infos in header.items()}
             self._check_length(header)
         except BaseException:
             self.close()
@@ -75,29 +70,29 @@ class SafetensorsFile:
         size = os.fstat(self._fd).st_size
         if not 2 <= length <= min(MAX_HEADER_BYTES, max(0, size - 8)):
             raise CheckpointDamage(
-                f"{self.path} is not a whole safetensors file (a header of {length} bytes in {size}); load another copy"
+                f"{self.path} is not a whole safetensors file (a header of {length} bytes in {size})"
             )
         try:
             header = json.loads(os.pread(self._fd, length, 8))
         except (ValueError, RecursionError) as error:
             raise CheckpointDamage(f"{self.path}: the safetensors header is not JSON ({error})") from error
         if not isinstance(header, dict):
-            raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80} and not an object")
+            raise CheckpointDamage(f"{self.path}: the safetensors header is {header!r:.80}, not an object")
         return header, 8 + length
 
-    def _entry(self, name: str, facts: Any) -> Entry:
+    def _entry(self, name: str, infos: Any) -> Entry:
         try:
-            dtype = DTYPES[facts["dtype"]]
-            start, end = facts["data_offsets"]
+            dtype = DTYPES[infos["dtype"]]
+            start, end = infos["data_offsets"]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamage(f"{self.path}: {name} is described as {facts!r:.120} ({error!r:.120})") from error
-        fact = TensorInfo(checked_shape(facts.get("shape"), f"{self.path}: {name}"), dtype)
-        if type(start) is not int or type(end) is not int or start < 0 or end - start != fact.nbytes:
-            raise CheckpointDamage(f"{self.path}: {name} of shape {fact.shape}, {dtype}, at bytes {start} to {end}")
-        return Entry(fact, partial(self._read, name, dtype, self._data_start + start))
+            raise CheckpointDamage(f"{self.path}: {name} is described as {infos!r:.120} ({error!r:.120})") from error
+        info = TensorInfo(checked_shape(infos.get("shape"), f"{self.path}: {name}"), dtype)
+        if type(start) is not int or type(end) is not int or start < 0 or end - start != info.nbytes:
+            raise CheckpointDamage(f"{self.path}: {name} of shape {info.shape}, {dtype}, is at bytes {start} to {end}")
+        return Entry(info, partial(self._read, name, dtype, self._data_start + start))
 
     def _check_length(self, header: Mapping[str, Any]) -> None:
-        ranges = sorted(tuple(facts["data_offsets"]) for facts in header.values())
+        ranges = sorted(tuple(infos["data_offsets"]) for infos in header.values())
         position = 0
         for start, end in ranges:
             if start != position:
@@ -105,20 +100,18 @@ class SafetensorsFile:
             position = end
         size = os.fstat(self._fd).st_size
         if size != self._data_start + position:
-            raise CheckpointDamage(
-                f"{self.path} has {size} bytes where its header says {self._data_start + position}; load another copy"
-            )
+            raise CheckpointDamage(f"{self.path} has {size} bytes where its header says {self._data_start + position}")
 
     def _read(self, name: str, dtype: torch.dtype, offset: int, start: int, numel: int) -> torch.Tensor:
         if self._fd < 0:
             raise ValueError(f"{self.path} was closed; open the checkpoint again to read {name!r}")
         result = torch.empty(numel, dtype=dtype, device="cpu")
-        view = as_bytes(result)
+        view = as_bytes(result).data
         position = offset + start * dtype.itemsize
         while view:
             got = os.preadv(self._fd, [view], position)
             if got == 0:
-                raise CheckpointDamage(f"{self.path} ends inside {name} (byte {position}); load another copy")
+                raise CheckpointDamage(f"{self.path} ends inside {name} (byte {position})")
             view, position = view[got:], position + got
         return result
 
@@ -133,36 +126,19 @@ def write_safetensors_stream(path: Path, entries: Mapping[str, Entry], metadata:
     """Write one file block by block, flush it to the disk, and return its size in bytes.
 
     Raises:
-        TypeError: a tensor's dtype is not one that safetensors has.
+        ValueError: safetensors has no such dtype.
         CheckpointError: there are more tensors than one such file can describe.
         OSError: the file cannot be written.
     """
-    # Wide dtypes come first, as in the library, so that every tensor is aligned to its element size.
-    order = sorted(entries.items(), key=lambda item: -item[1].fact.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    position = 0
-    for name, entry in order:
-        if entry.fact.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name}: safetensors has no dtype {entry.fact.dtype}; convert it with dtype=")
-        header[name] = {
-            "dtype": DTYPE_NAMES[entry.fact.dtype],
-            "shape": list(entry.fact.shape),
-            "data_offsets": [position, position + entry.nbytes],
-        }
-        position += entry.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{path} is not saved: its {len(order)} tensors need a header of {len(text)} bytes, and safetensors allows "
-            f"{MAX_HEADER_BYTES}: write smaller files (size_per_shard=)"
-        )
+    tensors = [(name, entry.info.dtype, entry.info.shape) for name, entry in entries.items()]
+    header, starts, nbytes = safetensors_header(tensors, metadata, path)
+    values = list(entries.values())
     with new_file(path) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, entry in order:
-            for start, numel in blocks(entry.fact):
-                file.write(as_bytes(entry.read(start, numel).contiguous()))
-    return file.nbytes
+        file.write(header)
+        for index in sorted(range(len(values)), key=starts.__getitem__):
+            for start, numel in blocks(values[index].info):
+                file.write(as_bytes(values[index].read(start, numel).contiguous()))
+    return nbytes
 
 
 HEADER = "shardwise"
@@ -171,8 +147,8 @@ EXTRA = "state/extra/"
 
 def extra_entries(source: CheckpointSource) -> dict[str, Entry]:
     """Return the tensors of extra state under their names in a file."""
-    facts = source.tensors().items()
-    return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in facts if n.startswith(EXTRA)}
+    infos = source.tensors().items()
+    return {f"${n.removeprefix('state/')}": Entry(f, partial(source.read, n)) for n, f in infos if n.startswith(EXTRA)}
 
 
 def model_metadata(source: CheckpointSource) -> dict[str, str]:
@@ -185,8 +161,8 @@ def model_metadata(source: CheckpointSource) -> dict[str, str]:
 def optimizer_metadata(source: CheckpointSource, index: int) -> dict[str, str]:
     """Return the metadata of an optimizer file."""
     state = source.state()
-    kept = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
-    return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": kept}, allow_nan=False)}
+    own = {"optimizers": [state["optimizers"][index]], "scaler": state.get("scaler")}
+    return {"format": "pt", HEADER: json.dumps({"kind": "optimizer", "state": own}, allow_nan=False)}
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -88,24 +88,24 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
     key = next((key for key in MODEL_KEYS if isinstance(content.get(key), Mapping)), None)
     alone = "param_groups" in content and "state" in content
     model: Mapping[Any, Any] = {} if alone else content if key is None else content[key]
-    entries, aliases, rest = tensor_entries(model, str(path))
+    entries, aliases, values = tensor_entries(model, str(path))
     tensors: dict[str, torch.Tensor] = {}
-    kept = {name: value for name, value in rest.items() if name.endswith(EXTRA_STATE)}
-    header = {"extra": {name: tree.encode(value, tensors, f"extra/{name}") for name, value in kept.items()}}
+    extra = {name: value for name, value in values.items() if name.endswith(EXTRA_STATE)}
+    header = {"extra": {name: tree.encode(value, tensors, f"extra/{name}") for name, value in extra.items()}}
     named, state = named_entries(entries, header, aliases)
     named |= {f"state/{name}": entry_of_tensor(value) for name, value in tensors.items()}
-    left = {name: value for name, value in rest.items() if name not in kept}
+    left = {name: value for name, value in values.items() if name not in extra}
     notes = [f"{path}: {name} is a {type(value).__name__} and was left out" for name, value in left.items()]
     if key is not None:
         known = {key, *OPTIMIZER_KEYS}
         notes += [f"{path}: {other!r} next to {key!r} was ignored" for other in content if other not in known]
-    shapes = {name: entry.fact.shape for name, entry in entries.items()}
+    shapes = {name: entry.info.shape for name, entry in entries.items()}
     more = read_header({HEADER: content[HEADER]}) if alone and isinstance(content.get(HEADER), str) else {}
     names = more.get("names") if parameter_names is None else parameter_names
     records = []
     for index, saved in enumerate([content] if alone else _optimizers(content) if key is not None else []):
-        found, record, more_notes = from_numbered(saved, index, shapes, names, str(path))
-        named.update(found)
+        states, record, more_notes = from_numbered(saved, index, shapes, names, str(path))
+        named.update(states)
         records.append(record)
         notes += more_notes
     if not named and not records:
@@ -118,9 +118,9 @@ def open_torch(path: Path, parameter_names: Sequence[str] | None = None) -> Lazy
 def _optimizers(content: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for key in OPTIMIZER_KEYS:
         value = content.get(key)
-        found = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
-        if found and all("param_groups" in item for item in found):
-            return found
+        states = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Mapping)]
+        if states and all("param_groups" in item for item in states):
+            return states
     return []
 
 
@@ -172,8 +172,8 @@ def write_single_optimizer(source: CheckpointSource, path: str | Path, index: in
         return file
     start = f"optimizer/{index}/"
     entries = {
-        f"optimizer/0/{name.removeprefix(start)}": Entry(fact, partial(source.read, name))
-        for name, fact in source.tensors().items()
+        f"optimizer/0/{name.removeprefix(start)}": Entry(info, partial(source.read, name))
+        for name, info in source.tensors().items()
         if name.startswith(start)
     }
     with output_file(file) as unfinished:

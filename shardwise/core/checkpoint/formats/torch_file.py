@@ -65,7 +65,7 @@ def load_torch(path: Path, stand_ins: Sequence[StandIn] = ()) -> Any:
             "pickle can run any code; if you trust the file, load it where it was made and save its state_dict() again"
         ) from error
     except Exception as error:
-        raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)}); load another copy") from error
+        raise CheckpointDamage(f"{path} is not a whole torch file ({_line(error)})") from error
     _check_values(content, path.stat().st_size, path)
     return content
 
@@ -122,9 +122,7 @@ def _check_values(content: object, there: int, where: object) -> None:
         elif isinstance(value, list | tuple):
             stack.extend(value)
     if sum(needed.values()) > MOST_TIMES * there + SPARE_BYTES:
-        raise CheckpointDamage(
-            f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}; it is not read"
-        )
+        raise CheckpointDamage(f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}")
 
 
 def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
@@ -142,23 +140,21 @@ def _check_pickles(file: BinaryIO, path: object, is_zip: bool) -> None:
             for record in archive.infolist():
                 if record.compress_type != zipfile.ZIP_STORED:
                     name = in_a_line(record.filename[:80])
-                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does; not read")
+                    raise CheckpointDamage(f"{path}: {name} is compressed, which torch.save never does")
                 if record.filename.endswith(".pkl"):
                     if record.file_size > MOST_INDEX_BYTES:
-                        raise CheckpointDamage(f"{path}: a pickle of {record.file_size} bytes, which is not read")
+                        raise CheckpointDamage(f"{path}: a pickle has {record.file_size} bytes, which is too large")
                     content = archive.read(record)
                     check_pickle(io.BytesIO(content), len(content), path, "torch file")
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
-        raise CheckpointDamage(
-            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({_line(error)})") from error
 
 
 def _unsafe_names(path: Path, stand_ins: Sequence[StandIn]) -> list[str]:
     known = {name for _, name in stand_ins}
     try:
-        found = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
-        return sorted(map(in_a_line, found))
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known
+        return sorted(map(in_a_line, names))
     except Exception:  # the names only improve the message
         return []
 
@@ -176,11 +172,9 @@ def check_zip(path: Path) -> None:
             broken = archive.testzip()
     # also invalid bytes of a name
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, ValueError) as error:
-        raise CheckpointDamage(
-            f"{path} is not a whole file of torch.save ({_line(error)}); load another copy"
-        ) from error
+        raise CheckpointDamage(f"{path} is not a whole file of torch.save ({_line(error)})") from error
     if broken is not None:
-        raise CheckpointDamage(f"{path}: the record {in_a_line(broken)} is not what was written; load another copy")
+        raise CheckpointDamage(f"{path}: the record {in_a_line(broken)} is not what was written")
 
 
 def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entry], dict[str, str], dict[str, Any]]:
@@ -191,28 +185,28 @@ def tensor_entries(state: Mapping[Any, Any], where: str) -> tuple[dict[str, Entr
     """
     entries: dict[str, Entry] = {}
     aliases: dict[str, str] = {}
-    rest: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     first: dict[tuple[object, ...], str] = {}
     for name, value in state.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{where}: the key {name!r} is not a name; a model's state has names for keys")
         if not isinstance(value, torch.Tensor):
-            rest[name] = value
+            values[name] = value
             continue
         try:
             entry = entry_of_tensor(value)
         except TypeError as error:
             raise CheckpointError(f"{where}: {in_a_line(name)} cannot be read: {error}") from error
         memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        kept = first.setdefault(memory, name) if value.numel() else name
-        if kept == name:
+        first_name = first.setdefault(memory, name) if value.numel() else name
+        if first_name == name:
             entries[name] = entry
         else:
-            aliases[name] = kept
-    return entries, aliases, rest
+            aliases[name] = first_name
+    return entries, aliases, values
 
 
-SPARE = 1 << 20
+LEAST_COST = 1 << 20
 WIDE = 1 << 12
 """Cost of an integer of more than 64 bits. Integers that are equal modulo 2^61 - 1 have one hash, so as keys of a
 dictionary each would be compared with all others.
@@ -234,12 +228,12 @@ def check_pickle(file: BinaryIO, nbytes: int, where: object, kind: str) -> None:
     Raises:
         CheckpointDamage: it is not a pickle, or would take time or memory out of proportion to its bytes.
     """
-    scan = _Scan(8 * nbytes + SPARE)
+    scan = _Scan(8 * nbytes + LEAST_COST)
     try:
         for opcode, argument, _ in pickletools.genops(file):
             scan.follow(opcode, argument, nbytes)
     except (ValueError, IndexError, KeyError, MemoryError, OverflowError) as error:
-        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200}); load another copy") from error
+        raise CheckpointDamage(f"{where} is not a whole {kind} ({error!s:.200})") from error
 
 
 class _Scan:

@@ -42,7 +42,7 @@ _RANDOM_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 _OTHER_MODEL = re.compile(r"(?:model|pytorch_model|pytorch_model_fsdp)_([1-9]\d*)(?:\.safetensors|\.bin)?")
 _LEFT_OUT = re.compile(r"training_args\.bin|custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 _CHECKPOINT = re.compile(r"checkpoint[-_](\d+)")
-_KEPT = ("global_step", "epoch", "max_steps", "num_train_epochs", "train_batch_size", "best_metric", "total_flos")
+_STATE_KEYS = ("global_step", "epoch", "max_steps", "num_train_epochs", "train_batch_size", "best_metric", "total_flos")
 
 
 def kind_of(path: Path) -> str | None:
@@ -67,8 +67,8 @@ def find_latest(path: Path) -> Path | None:
     accelerate's directory or in ``checkpoints`` of its project.
     """
     for folder in (path, path / "checkpoints"):
-        found = [item for item in folder.iterdir() if _CHECKPOINT.fullmatch(item.name)] if folder.is_dir() else []
-        numbered = {int(item.name[len("checkpoint") + 1 :]): item for item in found if item.is_dir()}
+        folders = [item for item in folder.iterdir() if _CHECKPOINT.fullmatch(item.name)] if folder.is_dir() else []
+        numbered = {int(item.name[len("checkpoint") + 1 :]): item for item in folders if item.is_dir()}
         if numbered:
             return numbered[max(numbered)]
     return None
@@ -99,7 +99,7 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
         divided = sorted(item.name for item in directory.iterdir() if _OPTIMIZER_OF_RANK.fullmatch(item.name))
         if divided:
             raise CheckpointError(
-                f"{directory / divided[0]} is one rank's own part, which says nothing of its place in the whole; save "
+                f"{directory / divided[0]} is one rank's shard without its position in the full tensors; save "
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
         raise FileNotFoundError(f"{directory} has no model: none of {', '.join(SINGLE_FILES + INDEX)}")
@@ -132,8 +132,8 @@ def _with_state(
     if not state.get("optimizers"):
         sources = _optimizers(directory, model, opened, parameter_names, notes)
         state["optimizers"] = [record for _, record in sources]
-        for found, _ in sources:
-            entries.update(found)
+        for states, _ in sources:
+            entries.update(states)
     _add_schedulers(directory, state, entries, notes)
     _add_generators(directory, state, entries, notes)
     scale = directory / "scaler.pt"
@@ -142,11 +142,11 @@ def _with_state(
     kind = kind_of(directory) or "trainer"
     state["other"] = {**(state.get("other") or {}), "format": kind}
     if (directory / STATE).is_file():
-        said = read_json(directory / STATE)
-        if not isinstance(said, dict):
-            raise CheckpointDamage(f"{directory / STATE} holds a {type(said).__name__}; load another copy")
-        state["step"] = state["updates"] = _count(said.get("global_step"), directory / STATE)
-        state["other"]["trainer_state"] = {key: said[key] for key in _KEPT if _plain(said.get(key))}
+        content = read_json(directory / STATE)
+        if not isinstance(content, dict):
+            raise CheckpointDamage(f"{directory / STATE} holds a {type(content).__name__}")
+        state["step"] = state["updates"] = _count(content.get("global_step"), directory / STATE)
+        state["other"]["trainer_state"] = {key: content[key] for key in _STATE_KEYS if _plain(content.get(key))}
     else:
         state["step"] = state["updates"] = _updates(state)
     for item in sorted(directory.iterdir()):
@@ -170,13 +170,11 @@ Numbered = tuple[dict[str, Entry], dict[str, Any]]
 
 
 def _numbered(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    found = [(int(match[1] or 0), item) for item in directory.iterdir() if (match := pattern.fullmatch(item.name))]
-    ordered = [item for _, item in sorted(found)]
-    if [number for number, _ in sorted(found)] != list(range(len(found))):
+    numbered = [(int(match[1] or 0), item) for item in directory.iterdir() if (match := pattern.fullmatch(item.name))]
+    ordered = [item for _, item in sorted(numbered)]
+    if [number for number, _ in sorted(numbered)] != list(range(len(numbered))):
         listed = ", ".join(item.name for item in ordered)
-        raise CheckpointDamage(
-            f"{directory} holds {listed}, which are not numbered from the first on; load another copy"
-        )
+        raise CheckpointDamage(f"{directory} holds {listed}, which are not numbered from 0")
     return ordered
 
 
@@ -186,7 +184,7 @@ def _optimizers(
     folders = [item for item in directory.iterdir() if _OPTIMIZER_FOLDER.fullmatch(item.name)]
     if any((folder / ".metadata").is_file() for folder in folders):
         return [_of_folder(folder, i, opened) for i, folder in enumerate(_numbered(directory, _OPTIMIZER_FOLDER))]
-    found = []
+    optimizers = []
     # Safetensors are sorted by name, so their order differs from the optimizer's.
     ordered = not any(item.suffix == ".safetensors" for item in directory.iterdir())
     shapes: Shapes = {n.removeprefix("model/"): f.shape for n, f in model.tensors().items()} if ordered else {}
@@ -197,8 +195,8 @@ def _optimizers(
         with reading(file):
             entries, record, more = from_numbered(content, index, shapes, names if index == 0 else None, str(file))
         notes += more
-        found.append((entries, record.to_json()))
-    return found
+        optimizers.append((entries, record.to_json()))
+    return optimizers
 
 
 def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
@@ -206,10 +204,10 @@ def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
     opened.append(source)
     records = source.state().get("optimizers", [])
     if len(records) != 1:
-        raise CheckpointError(f"{folder} holds {len(records)} optimizers; one was expected")
+        raise CheckpointError(f"{folder} holds {len(records)} optimizers, and one is expected; load another copy")
     start = "optimizer/0/"
-    found = ((name, entry) for name, entry in entries_of(source).items() if name.startswith(start))
-    return {f"optimizer/{index}/{name.removeprefix(start)}": entry for name, entry in found}, records[0]
+    selected = ((name, entry) for name, entry in entries_of(source).items() if name.startswith(start))
+    return {f"optimizer/{index}/{name.removeprefix(start)}": entry for name, entry in selected}, records[0]
 
 
 def _updates(state: Mapping[str, Any]) -> int:
@@ -227,19 +225,19 @@ def _updates(state: Mapping[str, Any]) -> int:
 
 
 def _add_schedulers(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
-    found = []
+    states = []
     for index, file in enumerate(_numbered(directory, _SCHEDULER)):
         tensors: dict[str, torch.Tensor] = {}
         try:
-            found.append(tree.encode(load_torch(file), tensors, f"lr_schedulers/{index}"))
+            states.append(tree.encode(load_torch(file), tensors, f"lr_schedulers/{index}"))
         except (CheckpointError, TypeError) as error:
             if isinstance(error, CheckpointDamage):
                 raise
             notes.append(f"{file} was left out, and the schedulers after it: {error}")
             break
         entries.update({f"state/{name}": entry_of_tensor(tensor) for name, tensor in tensors.items()})
-    if found:
-        state["lr_schedulers"] = found
+    if states:
+        state["lr_schedulers"] = states
 
 
 def _add_generators(directory: Path, state: dict[str, Any], entries: dict[str, Entry], notes: list[str]) -> None:
@@ -269,7 +267,7 @@ def _scale(path: Path) -> dict[str, float]:
 
 def _count(value: object, where: Path) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise CheckpointDamage(f"{where}: global_step is {value!r:.80}; load another copy")
+        raise CheckpointDamage(f"{where}: global_step is {value!r:.80}")
     return value
 
 

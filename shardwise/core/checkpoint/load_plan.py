@@ -1,10 +1,11 @@
-"""The load plan: how the names, shapes, param groups and optimizer state of a checkpoint fit a run."""
+"""The load plan: how the names, shapes, rows, param groups and optimizer state of a checkpoint fit a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -14,17 +15,18 @@ from shardwise.core.base.names import is_one_kind
 from shardwise.core.base.validate import printable
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.formats.optimizer_state import group_options
-from shardwise.core.checkpoint.read import NativeSource
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of, renamed, with_names
+from shardwise.core.checkpoint.formats.native import NativeSource
+from shardwise.core.checkpoint.formats.optimizer_state import group_options, match_by_shape
 from shardwise.core.checkpoint.run import LocalState, RunOptimizer
-from shardwise.core.checkpoint.source import CheckpointSource
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import read_part, whole_runs
 
-__all__ = ["LoadPart", "LoadPlan", "shortened"]
+__all__ = ["Fit", "LoadPart", "LoadPlan", "Rows", "shortened"]
 
 LoadPart = Literal["all", "model", "optimizer"]
 
@@ -36,18 +38,16 @@ class LoadPlan:
         source: the checkpoint.
         local_state: the run's names.
         strict: whether missing and unexpected names are errors.
-        wanted: compare (and then load) everything, or only the model, or only the optimizers.
+        part: compare (and then load) everything, or only the model, or only the optimizers.
 
     Raises:
         ValueError: names or shapes do not fit; the message lists all of them.
     """
 
-    def __init__(
-        self, source: CheckpointSource, local_state: LocalState, strict: bool, wanted: LoadPart = "all"
-    ) -> None:
+    def __init__(self, source: CheckpointSource, local_state: LocalState, strict: bool, part: LoadPart = "all") -> None:
         self.source, self.local_state, self.state = source, local_state, source.state()
-        self.wanted = wanted
-        self.facts = source.tensors()
+        self.part = part
+        self.infos = source.tensors()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self._wrong: list[str] = []
@@ -58,37 +58,37 @@ class LoadPlan:
         self._known = self._names_in_source()
         self.stored_name: dict[str, str | None] = {names[0]: self._stored(names) for names in local_state.names}
         """By name of a parameter in the run, its name in the checkpoint."""
-        self.taken: dict[int, AdoptedState] = {}
+        self.adopted: dict[int, AdoptedState] = {}
         """By index, the state that optimizers load; the state of other optimizers is unchanged."""
         self.notes: list[str] = []
         """Sentences about optimizer state that is ignored or missing, or that no name fits."""
-        others: list[str] = []
-        if wanted != "optimizer":
+        refused: list[str] = []
+        if part != "optimizer":
             self._match_model()
         # A checkpoint of another format without optimizers has only weights, so optimizers are unchanged.
         saved = bool(self.state.get("optimizers")) or getattr(source, "format", "native") == "native"
-        if wanted != "model" and local_state.optimizers and saved:
-            found = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
-            self.taken, others = found.taken, found.others
-            self.notes += found.notes
-            self.missing += found.missing
-            self.unexpected += found.unexpected
-        self._state_of = {name: entry for taken in self.taken.values() for name, entry in taken.state.items()}
-        if self._wrong or (strict and (self.missing or self.unexpected or others)):
-            self._refuse(others if strict else [], strict)
+        if part != "model" and local_state.optimizers and saved:
+            plan = OptimizerLoadPlan(source, local_state, self.stored_name, strict, self._fitting)
+            self.adopted, refused = plan.adopted, plan.refused
+            self.notes += plan.notes
+            self.missing += plan.missing
+            self.unexpected += plan.unexpected
+        self._state_of = {name: entry for each in self.adopted.values() for name, entry in each.state.items()}
+        if self._wrong or (strict and (self.missing or self.unexpected or refused)):
+            self._refuse(refused if strict else [], strict)
 
-    def _refuse(self, others: list[str], strict: bool) -> None:
-        ours = "optimizer" if self.wanted == "optimizer" else "model"
+    def _refuse(self, refused: list[str], strict: bool) -> None:
+        ours = "optimizer" if self.part == "optimizer" else "model"
         lists = [("missing from the checkpoint", self.missing), (f"not in the {ours}", self.unexpected)]
         lines = [f"{what}: {', '.join(names)}" for what, names in lists if names and strict]
-        listed = "\n  ".join([*lines, *others, *self._wrong])
+        listed = "\n  ".join([*lines, *refused, *self._wrong])
         advice = "" if self._wrong else "\npass strict=False to load what fits"
         raise ValueError(printable(f"the checkpoint does not fit, nothing was loaded:\n  {listed}{advice}"))
 
     @property
     def optimizers(self) -> list[int]:
         """Return the indices of the optimizers whose state is replaced."""
-        return sorted(self.taken)
+        return sorted(self.adopted)
 
     @property
     def replaces_parameters(self) -> bool:
@@ -98,16 +98,18 @@ class LoadPlan:
     @property
     def staying_parameters(self) -> list[str]:
         """Return the parameters of which a load leaves some values unchanged."""
-        kept = (None, *getattr(self.source, "kept", ()))
-        return [name for name in self.stored_name if self.tensor_of(name) in kept]
+        partly = (None, *getattr(self.source, "replaced", ()))
+        return [name for name in self.stored_name if self.tensor_of(name) in partly]
 
     @property
     def staying(self) -> list[str]:
         """Return the parameters and optimizers of which a load leaves some values unchanged."""
-        optimizers = [f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.taken]
+        optimizers = [
+            f"optimizer {each.index}" for each in self.local_state.optimizers if each.index not in self.adopted
+        ]
         return self.staying_parameters + optimizers
 
-    def tell(self, where: str) -> None:
+    def warn(self, where: str) -> None:
         """Warn of optimizer state that was ignored or is missing, and of weights that no parameter has."""
         if self.notes:
             listed = "\n  ".join(self.notes)
@@ -115,11 +117,11 @@ class LoadPlan:
 
     def _names_in_source(self) -> set[str]:
         """Return the names of parameters: of the model, or of the optimizers if only these are loaded."""
-        if self.wanted != "optimizer":
-            return {name.removeprefix("model/") for name in self.facts if name.startswith("model/")}
+        if self.part != "optimizer":
+            return {name.removeprefix("model/") for name in self.infos if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
         return listed | {
-            name.split("/", 2)[2].rpartition("/")[0] for name in self.facts if name.startswith("optimizer/")
+            name.split("/", 2)[2].rpartition("/")[0] for name in self.infos if name.startswith("optimizer/")
         }
 
     def _stored(self, names: Sequence[str]) -> str | None:
@@ -135,7 +137,7 @@ class LoadPlan:
                 self.missing.append(names[0])
             else:
                 # Other formats hold a tied parameter once, or under each of its names.
-                for name in {stored, *(n for n in names if f"model/{n}" in self.facts)}:
+                for name in {stored, *(n for n in names if f"model/{n}" in self.infos)}:
                     expected.add(name)
                     self._check(f"model/{name}", shape)
                     self._check_kind(f"model/{name}", self._dtypes[names[0]])
@@ -146,7 +148,7 @@ class LoadPlan:
         for name, shape in self._shapes.items():
             if name in params:
                 continue
-            if f"model/{name}" in self.facts:
+            if f"model/{name}" in self.infos:
                 expected.add(name)
                 self._check(f"model/{name}", tuple(shape))
             else:
@@ -154,25 +156,25 @@ class LoadPlan:
         extra = self.state.get("extra", {})
         self.missing += [name for name in self.local_state.extra_names() if name not in extra]
         self.unexpected += [name for name in extra if name not in own]
-        there = (name.removeprefix("model/") for name in self.facts if name.startswith("model/"))
+        there = (name.removeprefix("model/") for name in self.infos if name.startswith("model/"))
         self.unexpected += [name for name in there if name not in expected]
 
     def _check(self, name: str, shape: tuple[int, ...], owner: str = "model") -> None:
-        if self.facts[name].shape != shape:
+        if self.infos[name].shape != shape:
             advice = self._rows_advice(name, shape)
-            self._wrong.append(f"{name}: {self.facts[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
+            self._wrong.append(f"{name}: {self.infos[name].shape} in the checkpoint, {shape} in the {owner}{advice}")
 
     def _check_kind(self, name: str, dtype: torch.dtype) -> None:
-        there = self.facts[name].dtype
+        there = self.infos[name].dtype
         if not is_one_kind(there, dtype):
             self._wrong.append(f"{name}: {there} in the checkpoint, {dtype} in the model: other kinds of numbers")
 
     def _rows_advice(self, name: str, shape: tuple[int, ...]) -> str:
-        there = self.facts[name].shape
+        there = self.infos[name].shape
         known = name.startswith("model/") and name.removeprefix("model/") in self.stored_name.values()  # not a buffer
         rows = known and bool(shape) and len(there) == len(shape) and there[1:] == shape[1:]
-        given = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
-        return f" ({given} takes the rows that both have)" if rows else ""
+        argument = f"rows={{{name.removeprefix('model/')!r}: 'keep'}}"
+        return f" ({argument} takes the rows that both have)" if rows else ""
 
     def _fitting(
         self, value: Stored, name: str, shape: tuple[int, ...], known: Callable[[tuple[int, ...]], bool]
@@ -180,11 +182,11 @@ class LoadPlan:
         """Return element-wise state as it is. If the optimizer trains full parameters, read state of another shape
         (rows and columns of a factored one) if the saved parameter had the same shape or, if the file has no shapes
         (torch's own), ``known`` accepts the shape."""
-        fact = self.facts[value.name]
-        if fact.shape != shape and getattr(self.local_state, "other_shapes", False):
+        info = self.infos[value.name]
+        if info.shape != shape and getattr(self.local_state, "other_shapes", False):
             then = self._shape_then(name)
-            if then == shape or (then is None and known(fact.shape)):
-                return self.source.read(value.name, 0, fact.numel).reshape(fact.shape)
+            if then == shape or (then is None and known(info.shape)):
+                return self.source.read(value.name, 0, info.numel).reshape(info.shape)
         self._check(value.name, shape, "optimizer")
         return value
 
@@ -193,8 +195,8 @@ class LoadPlan:
             for group in saved["groups"]:
                 if name in group["params"] and "shapes" in group:
                     return tuple(group["shapes"][group["params"].index(name)])
-        fact = self.facts.get(f"model/{name}")
-        return None if fact is None else fact.shape
+        info = self.infos.get(f"model/{name}")
+        return None if info is None else info.shape
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the optimizer state of a parameter; ``None``: it starts without state."""
@@ -203,18 +205,18 @@ class LoadPlan:
     def tensor_of(self, name: str) -> str | None:
         """Return the name of the tensor that replaces a parameter; ``None`` leaves it unchanged."""
         stored = self.stored_name[name]
-        return None if stored is None or self.wanted == "optimizer" else f"model/{stored}"
+        return None if stored is None or self.part == "optimizer" else f"model/{stored}"
 
     def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
         """See :class:`shardwise.core.engine.fragments.Fill`."""
-        dtype = self.facts[name].dtype
-        kept: Mapping[str, int] = getattr(self.source, "kept", {})
-        if name in kept and part is not None:
+        dtype = self.infos[name].dtype
+        replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
+        if name in replaced and part is not None:
             for run in whole_runs(part, start, start + out.numel()):
                 self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
             return
-        if name in kept:  # further elements are unchanged
-            out = out[: max(0, kept[name] - start)]
+        if name in replaced:  # further elements are unchanged
+            out = out[: max(0, replaced[name] - start)]
         straight = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         if straight and isinstance(self.source, NativeSource):
             self._read(name, start, out, part)
@@ -255,8 +257,8 @@ Links = set[tuple[int, int]]
 
 def shortened(names: Sequence[str]) -> str:
     """Return a list of names for a message."""
-    rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + rest
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 @dataclass
@@ -313,8 +315,8 @@ class _Own:
         """Return group, name, and name in the checkpoint of each parameter."""
         return [
             (number, name, stored)
-            for number, (names, others) in enumerate(zip(self.groups, self.stored, strict=True))
-            for name, stored in zip(names, others, strict=True)
+            for number, (names, stored_names) in enumerate(zip(self.groups, self.stored, strict=True))
+            for name, stored in zip(names, stored_names, strict=True)
         ]
 
 
@@ -329,9 +331,9 @@ class OptimizerLoadPlan:
         fitting: see :data:`Fitting`.
 
     Attributes:
-        taken: by index, the state that optimizers load.
+        adopted: by index, the state that optimizers load.
         missing, unexpected: names without a counterpart.
-        others: optimizers with the state of another class, as sentences.
+        refused: optimizers with the state of another class, as sentences.
         notes: sentences about state that is ignored or missing.
     """
 
@@ -346,10 +348,10 @@ class OptimizerLoadPlan:
         self._local_state, self._stored, self._strict, self._fitting = local_state, stored_name, strict, fitting
         self._shapes = {name: tuple(shape.shape) for name, shape in local_state.model_shapes().items()}
         self._saved = _saved_optimizers(source)
-        self.taken: dict[int, AdoptedState] = {}
+        self.adopted: dict[int, AdoptedState] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
-        self.others: list[str] = []
+        self.refused: list[str] = []
         self.notes: list[str] = []
         own = {
             stored_name[name]
@@ -390,10 +392,10 @@ class OptimizerLoadPlan:
         numbers = sorted({*holders.values()})
         accepted = [number for number in numbers if not self._refuses(own, holders, number)]
         links = self._links(own, holders, accepted)
-        options, kept = self._options(own, links, exact and own.index in accepted)
+        options, notes = self._options(own, links, exact and own.index in accepted)
         ones = [next(iter(linked)) if len(linked) == 1 else (-1, -1) for linked in links]
-        taken = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
-        self.taken[own.index] = taken
+        adopted = AdoptedState(options, [group if number == own.index else None for number, group in ones], exact)
+        self.adopted[own.index] = adopted
         trained, frozen, without_state = self._local_state.trained(trainer), list[str](), list[str]()
         for group, name, stored in own.parameters():
             number = None if stored is None else holders.get(stored)
@@ -407,7 +409,7 @@ class OptimizerLoadPlan:
             elif entry is not None and stored is not None and name in trained:
                 shape = self._shapes[name]
                 known = partial(own.form.has_shape, options[group], shape)
-                taken.state[name] = {
+                adopted.state[name] = {
                     key: self._fitting(value, stored, shape, partial(known, key))
                     if isinstance(value, Stored)
                     else value
@@ -417,7 +419,7 @@ class OptimizerLoadPlan:
                 frozen.append(name)
         lines = [f"these parameters start without state: {shortened(without_state)}"] if without_state else []
         lines += [f"ignored state of parameters that are frozen here: {shortened(frozen)}"] if frozen else []
-        self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *kept]]
+        self.notes += [f"optimizer {own.index} ({own.kind}): {line}" for line in [*lines, *notes]]
 
     # ---- which optimizer has the state
 
@@ -442,7 +444,7 @@ class OptimizerLoadPlan:
             if saved.kind and not own.form.continues(saved.kind):
                 self.notes.append(f"{called} and continues with the state of {theirs}, which has the same form")
             return False
-        self.others.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
+        self.refused.append(f"{called}, but the checkpoint has the state of {theirs}: {reason}")
         names = shortened([name for _, name, _ in known])
         self.notes.append(
             f"{called}, but the checkpoint has the state of {theirs} ({reason}); these parameters start without state: "
@@ -456,8 +458,8 @@ class OptimizerLoadPlan:
         """Return by group of the run the groups of the checkpoint that its parameters were in."""
         links = []
         for stored in own.stored:
-            found = [(holders[name], name) for name in stored if name is not None and holders.get(name) in accepted]
-            links.append({(n, self._saved[n].group_of[name]) for n, name in found if name in self._saved[n].group_of})
+            sources = [(holders[name], name) for name in stored if name is not None and holders.get(name) in accepted]
+            links.append({(n, self._saved[n].group_of[name]) for n, name in sources if name in self._saved[n].group_of})
         return links
 
     def _options(self, own: _Own, links: Sequence[Links], exact: bool) -> tuple[list[Options], list[str]]:
@@ -481,7 +483,7 @@ def _merged(
     An option is taken from the checkpoint if all saved groups of the parameters agree on its value, and the run's
     groups of these parameters agree, too.
     """
-    merged, kept = [dict(options) for options in own], list[str]()
+    merged, notes = [dict(options) for options in own], list[str]()
     for place, linked in enumerate(links):
         relatives = [other for other, also in enumerate(links) if linked & also]
         for key in sorted({key for link in linked for key in theirs[link]}):
@@ -492,19 +494,19 @@ def _merged(
                 merged[place][key] = values[0]
             elif not all(same_value(own[place].get(key), value) for value in values):
                 listed = ", ".join(dict.fromkeys(f"{value!r:.40}" for value in values))
-                kept.append(f"{key} of group {place} stays {own[place].get(key)!r:.40}, the checkpoint has {listed}")
-    return merged, kept
+                notes.append(f"{key} of group {place} stays {own[place].get(key)!r:.40}, the checkpoint has {listed}")
+    return merged, notes
 
 
 def _holders(saved: Sequence[_Saved], own: _Own) -> dict[str, int]:
     """Return by name in the checkpoint the optimizer that had the parameter; the one with the same number is first."""
     order = sorted(range(len(saved)), key=lambda number: (number != own.index, number))
-    found: dict[str, int] = {}
+    holders: dict[str, int] = {}
     for _, _, stored in own.parameters():
         number = next((number for number in order if stored in saved[number].names), None)
         if stored is not None and number is not None:
-            found[stored] = number
-    return found
+            holders[stored] = number
+    return holders
 
 
 def _other_groups(own: _Own, there: _Saved) -> str:
@@ -521,14 +523,14 @@ def _other_groups(own: _Own, there: _Saved) -> str:
 
 def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
     """Return the optimizers in the state, each with its entries in the order in which they were created."""
-    facts, found = source.tensors(), list[_Saved]()
+    infos, optimizers = source.tensors(), list[_Saved]()
     for number, record in enumerate(source.state().get("optimizers", [])):
         small = record.get("small", {})
         entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
         start = f"optimizer/{number}/"
-        for full in (name for name in facts if name.startswith(start)):
+        for full in (name for name in infos if name.startswith(start)):
             name, _, key = full.removeprefix(start).rpartition("/")
-            entries.setdefault(name, {})[key] = Stored(full, facts[full].dtype)
+            entries.setdefault(name, {})[key] = Stored(full, infos[full].dtype)
         place = {key: index for index, key in enumerate(record.get("keys", []))}
         ordered = {
             name: dict(sorted(entry.items(), key=lambda item: place.get(item[0], len(place))))
@@ -536,5 +538,228 @@ def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
         }
         groups = [list(group["params"]) for group in record.get("groups", [])]
         options = [group_options(group) for group in record.get("groups", [])]
-        found.append(_Saved(record.get("class", ""), groups, options, ordered))
-    return found
+        optimizers.append(_Saved(record.get("class", ""), groups, options, ordered))
+    return optimizers
+
+
+# ---- other names and other numbers of rows
+
+Rows = Literal["keep", "zero", "mean"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the names and rows of a checkpoint are changed for a load.
+
+    Attributes:
+        rename: see :func:`shardwise.core.checkpoint.formats.lazy.renamed`.
+        rows: by name of a parameter of the model, the values of rows that the checkpoint does not have: ``"keep"``
+            (unchanged), ``"zero"``, or ``"mean"`` (the mean of the checkpoint's rows). The optimizer state of new rows
+            is zero; state that is not element-wise (Adafactor's factors) is dropped for the whole parameter. Surplus
+            rows of the checkpoint are dropped. Other parameters must have the checkpoint's shape.
+    """
+
+    rename: Mapping[str, str] | None = None
+    rows: Mapping[str, Rows] | None = None
+
+    def apply(self, source: CheckpointSource, local_state: LocalState) -> CheckpointSource:
+        """Return ``source`` as it is loaded into ``local_state``.
+
+        Raises:
+            ValueError: a rule that matches nothing, or a parameter that differs in more than the number of rows.
+        """
+        if self.rename:
+            source = renamed(source, self.rename)
+        source = named_like(source, local_state)
+        return _with_rows(source, local_state, self.rows) if self.rows else source
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One parameter's rows. ``there`` and ``here`` are the shapes in the checkpoint and in the model."""
+
+    there: tuple[int, ...]
+    here: tuple[int, ...]
+    how: Rows
+
+    @property
+    def row(self) -> int:
+        """Return the number of elements of one row."""
+        return math.prod(self.here[1:])
+
+    def entry(self, entry: Entry, how: Rows) -> Entry:
+        """Return the tensor with the number of rows of the model; new rows are zero or the mean."""
+        row, rows, dtype = self.row, self.there[0], entry.info.dtype
+        known = row * min(rows, self.here[0])
+
+        @cache
+        def mean() -> torch.Tensor:  # block by block, in fp64
+            total = torch.zeros(row, dtype=torch.float64, device="cpu")
+            for start, numel in blocks(entry.info):
+                columns = torch.arange(start, start + numel, device="cpu") % row
+                total.index_add_(0, columns, entry.read(start, numel).to(torch.float64))
+            return total / max(rows, 1)
+
+        def read(start: int, numel: int) -> torch.Tensor:
+            out = torch.zeros(numel, dtype=dtype, device="cpu")
+            old = max(0, min(start + numel, known) - start)
+            if old:
+                out[:old] = entry.read(start, old)
+            if how == "mean" and old < numel:
+                out[old:] = mean()[torch.arange(start + old, start + numel, device="cpu") % row].to(dtype)
+            return out
+
+        return Entry(TensorInfo(self.here, dtype), read)
+
+
+class _Resized(LazySource):
+    """A checkpoint with resized parameters.
+
+    Attributes:
+        replaced: by tensor, the number of elements that a load replaces; the model keeps its other values.
+        resized: a sentence for each parameter.
+    """
+
+    replaced: Mapping[str, int]
+    resized: tuple[str, ...]
+
+
+def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[str, Rows]) -> CheckpointSource:
+    entries, state = entries_of(source), dict(source.state())
+    records = [dict(record) for record in state.get("optimizers", [])]
+    replaced, sentences, done = dict[str, int](), list[str](), dict[str, str]()
+    for name, how in rows.items():
+        names, stored, change = _change(source, local_state, name, how)
+        if rows[done.setdefault(stored, name)] != how:
+            raise ValueError(f"rows={dict(rows)}: {name} and {done[stored]} are one parameter; name it once")
+        if change.there == change.here or done[stored] != name:
+            continue
+        # other formats often hold a tied parameter under each of its names
+        for full in {f"model/{each}" for each in (stored, *names)} & entries.keys():
+            entries[full] = change.entry(entries[full], how)
+            if how == "keep":
+                replaced[full] = change.row * change.there[0]
+        own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
+        by_rows = all(entries[path].info.shape in ((), change.there) for path in own)
+        by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
+        for path in own:
+            if not by_rows:
+                del entries[path]
+            elif entries[path].info.shape:
+                entries[path] = change.entry(entries[path], "zero")
+        for record in records:
+            record["groups"] = [_shaped(group, stored, change.here) for group in record["groups"]]
+            if not by_rows:
+                record["small"] = {key: value for key, value in record.get("small", {}).items() if key != stored}
+        sentences.append(_sentence(name, change, by_rows))
+    state["optimizers"] = records
+    if not sentences:
+        return source
+    made = _Resized(str(getattr(source, "format", "native")), entries, state)
+    made.replaced, made.resized = replaced, tuple(sentences)
+    return made
+
+
+def _parameter_of(path: str) -> str:
+    """Return the parameter's name in ``optimizer/<number>/<name>/<key>``."""
+    return path.split("/", 2)[2].rpartition("/")[0]
+
+
+def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
+    """Return True if an optimizer keeps tensors for a parameter that are not element-wise (factors)."""
+    values = (tree.decode(value, None) for value in record.get("small", {}).get(name, {}).values())
+    return any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in values)
+
+
+def _sentence(name: str, change: _Change, by_rows: bool) -> str:
+    there, here = change.there[0], change.here[0]
+    what = {"keep": "keep the values that they have", "zero": "are zero", "mean": "are the mean of the others"}
+    left = f"the last {there - here} are dropped"
+    rows = f"the {here - there} new ones {what[change.how]}" if here > there else left
+    state = ", their optimizer state is zero" if here > there else ""
+    state = state if by_rows else ", its optimizer state, which is not element-wise, is dropped"
+    return f"{name}: {there} rows in the checkpoint, {here} in the model: {rows}{state}"
+
+
+def _shaped(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    if "shapes" not in group or name not in group["params"]:
+        return dict(group)
+    shapes = list(group["shapes"])
+    shapes[group["params"].index(name)] = list(shape)
+    return {**group, "shapes": shapes}
+
+
+def _change(
+    source: CheckpointSource, local_state: LocalState, name: str, how: Rows
+) -> tuple[tuple[str, ...], str, _Change]:
+    """Return all names of the parameter in the run, its name in the checkpoint, and what changes."""
+    if how not in ("keep", "zero", "mean"):
+        raise ValueError(f"rows={{{name!r}: {how!r}}} is not a rule for new rows; use 'keep', 'zero' or 'mean'")
+    names = next((each for each in local_state.names if name in each), None)
+    if names is None:
+        listed = ", ".join(each[0] for each in local_state.names[:MOST_NAMES])
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the model has no such parameter; it has {listed}, ...")
+    aliases, infos = source.state().get("aliases", {}), source.tensors()
+    # If only an optimizer is loaded, the largest tensor of its state is taken as element-wise.
+    states = sorted((info.numel, full) for full, info in infos.items() if full.startswith("optimizer/") and info.shape)
+    there = {_parameter_of(full): infos[full].shape for _, full in states}
+    there |= {full.removeprefix("model/"): info.shape for full, info in infos.items() if full.startswith("model/")}
+    stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
+    here = tuple(local_state.model_shapes()[names[0]].shape)
+    if stored is None:
+        raise ValueError(f"rows={{{name!r}: {how!r}}}: the checkpoint has no {name}; leave it out")
+    if not here or len(there[stored]) != len(here) or there[stored][1:] != here[1:]:
+        raise ValueError(
+            f"rows={{{name!r}: {how!r}}}: it is {there[stored]} in the checkpoint and {here} in the model, which "
+            "differ in more than the number of rows; leave it out"
+        )
+    return names, stored, _Change(there[stored], here, how)
+
+
+def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointSource:
+    """Return ``source`` with the names of ``local_state`` in place of numbers (``#0``, ``#1``, ...).
+
+    Like torch, this takes the n-th parameter of a group for the n-th of the same group in the run. If the groups
+    differ, shapes decide if only one assignment is possible; otherwise the numbers stay, and no parameter matches them.
+    """
+    saved, names = source.state().get("optimizers", []), dict[int, dict[str, str]]()
+    shapes = {name: tuple(each.shape) for name, each in local_state.model_shapes().items()}
+    for each in local_state.optimizers:
+        theirs = [list(group["params"]) for group in saved[each.index]["groups"]] if each.index < len(saved) else []
+        if not any(name.startswith("#") for group in theirs for name in group):
+            continue
+        ours = local_state.group_names(each)
+        # If state may have other shapes (rows and columns), no shape is known to be the parameter's; the load plan
+        # checks it.
+        any_shape = getattr(local_state, "other_shapes", False)
+        there = {} if any_shape else _shapes_of(source, each.index, [name for group in theirs for name in group])
+        assigned = _in_order(theirs, ours, there, shapes)
+        if not assigned:
+            trained = {name for group in ours for name in group}
+            in_model = {own[0]: shapes[own[0]] for own in local_state.names if own[0] in trained}
+            assigned = match_by_shape([[(name, there.get(name)) for name in group] for group in theirs], in_model)
+        if assigned:
+            names[each.index] = assigned
+    return with_names(source, names) if names else source
+
+
+def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
+    """Return the shapes of parameters whose state seems element-wise."""
+    shapes_by_name: dict[str, set[Shape]] = {name: set() for name in names}
+    start = f"optimizer/{index}/"
+    for full, info in source.tensors().items():
+        if full.startswith(start):
+            shapes_by_name.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(info.shape)
+    return {name: next(iter(shapes)) for name, shapes in shapes_by_name.items() if len(shapes) == 1}
+
+
+def _in_order(
+    theirs: Sequence[Sequence[str]],
+    ours: Sequence[Sequence[str]],
+    there: Mapping[str, Shape],
+    shapes: Mapping[str, Shape],
+) -> dict[str, str]:
+    if [len(group) for group in theirs] != [len(group) for group in ours]:
+        return {}
+    pairs = [pair for their, our in zip(theirs, ours, strict=True) for pair in zip(their, our, strict=True)]
+    return {} if any(there.get(one, shapes[own]) != shapes[own] for one, own in pairs) else dict(pairs)
