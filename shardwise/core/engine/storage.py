@@ -18,8 +18,7 @@ from shardwise.core.grads.grads import ChunkGrads, GradRing
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.ledger import Ledger
-from shardwise.core.memory.placement import Home, assign_homes, missed_shares
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Home, Tier, assign_homes, missed_shares
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout

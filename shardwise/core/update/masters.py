@@ -16,8 +16,7 @@ import torch
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
 from shardwise.core.memory.disk.store import DiskStore, Record
-from shardwise.core.memory.placement import Home
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Home, Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
