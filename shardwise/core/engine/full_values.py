@@ -168,7 +168,7 @@ def _shard(engine: Engine, chunk: Chunk, masters: bool) -> torch.Tensor | None:
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        rounds = engine.storage.comm_dtypes.rounds(chunk.spec)
+        rounds = engine.storage.comm_dtypes.by_owner(chunk.spec) is not None
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
             if shard is not None and not masters:  # not the values quantized for communication

@@ -39,6 +39,11 @@ class Home:
         """The tier of the gradient shard, from which the update reads it; the host if the state is on disk."""
         return Tier.DEVICE if self.state is Tier.DEVICE else Tier.HOST
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything of the chunk is on a disk."""
+        return Tier.DISK in (self.param, self.state)
+
 
 def _spread(sizes: Sequence[int], share: float) -> list[bool]:
     """Choose about ``share`` of the total size, evenly over the sequence; 0 chooses nothing and 1 everything."""
