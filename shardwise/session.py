@@ -31,6 +31,7 @@ from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
 from shardwise.core.engine.packed_weights import settle_packed
 from shardwise.core.engine.pipelined import PipelineSteps
+from shardwise.core.engine.placement import describe
 from shardwise.core.engine.user_optimizer import snapshot
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
@@ -320,6 +321,15 @@ class Session:
     def memory(self) -> MemoryReport:
         """Return the bytes of model data on this rank."""
         return self.module.memory()
+
+    def describe(self) -> str:
+        """Return a table of where parameters, masters, optimizer state and gradients are kept, and in which dtypes.
+
+        It has one line for all chunks with equal placement. ``bytes`` counts this rank's parameters: its shards, and
+        unsharded arrays of chunks that stay resident. The table describes the build: state that a later step moves
+        (``auto``, :meth:`offload_states`) is counted by :meth:`memory`.
+        """
+        return describe(self.engine.shards.storage.placement, self.engine.shards.layout)
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.

@@ -19,10 +19,14 @@ from shardwise.core.base.sizes import size_text
 
 __all__ = ["add_parser", "main", "report"]
 
-PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "peft", "lightning", "pytorch-lightning", "trl")
-PACKAGES += ("bitsandbytes", "triton", "deepspeed")
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-VARIABLES += ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "PYTORCH_ALLOC_CONF")
+PACKAGES = (
+    *("numpy", "safetensors", "transformers", "accelerate", "peft", "lightning", "pytorch-lightning", "trl"),
+    *("bitsandbytes", "triton", "deepspeed"),
+)
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "PYTORCH_ALLOC_CONF"),
+)
 NEEDED_FILES = 1024
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from shardwise.core.checks.guards import Edits
 from shardwise.core.comm import Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
+from shardwise.core.engine import placement
 from shardwise.core.engine.full_values import full_values
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.storage import Storage
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.engine.values import Values
 from shardwise.core.grads.grads import ChunkGrads
@@ -145,7 +145,7 @@ def _replicas_not_averaged() -> _Patch:
 
 
 def _no_masters() -> _Patch:
-    return mock.patch.object(Storage, "master_dtype", lambda self, spec: None)
+    return mock.patch.object(placement, "master_dtype", lambda *args: None)
 
 
 @contextlib.contextmanager
@@ -155,13 +155,13 @@ def _masters_kept() -> Iterator[None]:
     def values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
         return real(shards, masters=False)
 
-    def kept(self: Storage, spec: ChunkSpec) -> torch.dtype | None:
+    def kept(spec: ChunkSpec, *args: Any) -> torch.dtype | None:
         return torch.float32 if spec.trainable else None
 
     real = full_values
     with (
         mock.patch("shardwise.core.engine.module.full_values", values),
-        mock.patch.object(Storage, "master_dtype", kept),
+        mock.patch.object(placement, "master_dtype", kept),
     ):
         yield
 

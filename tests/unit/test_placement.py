@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_setup import shares
 
-from shardwise.core.memory.placement import Home, assign_homes
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Home, Tier, assign_homes
 from shardwise.plan import AutoPlan
 
 D, H, S = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -9,8 +9,7 @@ import pytest
 from placement_setup import shares
 
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.core.memory.placement import assign_homes, missed_shares
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Tier, assign_homes, missed_shares
 from shardwise.deepspeed import to_plan
 from shardwise.plan import AutoPlan
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from shardwise.core.base.events import Events
 from shardwise.core.comm import Buffer
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.memory.placement import Home
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Home, Tier
 from shardwise.core.optim.lamb import FusedLAMB, Lamb
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamInfo, make_layout

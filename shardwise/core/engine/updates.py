@@ -200,14 +200,14 @@ class TileUpdates:
         self.tiles: list[UpdateTile] = []
         self._disk: dict[int, DiskTile] = {}
         """Tiles on a disk by position among all tiles."""
-        homes = [storage.homes[each.spec.index] for each in grads]
+        placement = storage.placement
         # By homes, since a rank may have no tile of a small chunk whose other tiles its peers have on a disk.
-        own = any(Tier.DISK in (home.param, home.state) for home in homes)
+        own = any(placement.chunks[each.spec.index].home.on_disk for each in grads)
         self.uses_disk = storage.on_any_disk(own)
-        self._sizes = BufferSizes(storage.value_buffer_bytes)
+        self._sizes = BufferSizes(placement.disk_buffers.value_bytes)
         for each in grads:
             state = shards.states[each.spec.index]
-            tiles = make_tiles(each, state, storage.tile_ranges(each.spec))
+            tiles = make_tiles(each, state, placement.chunks[each.spec.index].tiles)
             if state.store is not None:
                 for tile, record in zip(tiles, state.values, strict=True):
                     self._disk[len(self.tiles)] = DiskTile(

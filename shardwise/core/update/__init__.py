@@ -7,7 +7,7 @@ is decided in :mod:`shardwise.core.engine.updates`.
 # [Note: Updates during backward]
 # With update="backward" each optimizer has a thread (early.py) that updates chunks in the order in which they are
 # reduced. It writes masters, state and new parameters, never what backward reads: masters have memory of their own then
-# (Storage.master_dtype), and parameters change at step(). The caller waits for the thread at the end of every reduced
+# (engine/placement.py), and parameters change at step(). The caller waits for the thread at the end of every reduced
 # pass, so nothing runs between passes.
 # Nothing that comes later can change the update: plans refuse clipping, a loss scale and weights by tokens. The memory
 # of the gradient serves the next chunk, so there is no way back. Another pass, dropped gradients and a changed learning

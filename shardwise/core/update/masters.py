@@ -16,8 +16,7 @@ import torch
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
 from shardwise.core.memory.disk.store import DiskStore, Record
-from shardwise.core.memory.placement import Home
-from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.tier import Home, Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
@@ -34,7 +33,7 @@ Rounded = Callable[[torch.Tensor], torch.Tensor]
 # The optimizer updates the parameter shard itself, unless something stands against it: 16-bit parameters, which are too
 # coarse to add small updates to; a state in another tier, since the update works where the state is; a shard on a disk;
 # updates during backward, which still reads the parameters. Then there are masters, in fp32 or in the parameters' own
-# dtype (Storage.master_dtype), and between steps the parameter is what its master rounds to: whoever writes one writes
+# dtype (engine/placement.py), and between steps the parameter is what its master rounds to: whoever writes one writes
 # the other. What a program writes to a parameter alone is found before the next update (update/masters.py).
 class ChunkState:
     """What the optimizer updates for one chunk.

@@ -21,6 +21,8 @@ from sets import full
 from tier_setup import SHARES, with_tiers
 from torch import nn
 
+from shardwise.core.base.sizes import size_text
+from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.testing import run_ranks
@@ -51,9 +53,7 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             session.optimizer.step()
             traffic.append(session.traffic())
         store = session.engine.shards.storage.store
-        scratch = sum(
-            session.engine.accounts.scratch_bytes(tier) for tier in type(session.engine.shards.storage.homes[0].param)
-        )
+        scratch = sum(session.engine.accounts.scratch_bytes(tier) for tier in Tier)
         return {
             "by_tier": report.by_tier,
             "after": session.memory().by_tier,
@@ -63,6 +63,7 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             "buffers": store.buffer_bytes if store is not None else 0,
             "on_disk": store.reserved_bytes if store is not None else 0,
             "scratch": scratch,
+            "described": session.describe().splitlines(),
         }
 
 
@@ -107,6 +108,10 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
     resident = stage < 3 and param == "device"
     assert held(param, "parameters") == (2 * PSI if resident else 2 * share)
     assert held(state, "masters") == 4 * share
+    row = [str(DEPTH), *size_text(held(param, "parameters")).split(), param, "bfloat16"]
+    row += ["resident" if resident else "gathered", state, "float32", state, gradient, "bfloat16", "0"]
+    titles, only, total = found["described"]  # the layers have equal placements, and "0" is the first
+    assert only.split() == row and titles.startswith("chunks") and total.split() == [*row[:3], "total"]
     assert 8 * share < held(state, "optimizer state") <= 8 * share + PIECES
     if stage == 1:
         # Whole gradients are kept on the device, and the update reads its part of them there.

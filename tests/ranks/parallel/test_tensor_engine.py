@@ -122,7 +122,7 @@ def uneven(plan: Plan) -> None:
     model: Model = made(True)
     with sharded(model, adam(model, LR), plan) as session:
         storage = session.engine.shards.storage
-        on_disk = any(home.state is Tier.DISK for home in storage.homes)
+        on_disk = any(each.home.state is Tier.DISK for each in storage.placement.chunks)
         told = [bool(post[0]) for post in session.mesh.mesh_group.exchange([float(on_disk)])]
         assert True in told and False in told and storage.uses_disk
     trained(plan, True)

@@ -1,0 +1,190 @@
+"""The placement of chunks: plans and the memory, tiers and dtypes that follow from them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from placement_setup import DISK
+from torch import nn
+
+from shardwise.core.engine.placement import ChunkPlacement, DiskBuffers, Placement, RankFacts, describe, place
+from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
+from shardwise.plan import AutoPlan, ByTensor, Plan, zero
+
+HALF = torch.bfloat16
+AUTO = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
+HOST: dict[str, Any] = {"param_host_fraction": 1.0, "state_host_fraction": 1.0}
+ON_DISK: dict[str, Any] = {"param_disk_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DISK}
+STATE_ON_DISK: dict[str, Any] = {"param_host_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DISK}
+TWO_RANKS = RankFacts(rank=0, size=2, device_type="cpu")
+ON_GPU = replace(TWO_RANKS, device_type="cuda")
+
+
+def layout_for(ranks: int, dtype: torch.dtype) -> Layout:
+    """A weight, a frozen weight, and a bias that is small enough to stay gathered."""
+    params = [("weight", 256, True, 0), ("frozen", 512, False, -1), ("bias", 8, True, 0)]
+    infos = [ParamInfo((name,), torch.Size([size]), dtype, trains, at, 0) for name, size, trains, at in params]
+    return make_layout(infos, nn.Module(), ByTensor(persist_numel=8), ranks, 1)
+
+
+def placed(plan: Plan, facts: RankFacts) -> tuple[Placement, Layout]:
+    layout = layout_for(facts.size, plan.precision.param_dtype or torch.float32)
+    return place(plan, layout, facts), layout
+
+
+def text(each: ChunkPlacement) -> str:
+    """The memory; tiers of shard, state and gradient by their initials; and what is unusual."""
+    home, master, quantization = each.home, each.master_dtype, each.quantization
+    words = [each.memory, "".join(tier.value[:2] for tier in (home.param, home.state, home.grad))]
+    words += [str(master).removeprefix("torch.")] if master is not None else []
+    words += [f"grads: {each.grad_memory}"] if each.grad_memory != "first use" else []
+    words += [f"{quantization.format} by {'owner' if quantization.by_owner else 'gather'}"] if quantization else []
+    words += [f"secondary {each.secondary_numel}"] if each.secondary_numel else []
+    words += ["resident"] if each.resident else []
+    return " ".join([*words, *(["new shard"] if each.keeps_new_shard else [])])
+
+
+FULL, FROZEN, MAPPED = "exchange, full dedede resident", "full dedede resident", "exchange, mapped dedede"
+MASTERS = "exchange, full dedede float32 resident"
+IN_HOST = "exchange, full dehoho float32 grads: arena resident"
+CASES: dict[str, tuple[Plan, RankFacts, list[str]]] = {
+    "stage 1": (zero(1), TWO_RANKS, [FULL, FROZEN, FULL]),
+    "one rank": (zero(3), RankFacts(0, 1, "cpu"), [FROZEN, FROZEN, FROZEN]),
+    "stage 3": (zero(3), TWO_RANKS, [MAPPED, MAPPED, FULL]),
+    "16 bits": (zero(3, HALF), ON_GPU, [f"{MAPPED} float32", MAPPED, MASTERS]),
+    "16 bits, no masters": (zero(3, HALF).but(master_weights=False), ON_GPU, [MAPPED, MAPPED, FULL]),
+    "a capacity": (zero(3), replace(TWO_RANKS, limited=True), ["exchange dedede", "exchange dedede", FULL]),
+    "host memory that peers read": (
+        zero(3).but(**HOST),
+        TWO_RANKS,
+        ["exchange hohoho grads: arena", "exchange hodede", IN_HOST],
+    ),
+    "host memory of a GPU": (zero(3).but(**HOST), ON_GPU, ["arena hohoho grads: arena", "arena hodede", IN_HOST]),
+    "full gradients, state on the host": (
+        zero(1).but(state_host_fraction=1.0),
+        TWO_RANKS,
+        ["exchange, full dehoho float32 resident", FROZEN, "exchange, full dehoho float32 resident"],
+    ),
+    "a disk": (
+        zero(3).but(**ON_DISK),
+        TWO_RANKS,
+        ["disk didiho float32 grads: arena", "disk didede", "exchange, full dediho float32 grads: arena resident"],
+    ),
+    "state on a disk, updated during backward": (
+        zero(3).but(**STATE_ON_DISK, update="backward"),
+        ON_GPU,
+        [
+            "arena hodiho float32 grads: ring new shard",
+            "arena hodede grads: ring",
+            "exchange, full dediho float32 grads: ring resident new shard",
+        ],
+    ),
+    "updated during backward": (
+        zero(3).but(update="backward"),
+        TWO_RANKS,
+        [f"{MAPPED} float32 grads: ring", f"{MAPPED} grads: ring", MASTERS.replace(" res", " grads: ring res")],
+    ),
+    "a trace": (
+        zero(3).but(auto=AUTO),
+        TWO_RANKS,
+        ["exchange hohoho grads: arena", "exchange hohoho grads: arena", IN_HOST],
+    ),
+    "secondary shards": (
+        zero(3).but(secondary=2),
+        RankFacts(0, 4, "cpu", secondary=2),
+        ["exchange dedede secondary 128", "exchange dedede secondary 256", FULL],
+    ),
+    "8 bits": (
+        zero(3).but(compress_weights="int8", compress_frozen="fp8"),
+        TWO_RANKS,
+        [
+            f"{MAPPED} float32 int8 by owner",
+            "exchange dedede fp8 by gather",
+            MASTERS.replace(" res", " int8 by owner res"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_and_what_follows(name: str) -> None:
+    plan, facts, expected = CASES[name]
+    placement, layout = placed(plan, facts)
+    assert [text(each) for each in placement.chunks] == expected
+    assert [each.spec for each in placement.chunks] == list(layout.chunks) and placement.warnings == ()
+    trained = [bool(each.tiles) for each in placement.chunks]
+    assert trained == [True, False, True]
+
+
+def test_gradient_dtypes() -> None:
+    for changes, expected in (
+        ({}, (torch.bfloat16, torch.bfloat16)),
+        ({"accumulate_dtype": torch.float32}, (torch.bfloat16, torch.float32)),
+        ({"reduce_dtype": torch.float32}, (torch.float32, torch.float32)),
+        ({"reduce_dtype": torch.float16, "accumulate_dtype": torch.float32}, (torch.float16, torch.float32)),
+    ):
+        first = placed(zero(3, torch.bfloat16).but(**changes), TWO_RANKS)[0].chunks[0]
+        assert (first.reduce_dtype, first.accumulate_dtype) == expected
+
+
+def test_the_arena_has_room_for_what_is_taken_from_it() -> None:
+    """Each tensor is rounded up to 256 bytes. The shard has 128 elements, and 512 bytes in fp32."""
+    arena = [each.arena_bytes for each in placed(zero(3).but(**HOST), ON_GPU)[0].chunks]
+    assert arena == [512 + 512, 1024, 256 + 256]  # shard and gradient; frozen shard; master and gradient
+    arena = [each.arena_bytes for each in placed(zero(3).but(**STATE_ON_DISK, update="backward"), ON_GPU)[0].chunks]
+    assert arena == [512 + 512, 1024, 256]  # shard and new shard; frozen shard; new shard
+    with_secondary = RankFacts(0, 4, "cuda", secondary=2)
+    arena = [each.arena_bytes for each in placed(zero(3).but(**HOST, secondary=2), with_secondary)[0].chunks]
+    assert arena == [256 + 512 + 256, 512 + 1024, 256 + 256]  # the secondary shard is twice as long
+    assert all(each.arena_bytes == 0 for each in placed(zero(3), ON_GPU)[0].chunks)
+
+
+def test_buffers_of_a_disk() -> None:
+    disk = replace(DISK, state_buffers=3, param_buffers=5)
+    placement, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}), TWO_RANKS)
+    expected = DiskBuffers(shard_bytes=1024, gathers=5, renewals=0, value_bytes=512, values=3)
+    assert placement.disk_buffers == expected and placement.on_disk
+    assert placement.staging() == {torch.float32: 256}
+    early, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}, update="backward"), TWO_RANKS)
+    assert early.disk_buffers == replace(expected, gathers=4, renewals=1)
+    without, _ = placed(zero(3), TWO_RANKS)
+    assert (without.disk_buffers, without.staging(), without.on_disk) == (DiskBuffers(), {}, False)
+
+
+def test_packed_parameters_are_sent_as_they_are_with_a_warning() -> None:
+    plan = zero(3).but(compress_frozen="int8")
+    placement, _ = placed(plan, replace(TWO_RANKS, own_classes={1: "Params4bit"}))
+    assert [each.quantization for each in placement.chunks] == [None] * 3
+    (warning,) = placement.warnings
+    assert "1 frozen parameters (as 'frozen') are of classes of their own (Params4bit)" in warning
+    placement, _ = placed(plan, replace(TWO_RANKS, own_classes={0: "Params4bit"}))  # it is trained
+    assert placement.warnings == () and placement.chunks[1].quantization is not None
+
+
+def test_fractions_that_chunks_cannot_meet_are_warnings() -> None:
+    placement, _ = placed(zero(3).but(param_host_fraction=0.5), TWO_RANKS)
+    (warning,) = placement.warnings
+    assert warning.startswith("param_host_fraction=0.5, but the actual fraction is 0.33")
+
+
+def test_the_table_counts_chunks_of_equal_placement() -> None:
+    plan = zero(3, HALF).but(**HOST, accumulate_dtype=torch.float32, compress_frozen="int8")
+    rows = [re.split(r"  +", line.strip()) for line in describe(*placed(plan, TWO_RANKS)).splitlines()]
+    grads = "host float32, reduced in bfloat16"
+    assert rows == [
+        ["chunks", "bytes", "shard", "in use", "masters", "state", "gradients", "first unit"],
+        ["1", "256 B", "host bfloat16", "gathered", "host float32", "host", grads, "unit 0"],
+        ["1", "512 B", "host bfloat16", "gathered, sent in int8", "-", "-", "-", "unit 1"],
+        ["1", "16 B", "device bfloat16", "resident", "host float32", "host", grads, "unit 2"],
+        ["3", "784 B", "total"],
+    ]
+    same = [("a", 64), ("b", 64), ("c", 64)]
+    infos = [ParamInfo((name,), torch.Size([size]), torch.float32, True, 0, 0) for name, size in same]
+    layout = make_layout(infos, nn.Module(), ByTensor(persist_numel=0), 2, 1)
+    lines = describe(place(zero(3), layout, TWO_RANKS), layout).splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["3", "384", "B"], ["3", "384", "B"]]
+    assert lines[1].endswith("unit 0") and len(lines) == 3
