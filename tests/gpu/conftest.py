@@ -29,12 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         item.add_marker(pytest.mark.gpu)
         packages = [name for mark in item.iter_markers("packages") for name in mark.args]
-        reason = reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")], packages)
+        reason = _reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")], packages)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
+def _reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
     """Why a test that is marked with ``gpus(n)`` for each of ``needed``, and with ``packages(...)``, cannot run; empty
     where it can."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]

@@ -324,7 +324,11 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
 
 INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
-    ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' but torch.distributed is not initialised"),
+    (
+        {"data_parallel_group": "some"},
+        ValueError,
+        "data_parallel_group='some' but torch.distributed is not initialised",
+    ),
     ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
     (
         {"zero_param_parallel_group": "some"},
