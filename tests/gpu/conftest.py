@@ -55,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def device_type(request: pytest.FixtureRequest) -> str:
     """``cuda``, or ``cpu`` if that was asked for."""
-    chosen: str = request.config.getoption("--gpu-device", "cuda")
-    return chosen
+    return request.config.getoption("--gpu-device", "cuda")
 
 
 def _pool(ranks: int, device_type: str) -> RankPool:
@@ -84,5 +83,4 @@ def two_ranks(device_type: str) -> Iterator[RankPool]:
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
 def pool(request: pytest.FixtureRequest) -> RankPool:
     """Each of them in turn."""
-    chosen: RankPool = request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")
-    return chosen
+    return request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")
