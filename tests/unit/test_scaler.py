@@ -65,7 +65,7 @@ def model(overflows: Sequence[int], p: ScalerPlan) -> list[float]:
 
 @given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 4), st.integers(1, 5))
 def test_any_sequence(overflows: list[int], hysteresis: int, interval: int) -> None:
-    p = plan(hysteresis=hysteresis, growth_interval=interval, min_scale=4.0, max_scale=2.0**14)
+    p = plan(hysteresis=hysteresis, growth_interval=interval, min_scale=256.0, max_scale=4096.0)
     assert scales(LossScaler(p), overflows) == model(overflows, p)
 
 
