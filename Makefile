@@ -163,7 +163,7 @@ pictures: $(VENV)/.runtime
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks $(BENCH)
 
-# Runs from the source tree with any Python that has torch, numpy and safetensors: PYTHON=... if given, else a python3
+# Runs from the source tree with any Python that has torch, numpy, safetensors and pytest: PYTHON=... if given, else a python3
 # whose torch sees a GPU, else the one of .venv, where there is a stand-in on the CPU.
 gpu:
 	@python="$(GIVEN)"; \

@@ -1,4 +1,4 @@
-"""``python tests/gpu``: the tests of this folder, under pytest or, where that is not installed, without it.
+"""``python tests/gpu``: the tests of this folder under pytest, some of them if asked for, with a record of each.
 
 By its path, since a package ``tests`` that something has installed would be found instead of this folder by its name.
 Exit status: 0, or another where a test failed or there was none to run.
@@ -7,31 +7,45 @@ Exit status: 0, or another where a test failed or there was none to run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # In place of this folder, whose names are too common for a search path.
 sys.path[:] = [str(HERE.parent), str(HERE.parents[1]), *(each for each in sys.path if Path(each).resolve() != HERE)]
+tests = ModuleType("tests")
+tests.__path__ = [str(HERE.parent)]  # the folder has no __init__.py, so an installed package would win
+sys.modules["tests"] = tests
 
-from gpu.choice import Choice  # noqa: E402
+try:
+    import pytest
+except ImportError:
+    sys.exit(
+        "pytest is not installed: pip install pytest. For a machine without a network: "
+        "pip install --target FOLDER pytest elsewhere, copy FOLDER, and set PYTHONPATH=FOLDER."
+    )
 from gpu.records import Records  # noqa: E402
 
 
 class Noting:
-    """A plugin of pytest that keeps the records, and of each file the tests of ``choice``."""
+    """A plugin of pytest that keeps the records, and of each file's tests selects those that ``options`` name."""
 
-    def __init__(self, records: Records, choice: Choice) -> None:
-        self._records, self._choice = records, choice
+    def __init__(self, records: Records, options: argparse.Namespace) -> None:
+        self._records, self._options = records, options
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         by_file: dict[Path, list[Any]] = {}
         for item in items:
             by_file.setdefault(item.path, []).append(item)
-        items[:] = [item for group in by_file.values() for item in self._choice.of(group, lambda i: i.originalname)]
+        items[:] = [item for group in by_file.values() for item in self._selected(group)]
+
+    def _selected(self, items: list[Any]) -> list[Any]:
+        only, but = self._options.only, self._options.but
+        named = [each for each in items if each.originalname not in but and (not only or each.originalname in only)]
+        return named[:: self._options.every]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._records.begin(_short(nodeid))
@@ -62,7 +76,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="run one test in so many of each file (default 1: all)")
     parser.add_argument("--collect", action="store_true", help="name the tests, and run none")
     parser.add_argument("--json", type=Path, help="what became of each test, rewritten after every one")
-    parser.add_argument("--without-pytest", action="store_true", help="also where pytest is installed")
+
     chosen = parser.parse_args(arguments)
     if chosen.every < 1:
         parser.error(f"--every {chosen.every}: give a number >= 1")
@@ -78,25 +92,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and say what failed."""
     options = parse(arguments)
-    records, choice = Records(options.json), Choice(tuple(options.only), tuple(options.but), options.every)
-    if options.without_pytest or importlib.util.find_spec("pytest") is None:
-        from gpu import without_pytest
-
-        without_pytest.install()
-        if options.collect:
-            for file in options.files:
-                for case in choice.of(without_pytest.collect(file, options.device)[1], lambda c: c.function.__name__):
-                    print(f"{file.name}::{case.name}")
-            return 0
-        without_pytest.run(options.files, options.device, choice, records)
-        status = int(bool(records.failed) or not records.seconds)
-    else:
-        import pytest
-
-        settings = ["-q", "-p", "no:cacheprovider", "--rootdir", str(HERE.parents[1]), "--gpu-device", options.device]
-        settings += ["--collect-only"] if options.collect else []
-        given = [str(path) for path in options.files]
-        status = int(pytest.main([*settings, *given], plugins=[Noting(records, choice)]))
+    records = Records(options.json)
+    settings = ["-q", "-p", "no:cacheprovider", "--rootdir", str(HERE.parents[1]), "--gpu-device", options.device]
+    settings += ["--collect-only"] if options.collect else []
+    files = [str(path) for path in options.files]
+    status = int(pytest.main([*settings, *files], plugins=[Noting(records, options)]))
     for test in records.failed:
         print(f"FAILED {test}", file=sys.stderr)
     print(records.line)

@@ -29,12 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         item.add_marker(pytest.mark.gpu)
         packages = [name for mark in item.iter_markers("packages") for name in mark.args]
-        reason = reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")], packages)
+        reason = _reason_to_skip(device_type, [int(mark.args[0]) for mark in item.iter_markers("gpus")], packages)
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
+def _reason_to_skip(device_type: str, needed: Sequence[int], packages: Sequence[str] = ()) -> str:
     """Why a test that is marked with ``gpus(n)`` for each of ``needed``, and with ``packages(...)``, cannot run; empty
     where it can."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -55,8 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def device_type(request: pytest.FixtureRequest) -> str:
     """``cuda``, or ``cpu`` if that was asked for."""
-    chosen: str = request.config.getoption("--gpu-device", "cuda")
-    return chosen
+    return request.config.getoption("--gpu-device", "cuda")
 
 
 def _pool(ranks: int, device_type: str) -> RankPool:
@@ -84,5 +83,4 @@ def two_ranks(device_type: str) -> Iterator[RankPool]:
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
 def pool(request: pytest.FixtureRequest) -> RankPool:
     """Each of them in turn."""
-    chosen: RankPool = request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")
-    return chosen
+    return request.getfixturevalue("one_rank" if request.param == 1 else "two_ranks")

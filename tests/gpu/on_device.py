@@ -87,7 +87,6 @@ def _on_cpu(named: dict[str, Tensor]) -> dict[str, Tensor]:
 def _train(session: Session, setting: Setting, device: torch.device) -> Run:
     case, run = MODELS[setting.model], Run()
     batches = make_batches(case, dist.get_world_size(), STEPS, setting.micro_batches, setting.dtype)
-    assert session.optimizer is not None
     for step in batches:
         losses = []
         for micro in step:
@@ -183,7 +182,6 @@ def measure_memory(plan: Plan, width: int, depth: int) -> Peak:
     torch.cuda.reset_peak_memory_stats(device)
     model = Stack(width, depth)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     while_building = torch.cuda.max_memory_allocated(device) - before
     after_build = torch.cuda.memory_allocated(device) - before
     itemsize = (plan.precision.param_dtype or torch.float32).itemsize
@@ -214,12 +212,10 @@ def trace_overlap(plan: Plan, width: int, depth: int) -> tuple[float, float]:
     device = device_of_rank("cuda")
     model = Stack(width, depth)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     rows = torch.randn(2048, width, device=device)
 
     def step() -> None:
         session.backward(session.module(rows).float().square().mean())
-        assert session.optimizer is not None
         session.optimizer.step()
         session.optimizer.zero_grad()
 
@@ -238,7 +234,6 @@ def forward_backward_without_sync(plan: Plan) -> list[float]:
     device = device_of_rank("cuda")
     model = Stack(64, 4)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     rows = torch.randn(8, 64, device=device)
     for index in range(3):
         torch.cuda.synchronize(device)
@@ -264,7 +259,6 @@ def overflow_then_train(device_type: str) -> tuple[list[bool], list[float], str 
     assert plan.precision.scaler is not None
     session = build(model, adamw(model), plan, device=device)
     optimizer = session.optimizer
-    assert optimizer is not None and optimizer.scaler is not None
     skipped, scales, reason = [], [], None
     for factor in (1.0, float("inf"), float("inf"), 1.0):
         loss = session.module(torch.ones(4, 16, device=device)).float().mean() * factor

@@ -15,11 +15,7 @@ from gpu.on_device import device_of_rank
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.testing import RankPool
 
-KINDS: dict[str, Callable[..., Any]] = {
-    "cpu": CPUAdam,
-    "fused": FusedAdam,
-    "hybrid": HybridAdam,
-}
+KINDS: dict[str, Callable[..., Any]] = {"cpu": CPUAdam, "fused": FusedAdam, "hybrid": HybridAdam}
 SHAPES = [(3,), (), (17, 5), (129,), (2, 3, 4), (300, 33)]
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 STEPS = 6

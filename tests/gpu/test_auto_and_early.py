@@ -99,7 +99,6 @@ def train_gpt(plan: Plan, device_type: str, optimizer: str = "adamw", passes: in
     device, case, run = device_of_rank(device_type), MODELS["gpt"], Run()
     model = case.factory(torch.float32)
     session = build(model, OPTIMIZERS[optimizer](model), plan, device=device)
-    assert session.optimizer is not None
     with counting(run):
         for step in make_batches(case, dist.get_world_size(), STEPS, passes, torch.float32):
             for micro in step:
@@ -220,7 +219,6 @@ def train_stack(plan: Plan, device_type: str) -> Run:
     model: nn.Module = Stack(WIDTH, DEPTH)
     with highest_allocation(device, run), counting(run):
         session = build(model, adamw(model), plan, device=device)
-        assert session.optimizer is not None
         pool = session.engine.pool
         for step in range(STEPS):
             before = pool.moved_bytes

@@ -57,15 +57,13 @@ def _made() -> Branches:
 
 def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.device) -> Tensor:
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
-    value: Tensor = model(rows, WAYS[ways][(rank + step) % 2]).float().square().mean()
-    return value
+    return model(rows, WAYS[ways][(rank + step) % 2]).float().square().mean()
 
 
 def train(plan: Plan, ways: str, device_type: str) -> Run:
     """On each rank its own way."""
     device, run, model = device_of_rank(device_type), Run(), _made()
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, device=device)
-    assert session.optimizer is not None
     for step in range(STEPS):
         if device.type == "cuda" and dist.get_rank() == 0:
             torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind

@@ -36,7 +36,6 @@ def train(plan: Plan, lagging: bool) -> Ahead:
     before = torch.cuda.memory_allocated(device)
     model = Stack(WIDTH, DEPTH)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     highest, losses = 0, []
     for index in range(5):
         rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)

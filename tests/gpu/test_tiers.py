@@ -29,12 +29,7 @@ def tiered(plan: Plan, params: tuple[float, float], state: tuple[float, float], 
     disk = None
     if folder is not None and params[1] + state[1] > 0.0:
         disk = DiskPlan(
-            directory=str(folder),
-            block_bytes=4096 * 16,
-            queue_depth=4,
-            threads=1,
-            state_buffers=3,
-            param_buffers=4,
+            directory=str(folder), block_bytes=4096 * 16, queue_depth=4, threads=1, state_buffers=3, param_buffers=4
         )
     tiers = replace(
         on_device(),
@@ -124,7 +119,6 @@ def _stack_losses(plan: Plan, device_type: str) -> list[float]:
     torch.manual_seed(0)
     model = Stack(WIDTH, DEPTH)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
     for _ in range(4):
@@ -151,7 +145,6 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
     device = device_of_rank(device_type)
     model = Stack(256, 4)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     session.backward(session.module(torch.randn(8, 256, device=device)).float().square().mean())
     found: dict[str, bool] = {}
     for chunk in session.engine.shards.chunks:
@@ -214,7 +207,6 @@ def _peaks(plan: Plan) -> Peaks:
     before = torch.cuda.memory_allocated(device)
     model = Stack(WIDTH, DEPTH)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     highest = 0
     for index in range(3):
         if index < 2:  # the engine may reset the allocator's peak itself while it traces, so the last step is read

@@ -43,8 +43,7 @@ def trace(stepped: bool) -> Traced:
     rows = torch.randn(ROWS, WIDTH, device=device)
 
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
-        value: Tensor = module(batch).square().mean()
-        return value
+        return module(batch).square().mean()
 
     def step() -> None:
         loss(model, rows).backward()  # type: ignore[no-untyped-call]
@@ -110,7 +109,6 @@ def session_trace(plan: Plan) -> Session:
     model = Stack(WIDTH, DEPTH)
     base = torch.cuda.memory_allocated(device)
     session = build(model, adamw(model), plan, device=device)
-    assert session.optimizer is not None
     rows = torch.randn(ROWS, WIDTH, device=device)
     session.backward(session.module(rows).float().square().mean())
     session.optimizer.step()

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from gpu.on_device import adamw, device_of_rank, to_device
 from shardwise.testing import PlainRecipe, RankPool, assert_close, train_plain
-from shardwise.zero import (
-    BucketTensorShardStrategy,
-    ShardedModelV2,
-    ShardedOptimizerV2,
-    ZeroInitContext,
-)
+from shardwise.zero import BucketTensorShardStrategy, ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
 from tests.support.models import MODELS, make_batches
 

@@ -18,7 +18,6 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
     session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero(3, torch.bfloat16), device=device)
-    assert session.optimizer is not None
     rows, labels = torch.randn(64, 16, device=device), torch.randint(4, (64,), device=device)
     losses = []
     for _ in range(20):

@@ -20,12 +20,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from tests.support.alike import Asked
 
-PLANS: dict[str, Plan] = {
-    "zero1": zero(1),
-    "zero2": zero(2),
-    "zero3": zero(3),
-    "hybrid": zero(3, dp_replicate=2),
-}
+PLANS: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "hybrid": zero(3, dp_replicate=2)}
 WIDTH = 8
 
 

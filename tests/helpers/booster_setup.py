@@ -48,8 +48,7 @@ class Net(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.again(torch.tanh(self.tied(torch.tanh(self.first(inputs))))))
         self.extra["calls"] += 1
-        output: torch.Tensor = self.last(hidden) + self.frozen
-        return output
+        return self.last(hidden) + self.frozen
 
     def get_extra_state(self) -> dict[str, Any]:
         return dict(self.extra)

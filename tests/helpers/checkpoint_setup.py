@@ -11,25 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine_setup import scaler
 from torch import nn
 
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, ScalerPlan, TierPlan, on_device, replicated, zero
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, TierPlan, on_device, replicated, zero
 from shardwise.session import Session
 from tests.support.models import MODELS, ModelCase
 
 BATCHES = 12  # a step's, over all ranks, where runs of different sizes are compared: divides by 1, 2, 3 and 4
 
-SCALER = ScalerPlan(
-    initial_scale=256.0,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2,
-    hysteresis=1,
-    max_scale=2.0**20,
-)
+SCALER = scaler(initial_scale=256.0, growth_interval=2, max_scale=2.0**20)
 
 
 class Held(FileSystem):
@@ -48,14 +41,7 @@ class Held(FileSystem):
 
 def tiers(directory: str, param: tuple[float, float], state: tuple[float, float]) -> TierPlan:
     """Shares on the (host, disk) of parameters and of state."""
-    disk = DiskPlan(
-        directory=directory,
-        block_bytes=16384,
-        queue_depth=4,
-        threads=1,
-        state_buffers=3,
-        param_buffers=4,
-    )
+    disk = DiskPlan(directory=directory, block_bytes=16384, queue_depth=4, threads=1, state_buffers=3, param_buffers=4)
     return dataclasses.replace(
         on_device(),
         param_host_fraction=param[0],

@@ -43,8 +43,7 @@ class Model(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def made(tied: bool) -> Model:

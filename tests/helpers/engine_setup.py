@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import other_numbers
@@ -29,15 +29,14 @@ PLANS: dict[str, Plan] = {
     "hybrid": zero(3, dp_replicate=2),
 }
 
-SCALER = ScalerPlan(
-    initial_scale=1024.0,
-    growth_interval=1,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=8192.0,
-)
+
+def scaler(**changes: float) -> ScalerPlan:
+    fields: dict[str, float] = {"initial_scale": 1024.0, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    fields |= {"growth_interval": 1000, "hysteresis": 1, "max_scale": 2.0**32}
+    return ScalerPlan(**(fields | changes))  # type: ignore[arg-type]
+
+
+SCALER = scaler(growth_interval=1, max_scale=8192.0)
 """Moves at every step."""
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer] | None
@@ -79,6 +78,29 @@ def one_mesh(plan: Plan) -> Iterator[Mesh]:
     mesh.close()
 
 
+@contextmanager
+def meshes() -> Iterator[Callable[[Plan], Mesh]]:
+    """One mesh for all plans that communicate alike; one with secondary groups is good for plans without."""
+    made: dict[Any, Mesh] = {}
+    with ExitStack() as stack:
+
+        def mesh_of(plan: Plan) -> Mesh:
+            key = (plan.mesh, plan.comm.shared_memory)
+            if key not in made:
+                made[key] = stack.enter_context(one_mesh(plan))
+            return made[key]
+
+        yield mesh_of
+
+
+def tanh_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
 def adam(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr, eps=lr)
 
@@ -107,6 +129,27 @@ def data(rank: int, step: int, index: int = 0, width: int = 6, rows: int = 4) ->
     return torch.randn(rows, width, generator=generator, dtype=torch.float64)
 
 
+def mean_square(model: Any, rank: int, step: int) -> Tensor:
+    """The loss of most programs."""
+    return model(data(rank, step)).square().mean()
+
+
+def plain_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    loss: Callable[[Any, int, int], Tensor] = mean_square,
+    ranks: int = 2,
+) -> dict[str, Tensor]:
+    """The state after steps in plain torch, each with the mean of the losses of all ranks."""
+    for step in range(steps):
+        for rank in range(ranks):
+            (loss(model, rank, step) / ranks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
 def run_plain(build_model: Callable[[], nn.Module], program: Program, world_size: int, steps: int) -> dict[str, Tensor]:
     """The mean over ranks, one rank after the other in one process."""
     model = seeded(build_model)
@@ -126,7 +169,6 @@ def run_sharded(
     """The same on this rank of a pool."""
     model = seeded(build_model)
     with sharded(model, adam(model), plan, mesh) as session:
-        assert session.optimizer is not None
         for step in range(steps):
             for loss, keep in program(session.module, session.mesh.rank, step):
                 session.optimizer.backward(loss, retain_graph=keep)
@@ -144,7 +186,7 @@ def loss_of(session: Session, index: int = 0) -> Tensor:
     return session.module(data(session.mesh.rank, 0, index)).square().mean()
 
 
-def told(mistake: Callable[[], object], error: type[Exception] = RuntimeError) -> str:
+def told(mistake: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...] = RuntimeError) -> str:
     """The message of the error that must come."""
     with pytest.raises(error) as raised:
         mistake()

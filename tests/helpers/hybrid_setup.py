@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from shardwise.shardformer import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from shardwise.shardformer import layer as col_nn
@@ -71,8 +64,7 @@ def loss_of(model: Any, inputs: dict[str, Tensor], of_parts: bool) -> Tensor:
     fp64."""
     out = model(**inputs)
     if not of_parts:
-        own: Tensor = out.loss
-        return own
+        return out.loss
     return functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
 

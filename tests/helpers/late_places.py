@@ -108,7 +108,6 @@ def _one_by_one(session: Session) -> dict[str, Tensor]:
     found = {}
     for key, param in session.model.named_parameters():
         one = session.one(param)
-        assert one is not None
         found[key] = one.value().cpu()
     return found
 
@@ -155,7 +154,6 @@ def _loaded_apart(session: Session) -> dict[str, Tensor]:
     case = MODELS["mlp"]
     with tempfile.TemporaryDirectory() as directory:
         where = _save_apart(session, directory)
-        assert session.optimizer is not None
         session.backward(case.loss(session.module, there(case.batch(7))))
         session.optimizer.step()
         PortableFiles().load_model(EngineRun(session), where, strict=True)
@@ -182,7 +180,6 @@ def renewed(name: str, seed: int, plan: str = "on_use") -> Found:
     chosen, case, ranks, rank = PLANS[plan], MODELS["mlp"], dist.get_world_size(), dist.get_rank()
     module = case.factory()
     with on_ranks(seed) as device, _session(chosen, module) as session:
-        assert session.optimizer is not None
         for micro in late_setup._batches(chosen, "mlp", ranks)[0]:
             session.backward(case.loss(session.module, there(micro[rank])))
         session.optimizer.step()
@@ -198,7 +195,6 @@ def loaded_over(name: str, seed: int) -> Found:
     states = {key: layer.state_dict() for key, layer in module.named_modules()}
     zeros = {key: {each: torch.zeros_like(value) for each, value in own.items()} for key, own in states.items()}
     with on_ranks(seed) as device, _session(chosen, module) as session:
-        assert session.optimizer is not None
         for micro in late_setup._batches(chosen, "mlp", dist.get_world_size())[0]:
             session.backward(case.loss(session.module, there(micro[rank])))
         session.optimizer.step()
@@ -229,7 +225,6 @@ def traced_graph(name: str, seed: int) -> Found:
     module = deepcopy(plain)
     module.__dict__["held"] = [module.layer.weight]
     with on_ranks(seed) as device, _session(PLANS["on_use"], module) as session:
-        assert session.optimizer is not None
         _as_in_a_trace(session)
         x, losses = torch.ones(3, 16), list[Tensor]()
         optimizer = adamw(plain)
@@ -251,7 +246,6 @@ def discarded(name: str, seed: int) -> Found:
     chosen, case, ranks, rank = PLANS["host"], MODELS["mlp"], dist.get_world_size(), dist.get_rank()
     module = case.factory()
     with on_ranks(seed) as device, _session(chosen, module) as session:
-        assert session.optimizer is not None
         first, again = late_setup._batches(chosen, "mlp", ranks)[:2]
         for micro in again:
             session.backward(case.loss(session.module, there(micro[rank])))

@@ -138,7 +138,6 @@ def train(
         session = build(module, adamw(module), plan, device=GPU)
         losses, wrong = [], list[str]()
         try:
-            assert session.optimizer is not None
             for index, step in enumerate(_batches(plan, model, ranks)):
                 for micro in step:
                     with another_stream() if changing else nullcontext():

@@ -47,7 +47,6 @@ def stages(name: str, seed: int) -> Found:
         names = {id(param): key for key, param in module.named_parameters()}
         session = build(module, adamw(module), plan, device=GPU)
         try:
-            assert session.pipeline is not None and session.optimizer is not None
             for index, batch in enumerate(batches):
                 given = there(batch) if index else batch
                 outcome = session.pipeline.step(given, criterion, train=True)

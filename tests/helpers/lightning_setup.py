@@ -116,12 +116,7 @@ class _Toy:
     """Two layers. ``where`` names the hook that builds them; keyword arguments change what tests need changed."""
 
     def __init__(
-        self,
-        where: str = "init",
-        optimizer: str = "adamw",
-        lr: float = 0.05,
-        schedule: bool = False,
-        seed: int = 3,
+        self, where: str = "init", optimizer: str = "adamw", lr: float = 0.05, schedule: bool = False, seed: int = 3
     ) -> None:
         super().__init__()
         self.where, self.kind, self.lr, self.schedule, self.seed = where, optimizer, lr, schedule, seed
@@ -139,8 +134,7 @@ class _Toy:
 
     def forward(self, inputs: Tensor) -> Tensor:
         assert self.net is not None
-        output: Tensor = self.net(inputs)
-        return output
+        return self.net(inputs)
 
     def loss(self, batch: Any) -> Tensor:
         inputs, targets = batch

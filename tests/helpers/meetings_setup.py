@@ -38,7 +38,6 @@ def counted() -> Iterator[list[str]]:
 def fails_and_goes_on(plan: Plan) -> list[str]:
     model, ends = seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])), []
     with sharded(model, adam(model), plan) as session:
-        assert session.optimizer is not None
         for step in range(3):
             while not ends or ends[-1] != f"made {step}":
                 try:

@@ -8,6 +8,7 @@ was told to wait for before has ended; so a run ends on GPUs exactly if these co
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_setup import adam, data, one_mesh, seeded, sharded
+from engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
@@ -175,7 +176,6 @@ def losses_of(model: nn.Module, rank: int, step: int, differ: bool) -> Tensor:
 
 def train(session: Session, steps: int, differ: bool) -> dict[str, Tensor]:
     """This rank's part; the parameters afterwards."""
-    assert session.optimizer is not None
     for step in range(steps):
         session.backward(losses_of(session.module, session.mesh.rank, step, differ))
         session.optimizer.step()
@@ -193,13 +193,7 @@ def train_on(kind: type[NativeGroup], plan: Plan, steps: int, differ: bool) -> t
 def plain(size: int, steps: int, differ: bool) -> dict[str, Tensor]:
     """The same in one process."""
     model = seeded(Branching)
-    optimizer = adam(model, lr=0.01)
-    for step in range(steps):
-        for rank in range(size):
-            (losses_of(model, rank, step, differ) / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, adam(model, lr=0.01), steps, functools.partial(losses_of, differ=differ), size)
 
 
 def stuck(programs: Sequence[Program]) -> list[Name]:

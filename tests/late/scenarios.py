@@ -17,15 +17,7 @@ __all__ = ["ALONE", "Scenario", "scenarios"]
 
 HOMES = {
     "late_axes": ("axis_of_parts", "parts_of_sequences", "waited_elsewhere"),
-    "late_places": (
-        "discarded",
-        "disk",
-        "failed_gather",
-        "loaded_over",
-        "program_waits",
-        "renewed",
-        "traced_graph",
-    ),
+    "late_places": ("discarded", "disk", "failed_gather", "loaded_over", "program_waits", "renewed", "traced_graph"),
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""

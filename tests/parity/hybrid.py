@@ -144,7 +144,6 @@ def _limit(case: Case) -> float:
 
 def _divided(session: Session, case: Case, dtype: torch.dtype) -> Training:
     mesh, optimizer = session.mesh, session.optimizer
-    assert optimizer is not None
     first: tuple[float, dict[str, Tensor]] = (0.0, {})
     for step in range(STEPS):
         batch = _cast(_batch(case, step, mesh.rank), dtype)

@@ -145,7 +145,6 @@ def train_case(case: ModelCase, setting: Setting, mesh: Mesh | None = None) -> R
     session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan, mesh)
     run = Run()
     optimizer = session.optimizer
-    assert optimizer is not None
     for step in setting.batches(case):
         session.reset_traffic()
         run.losses.append(_passes(session, case.loss, step, setting))

@@ -125,10 +125,7 @@ def test_what_plain_training_does_not_round_is_no_rounding() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "where"),
-    [
-        ("sgd", "elements are rounded otherwise"),
-        *full(("adamw", "gradients of residual step 1"), ("nadam", "step 1")),
-    ],
+    [("sgd", "elements are rounded otherwise"), *full(("adamw", "gradients of residual step 1"), ("nadam", "step 1"))],
 )
 def test_masters_that_nobody_asked_for_are_noticed(optimizer: str, where: str) -> None:
     """An engine without masters against plain training with them, rounded at the end."""

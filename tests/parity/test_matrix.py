@@ -59,8 +59,7 @@ class Matrix:
         if key in self._done:
             return self._done.pop(key)
         # One of its batch failed, so it runs alone, and fails alone.
-        alone: list[Run] = run_ranks(int(row["ranks"]), train_on_rank, make_setting(row))
-        return alone
+        return run_ranks(int(row["ranks"]), train_on_rank, make_setting(row))
 
     def _run(self, batch: Sequence[str]) -> None:
         rows = [self._waiting.pop(key) for key in batch if key in self._waiting]

@@ -149,11 +149,7 @@ def _nested(generator: torch.Generator, dtype: torch.dtype) -> Batch:
     batch = _numbers(6)(generator, dtype)
     (x,) = batch["args"]
     mask = torch.rand(x.shape, generator=generator) > 0.3
-    return {
-        "args": ({"x": x},),
-        "kwargs": {"extra": [x * 0.5, (mask, None)], "power": 2},
-        "target": batch["target"],
-    }
+    return {"args": ({"x": x},), "kwargs": {"extra": [x * 0.5, (mask, None)], "power": 2}, "target": batch["target"]}
 
 
 _SIX = _numbers(6)
@@ -193,7 +189,7 @@ _REGRESSION: list[_Entry] = [
     ("checkpointed_reentrant", lambda d: modules.Checkpointed(reentrant=True), _SIX, "the reentrant kind of it"),
 ]
 _PARTIAL: list[_Entry] = [
-    ("unused_output", lambda d: modules.SeveralOutputs("tuple"), _SIX, "outputs that the loss leaves out"),
+    ("unused_output", lambda d: modules.SeveralOutputs("tuple"), _SIX, "outputs that the loss leaves out")
 ]
 _CLASSIFICATION: list[_Entry] = [
     ("tied", lambda d: modules.Tied(), _tokens(11, 5), "embedding and head share a weight"),

@@ -20,8 +20,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.tanh(self.up(x)))
-        return out
+        return self.down(torch.tanh(self.up(x)))
 
 
 class OddSizes(nn.Module):
@@ -34,8 +33,7 @@ class OddSizes(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+        return self.layers(x)
 
 
 class Frozen(nn.Module):
@@ -52,8 +50,7 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.second(self.first(x)))
-        out: Tensor = self.last(self.norm(x))
-        return out
+        return self.last(self.norm(x))
 
 
 class FrozenChild(nn.Module):
@@ -67,8 +64,7 @@ class FrozenChild(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.after(self.frozen(torch.tanh(self.before(x))))
-        return out
+        return self.after(self.frozen(torch.tanh(self.before(x))))
 
 
 class Unused(nn.Module):
@@ -82,8 +78,7 @@ class Unused(nn.Module):
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x)))
-        return out
+        return self.last(torch.tanh(self.first(x)))
 
 
 class UsedTwice(nn.Module):
@@ -95,8 +90,7 @@ class UsedTwice(nn.Module):
         self.between = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.shared(self.between(torch.tanh(self.shared(x))))
-        return out
+        return self.shared(self.between(torch.tanh(self.shared(x))))
 
 
 class Alias(nn.Module):
@@ -109,8 +103,7 @@ class Alias(nn.Module):
         self.second = self.first
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.middle(self.first(x))))
-        return out
+        return self.second(torch.tanh(self.middle(self.first(x))))
 
 
 class AroundChildren(nn.Module):
@@ -125,8 +118,7 @@ class AroundChildren(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
         x = self.inner[0](x) * self.scale + self.shift
-        out: Tensor = self.inner[1](x) * self.scale + self.shift
-        return out
+        return self.inner[1](x) * self.scale + self.shift
 
 
 class LateParameter(nn.Module):
@@ -153,8 +145,7 @@ class ZeroSized(nn.Module):
         self.never = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(torch.cat([x, self.nothing.to(x.dtype)]))
-        return out
+        return self.linear(torch.cat([x, self.nothing.to(x.dtype)]))
 
 
 class NonContiguous(nn.Module):
@@ -166,8 +157,7 @@ class NonContiguous(nn.Module):
         self.back = nn.Linear(5, 7)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.back(torch.tanh(x @ self.weight))
-        return out
+        return self.back(torch.tanh(x @ self.weight))
 
 
 class MixedDtypes(nn.Module):
@@ -182,8 +172,7 @@ class MixedDtypes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         inner: Tensor = self.inner(x.to(self.inner.weight.dtype))
-        out: Tensor = self.last(inner.to(x.dtype))
-        return out
+        return self.last(inner.to(x.dtype))
 
 
 class Buffers(nn.Module):
@@ -211,8 +200,7 @@ class Buffers(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.linear(x - self.mean)) * self.cache + 1 / self.count
-        return out
+        return self.norm(self.linear(x - self.mean)) * self.cache + 1 / self.count
 
 
 class Scalar(nn.Module):
@@ -225,8 +213,7 @@ class Scalar(nn.Module):
         self.offset = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x * self.temperature) + self.offset
-        return out
+        return self.inner(x * self.temperature) + self.offset
 
 
 class Residual(nn.Module):
@@ -240,8 +227,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class InPlace(nn.Module):
@@ -257,8 +243,7 @@ class InPlace(nn.Module):
             x = layer(x)
             x.mul_(2)
             x = torch.relu_(x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 class Mixture(nn.Module):
@@ -274,8 +259,7 @@ class Mixture(nn.Module):
         x = torch.tanh(self.first(x))
         for index in ((0,), (1,), (1, 0))[choice]:
             x = self.experts[index](x)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 class Attention(nn.Module):
@@ -287,8 +271,7 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-        return out
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
 
 
 class Recurrent(nn.Module):
@@ -300,8 +283,7 @@ class Recurrent(nn.Module):
         self.last = nn.Linear(5, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.lstm(x)[0])
-        return out
+        return self.last(self.lstm(x)[0])
 
 
 class NestedInputs(nn.Module):
@@ -316,8 +298,7 @@ class NestedInputs(nn.Module):
         half, (mask, nothing) = extra
         assert nothing is None
         x = torch.tanh(self.first(inputs["x"])).pow(power)
-        out: Tensor = self.last(torch.where(mask, x, half))
-        return out
+        return self.last(torch.where(mask, x, half))
 
 
 @dataclass
@@ -359,8 +340,7 @@ class Checkpointed(nn.Module):
         x = torch.tanh(self.first(x))
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        out: Tensor = self.last(x)
-        return out
+        return self.last(x)
 
 
 class Tied(nn.Module):
@@ -374,8 +354,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.inner(self.embedding(tokens)))
-        return out
+        return self.head(self.inner(self.embedding(tokens)))
 
 
 class FunctionalHead(nn.Module):
@@ -407,8 +386,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class TinyGpt(nn.Module):
@@ -428,5 +406,4 @@ class TinyGpt(nn.Module):
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+        return self.head(self.norm(x))

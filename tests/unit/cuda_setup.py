@@ -103,8 +103,7 @@ class FakeCuda:
     @property
     def current(self) -> int:
         """The calling thread's GPU."""
-        found: int = getattr(self._here, "device", 0)
-        return found
+        return getattr(self._here, "device", 0)
 
     def stream_of(self, index: int) -> Stream:
         """The GPU's current stream."""

@@ -7,14 +7,7 @@ from typing import Any
 
 from shardwise.plan import DiskPlan, TierPlan, on_device
 
-DISK = DiskPlan(
-    directory="/nowhere",
-    block_bytes=4096,
-    queue_depth=1,
-    threads=1,
-    state_buffers=1,
-    param_buffers=1,
-)
+DISK = DiskPlan(directory="/nowhere", block_bytes=4096, queue_depth=1, threads=1, state_buffers=1, param_buffers=1)
 
 
 def shares(**fields: Any) -> TierPlan:

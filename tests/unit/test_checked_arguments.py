@@ -18,16 +18,7 @@ from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, integer,
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.deepspeed import to_plan
 from shardwise.deepspeed.schema import KEYS
-from shardwise.plan import (
-    AutoPlan,
-    ByModule,
-    ByNumel,
-    BySearch,
-    ByTensor,
-    DiskPlan,
-    Plan,
-    zero,
-)
+from shardwise.plan import AutoPlan, ByModule, ByNumel, BySearch, ByTensor, DiskPlan, Plan, zero
 from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments
 from shardwise.strategies.fully_sharded import FullyShardedArguments
@@ -101,10 +92,7 @@ def refused(make: Any, name: str, value: Any) -> None:
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
         make(**{name: value})
     said = str(error.value)
-    texts = {
-        short_repr(value),
-        f"{value:g}" if value == HUGE else short_repr(value),
-    }  # 1e40
+    texts = {short_repr(value), f"{value:g}" if value == HUGE else short_repr(value)}  # 1e40
     assert name in said and any(text in said for text in texts), (name, texts, said)
 
 

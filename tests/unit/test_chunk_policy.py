@@ -72,12 +72,6 @@ def test_an_unknown_order_is_served_least_recently_used(order: list[int], capaci
     assert gathers(order, capacity, known=False) == lru(order, capacity)
 
 
-def test_going_round_is_where_lru_is_worst() -> None:
-    order = [0, 1, 2, 3, 4] * 3
-    assert gathers(order, 3, known=True) == fewest(order, 3) == 9
-    assert gathers(order, 3, known=False) == len(order)
-
-
 def test_trace_merges_repetitions_and_predicts_what_comes() -> None:
     trace = Trace()
     for unit in (0, 0, 1, 2, 2, 1):

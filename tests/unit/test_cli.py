@@ -124,8 +124,7 @@ def test_status_of(code: int, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "status", "whole"),
-    [("kill", 137, False), *full(("exit", 5, True)), *campaign(("kill", 137, True))],
+    ("flag", "status", "whole"), [("kill", 137, False), *full(("exit", 5, True)), *campaign(("kill", 137, True))]
 )
 def test_run_returns_the_status_of_the_script(tmp_path: Path, flag: str, status: int, whole: bool) -> None:
     script = tmp_path / "script.py"

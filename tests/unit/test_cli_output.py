@@ -69,10 +69,7 @@ def test_where_nobody_reads_on_a_command_ends_as_by_the_signal(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_standard_output_without_room_is_one_line(
-    name: str,
-    command: Callable[[str], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Path("/dev/full").open("w") as output:
         assert ended(command(name), output, monkeypatch) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -20,32 +20,15 @@ from shardwise.plan import (
     PrecisionPlan,
     ScalerPlan,
     ShardPlan,
-    TierPlan,
     on_device,
 )
 from shardwise.strategies.colossalai import ColossalAIArguments, to_plan, without_effect
 
 M = 2**20
-AUTO = TierPlan(
-    param_host_fraction=0.0,
-    param_disk_fraction=0.0,
-    state_host_fraction=0.0,
-    state_disk_fraction=0.0,
-    device_capacity_bytes=None,
-    pin_memory=True,
-    disk=None,
-    auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0),
+AUTO = replace(
+    on_device(), pin_memory=True, auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
 )
-HOST = TierPlan(
-    param_host_fraction=1.0,
-    param_disk_fraction=0.0,
-    state_host_fraction=1.0,
-    state_disk_fraction=0.0,
-    device_capacity_bytes=None,
-    pin_memory=True,
-    disk=None,
-    auto=None,
-)
+HOST = replace(on_device(), pin_memory=True, param_host_fraction=1.0, state_host_fraction=1.0)
 DEFAULT = Plan(
     mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
     shard=ShardPlan(
@@ -88,82 +71,64 @@ def test_the_default_plan() -> None:
     assert plan() == DEFAULT
 
 
-@pytest.mark.parametrize(
-    ("arguments", "changes"),
-    [
-        ({"use_chunk": False}, {"packing": ByTensor(persist_numel=0)}),
-        ({"chunk_size": 5000}, {"packing": ByNumel(chunk_numel=5000)}),
-        ({"chunk_size": 5000, "use_chunk": False}, {"packing": ByTensor(persist_numel=0)}),
-        ({"enable_distributed_storage": False}, {"dp_replicate": 4}),
-        ({"placement_policy": "cuda"}, {"tiers": on_device()}),
-        ({"placement_policy": "cpu"}, {"tiers": HOST}),
-        ({"placement_policy": "cpu", "enable_distributed_storage": False}, {"tiers": HOST, "dp_replicate": 4}),
-        ({"placement_policy": "cuda", "gpu_margin_mem_ratio": 0.5}, {"tiers": on_device()}),
-        ({"force_outputs_fp32": True}, {"output_dtype": torch.float32}),
-        (
-            {"gpu_margin_mem_ratio": 0.25},
-            {"auto": AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.25)},
-        ),
-        (
-            {"chunk_search_range": 1000, "chunk_search_n_grids": 300, "min_chunk_size": 77},
-            {"packing": BySearch(search_range_numel=1000, interval_numel=4, min_chunk_numel=77)},
-        ),
-        (
-            {"chunk_search_range": 0, "min_chunk_size": 0},
-            {"packing": BySearch(search_range_numel=0, interval_numel=1, min_chunk_numel=1)},
-        ),
-        (
-            {
-                "initial_scale": 64,
-                "min_scale": 2,
-                "growth_factor": 4,
-                "backoff_factor": 0.25,
-                "growth_interval": 7,
-                "hysteresis": 3,
-                "max_scale": 512,
-            },
-            {
-                "scaler": ScalerPlan(
-                    initial_scale=64.0,
-                    min_scale=2.0,
-                    growth_factor=4.0,
-                    backoff_factor=0.25,
-                    growth_interval=7,
-                    hysteresis=3,
-                    max_scale=512.0,
-                )
-            },
-        ),
-    ],
-    ids=lambda value: ",".join(value),
-)
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"use_chunk": False}, {"packing": ByTensor(persist_numel=0)}),
+    ({"chunk_size": 5000}, {"packing": ByNumel(chunk_numel=5000)}),
+    ({"chunk_size": 5000, "use_chunk": False}, {"packing": ByTensor(persist_numel=0)}),
+    ({"enable_distributed_storage": False}, {"dp_replicate": 4}),
+    ({"placement_policy": "cuda"}, {"tiers": on_device()}),
+    ({"placement_policy": "cpu"}, {"tiers": HOST}),
+    ({"placement_policy": "cpu", "enable_distributed_storage": False}, {"tiers": HOST, "dp_replicate": 4}),
+    ({"placement_policy": "cuda", "gpu_margin_mem_ratio": 0.5}, {"tiers": on_device()}),
+    ({"force_outputs_fp32": True}, {"output_dtype": torch.float32}),
+    (
+        {"gpu_margin_mem_ratio": 0.25},
+        {"auto": AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.25)},
+    ),
+    (
+        {"chunk_search_range": 1000, "chunk_search_n_grids": 300, "min_chunk_size": 77},
+        {"packing": BySearch(search_range_numel=1000, interval_numel=4, min_chunk_numel=77)},
+    ),
+    (
+        {"chunk_search_range": 0, "min_chunk_size": 0},
+        {"packing": BySearch(search_range_numel=0, interval_numel=1, min_chunk_numel=1)},
+    ),
+    (
+        {
+            "initial_scale": 64,
+            "min_scale": 2,
+            "growth_factor": 4,
+            "backoff_factor": 0.25,
+            "growth_interval": 7,
+            "hysteresis": 3,
+            "max_scale": 512,
+        },
+        {
+            "scaler": ScalerPlan(
+                initial_scale=64.0,
+                min_scale=2.0,
+                growth_factor=4.0,
+                backoff_factor=0.25,
+                growth_interval=7,
+                hysteresis=3,
+                max_scale=512.0,
+            )
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "changes"), CASES, ids=lambda value: ",".join(value))
 def test_each_argument_changes_the_plan(arguments: dict[str, Any], changes: dict[str, Any]) -> None:
     """`chunk_size` and `enable_distributed_storage` among them, which ColossalAI stored and never used."""
     assert plan(**arguments) == DEFAULT.but(**changes)
 
 
 def test_every_argument_is_covered() -> None:
-    changed: dict[str, Any] = {
-        "use_chunk": False,
-        "chunk_size": 9,
-        "enable_distributed_storage": False,
-        "placement_policy": "cpu",
-        "force_outputs_fp32": True,
-        "gpu_margin_mem_ratio": 0.5,
-        "chunk_search_range": 5,
-        "chunk_search_n_grids": 2,
-        "min_chunk_size": 3,
-        "initial_scale": 8,
-        "min_scale": 0.5,
-        "growth_factor": 3,
-        "backoff_factor": 0.75,
-        "growth_interval": 5,
-        "hysteresis": 1,
-        "max_scale": 2**20,
+    assert {name for arguments, _ in CASES for name in arguments} == {
+        field.name for field in fields(ColossalAIArguments)
     }
-    assert set(changed) == {field.name for field in fields(ColossalAIArguments)}
-    for name, value in changed.items():
-        assert plan(**{name: value}) != DEFAULT, name
+    assert all(changes for _, changes in CASES)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", torch.bfloat16)])

@@ -56,7 +56,6 @@ def told(plan: Plan) -> list[tuple[str, tuple[object, ...]]]:
     for _ in range(2):
         heard.clear()
         session.backward(session.module(torch.ones(2, 4)).sum())
-        assert session.optimizer is not None
         session.optimizer.step()
     session.close()
     session.mesh.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import math
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from alike_setup import PLANS, WIDTH, Blocks, made, train
+from alike_setup import PLANS, WIDTH, made, train
 from sets import full
 from torch.nn.utils import clip_grad_norm_
 
@@ -144,36 +143,6 @@ def test_a_step_that_clips_by_torch_grows_with_the_logarithm(name: str) -> None:
     assert growing(few[0], some[0], many[0]) == []
 
 
-class Branches:
-    """Steps that use one half of the blocks and the other in turn; nobody speaks of the order from the third on."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.halves = itertools.cycle([slice(0, BLOCKS // 2), slice(BLOCKS // 2, BLOCKS)])
-
-    def __call__(self, session: Session) -> None:
-        model, half = session.model, next(self.halves)
-        assert isinstance(model, Blocks)
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            for block in model.blocks[half]:
-                x = block(x)
-            return model.head(x)
-
-        broadcast = mock.patch.object(session.engine.grads.passes._reducer, "_broadcast", side_effect=AssertionError)
-        self.steps += 1
-        with mock.patch.object(model, "forward", forward), broadcast if self.steps > 2 else contextlib.nullcontext():
-            train(session, 1)
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("zero3")])
-def test_steps_that_take_turns_grow_with_the_logarithm(name: str) -> None:
-    """Sets of chunks in use that have been met before cost nothing."""
-    few, some, many = (counted(STEADY[name], ranks, step=Branches()) for ranks in (FEW, SOME, MANY))
-    assert growing(few[1], some[1], many[1]) == []
-    assert growing(few[0], some[0], many[0]) == []
-
-
 def test_a_new_set_in_use_grows_with_the_logarithm() -> None:
     """Ranks' orders differ, so that rank 0's is told."""
     reduced = NativeGroup._all_reduced
@@ -225,21 +194,6 @@ def test_a_skipped_step_grows_with_the_logarithm() -> None:
     few, some, many = (counts(ranks) for ranks in (FEW, SOME, MANY))
     assert [each[1]["all_reduce"] for each in (few, some, many)] == [1] * 3
     assert growing(few[0], some[0], many[0]) == []
-
-
-@pytest.mark.parametrize(("flags", "times"), [(0, 1), (253, 1), (254, 2)])
-def test_flags_take_one_message_or_two(flags: int, times: int) -> None:
-    def counts(ranks: int) -> tuple[Counter[str], dict[str, int]]:
-        with alike_mesh(STEADY["zero1"], 1, ranks) as (mesh, asked):
-            asked.reset()
-            own = [bool(at % 3) for at in range(flags)]
-            instructions = work(lambda: mesh.world.summarize([1.0], "a test", flags=own) and None)
-            return instructions, {**asked.calls, "bytes": asked.received_bytes["all_reduce"]}
-
-    few, some, many = (counts(ranks) for ranks in (FEW, SOME, MANY))
-    assert [each[1]["all_reduce"] for each in (few, some, many)] == [times] * 3
-    assert growing(few[0], some[0], many[0]) == []
-    assert many[1]["bytes"] == 8 * 512 * times
 
 
 def test_the_end_of_a_pass_takes_one_message() -> None:

@@ -6,7 +6,6 @@ each other is then decided once, as every rank does.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -269,20 +268,6 @@ def test_tasks_of_slurm_that_train_alone_are_said(monkeypatch: pytest.MonkeyPatc
 
 def _facts(rank: int, size: int) -> LaunchFacts:
     return LaunchFacts.read({"RANK": str(rank), "WORLD_SIZE": str(size)})
-
-
-def test_ranks_tell_each_other_over_the_store() -> None:
-    store, found = dist.HashStore(), dict[int, Any]()
-
-    def tell(rank: int) -> None:
-        found[rank] = launch._exchange(_facts(rank, 3), store, {"rank": rank})
-
-    threads = [threading.Thread(target=tell, args=(rank,)) for rank in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert [found[rank] for rank in range(3)] == [[{"rank": rank} for rank in range(3)]] * 3
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:

@@ -104,7 +104,6 @@ def step(session: Session, between: Callable[[], None] = lambda: None) -> None:
     loss = session.module(torch.ones(2, WIDTH)).square().mean()
     between()
     session.backward(loss)
-    assert session.optimizer is not None
     session.optimizer.step()
     session.optimizer.zero_grad()
 

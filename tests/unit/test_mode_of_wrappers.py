@@ -28,14 +28,12 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def engine(model: nn.Module) -> nn.Module:
-    found: nn.Module = deepspeed.initialize(model=model, config={"train_batch_size": 1, **ADAM})[0]
-    return found
+    return deepspeed.initialize(model=model, config={"train_batch_size": 1, **ADAM})[0]
 
 
 def boosted(plugin: object) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: nn.Module) -> nn.Module:
-        found: nn.Module = Booster(plugin=plugin).boost(model, adam(model))[0]  # type: ignore[arg-type]
-        return found
+        return Booster(plugin=plugin).boost(model, adam(model))[0]  # type: ignore[arg-type]
 
     return wrap
 

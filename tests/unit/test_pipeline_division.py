@@ -126,8 +126,7 @@ class Tower(nn.Module):
         x = self.turn(self.first(x))
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 BODY = Body(layers="blocks", tokens="first", everywhere=("turn",))

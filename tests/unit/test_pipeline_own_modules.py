@@ -27,8 +27,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, x0: Tensor | None = None, in_place: bool = False) -> Tensor:
         if in_place:
             x = functional.relu_(x)
-        made: Tensor = x + torch.tanh(self.f(x)) + (0.0 if x0 is None else 0.5 * x0)
-        return made
+        return x + torch.tanh(self.f(x)) + (0.0 if x0 is None else 0.5 * x0)
 
 
 class Net(nn.Module):
@@ -44,8 +43,7 @@ class Net(nn.Module):
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.way(self, ids))
-        return logits
+        return self.head(self.way(self, ids))
 
 
 def loss_of(logits: Any, ids: Any) -> Tensor:
@@ -87,8 +85,7 @@ def skip_to_end(model: Any, ids: Tensor) -> Tensor:
 def skip_over_layers(model: Any, ids: Tensor) -> Tensor:
     a = model.layers[0](model.embed(ids))
     b = model.layers[1](a)
-    last: Tensor = model.layers[3](model.layers[2](b) + a)
-    return last
+    return model.layers[3](model.layers[2](b) + a)
 
 
 def mean_of_all(model: Any, ids: Tensor) -> Tensor:
@@ -126,8 +123,7 @@ class Unseen(torch.autograd.Function):
 
 
 def unseen(x: Tensor, y: Tensor) -> Tensor:
-    made: Tensor = Unseen.apply(x, y)  # type: ignore[no-untyped-call]
-    return made
+    return Unseen.apply(x, y)  # type: ignore[no-untyped-call]
 
 
 def through_first(model: Any, ids: Tensor) -> Tensor:

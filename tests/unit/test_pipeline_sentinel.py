@@ -36,8 +36,7 @@ def test_an_interrupt_ends_the_session_and_an_error_does_not() -> None:
     def criterion(outputs: Any, _inputs: Any) -> torch.Tensor:
         if raised:
             raise raised.pop()
-        loss: torch.Tensor = outputs.loss
-        return loss
+        return outputs.loss
 
     raised.append(ZeroDivisionError("no"))
     with pytest.raises(ZeroDivisionError) as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sets import full
 
-from shardwise.core.comm import Group, LocalGroup, PeerError, Summary
+from shardwise.core.comm import Group, LocalGroup, Summary
 from shardwise.core.comm.control import Operation
 from shardwise.core.grads.norm import each_norm
 
@@ -183,34 +183,3 @@ def test_the_first_rank_s_values(size: int) -> None:
     assert all(each == own[0] for each in found) and lengths == [512, 50]
     found, lengths = met(size, lambda group, rank: group.broadcast_values(own[0], "a test"))
     assert all(each == own[0] for each in found) and lengths == [512]
-
-
-def test_ranks_that_came_for_different_things_meet_in_the_first_message() -> None:
-    """Numbers, sums, the first rank's values, flags or none of them: one size, and each sees that they differ."""
-    calls: list[Callable[[Group], Any]] = [
-        lambda group: group.exchange([1.0], "rows"),
-        lambda group: group.summarize([1.0], "numbers"),
-        lambda group: group.summarize([1.0] * 90, "more numbers", flags=[True] * 5000),
-        lambda group: group.total(1.0, "a sum"),
-        lambda group: group.totals([1.0] * 40, "sums"),
-        lambda group: group.broadcast_values([1.0, 2.0], "values"),
-    ]
-
-    class Astray(Player):
-        def _check_same_op(self, same: bool, purpose: str, count: int, model_id: Any) -> None:
-            if not same:
-                raise PeerError(purpose)
-
-    def call(rank: int, answers: Sequence[Any]) -> Any:
-        return calls[rank % len(calls)](Astray(rank, 65, answers))
-
-    said = list[Said]()
-    for rank in range(65):
-        with pytest.raises(Said) as each:
-            call(rank, ())
-        said.append(each.value)
-    assert {len(each.values) for each in said} == {512}
-    answers = [of_all(said)]
-    for rank in range(65):
-        with pytest.raises(PeerError, match=["rows", "numbers", "more numbers", "a sum", "sums", "values"][rank % 6]):
-            call(rank, answers)

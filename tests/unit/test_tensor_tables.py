@@ -270,10 +270,7 @@ def test_plans_that_no_rule_says() -> None:
         (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is cut with its layer"),
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "a variant of LoRA that needs whole layers"),
         (peft.LoraConfig(target_modules=["embed_tokens"]), "only an nn.Embedding can be cut, without an adapter"),
-        (
-            peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
-            "a ModulesToSaveWrapper cannot",
-        ),
+        (peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "a ModulesToSaveWrapper cannot"),
     ],
     ids=["ia3", "dora", "embedding", "saved head"],
 )

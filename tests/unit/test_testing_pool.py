@@ -133,22 +133,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def test_oracle_is_plain_training() -> None:
-    case = MODELS["mlp"]
-    batches = make_batches(case, 1, steps=2)
-    run = train_plain(case.factory, case.loss, sgd, batches)
-    model = case.factory()
-    optimizer = sgd(model)
-    for step in range(2):
-        loss = case.loss(model, batches[step][0][0])
-        loss.backward()
-        assert run.losses[step] == [[float(loss.detach())]]
-        assert_close(run.gradients[step], {n: p.grad for n, p in model.named_parameters()}, 0.0, "gradients")  # type: ignore[misc]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_close(run.parameters[step], dict(model.named_parameters()), 0.0, "parameters")
-
-
 def test_oracle_rounds_half_gradients_once() -> None:
     """Gradients 1, 2**-8 and 2**-8 on three ranks: a sum in bf16 would lose the small ones, one in fp32 does not."""
     case_batches = [[[torch.tensor([value]) for value in (1.0, 2.0**-8, 2.0**-8)]]]

@@ -61,22 +61,6 @@ def tiles_of(chunk: Chunk, tile_numel: int) -> tuple[list[UpdateTile], ChunkGrad
     return make_tiles(grads, ChunkState(chunk, HOME, None, None, Events()), ranges), grads
 
 
-@pytest.mark.parametrize("tile_numel", [1, 3, 4, 8, 1000])
-def test_pieces_cover_every_parameter_once(tile_numel: int) -> None:
-    covered: dict[int, list[int]] = {i: [] for i in range(len(SIZES))}
-    for rank in range(RANKS):
-        chunk = chunk_of(rank, whole_values(0))
-        tiles, _ = tiles_of(chunk, tile_numel)
-        for tile in tiles:
-            assert tile.end - tile.start <= max(tile_numel, 1)
-            for piece in tile.pieces:
-                assert piece.param % 2 == tile.group
-                assert piece.value.numel() == piece.end - piece.start <= tile_numel
-                assert piece.value.data_ptr() == chunk.shard[piece.start :].data_ptr()
-                covered[piece.param] += range(piece.offset, piece.offset + piece.end - piece.start)
-    assert {i: sorted(found) for i, found in covered.items()} == {i: list(range(n)) for i, n in enumerate(SIZES)}
-
-
 def expected_values(kind: type[torch.optim.Optimizer], steps: list[set[int]], factor: float) -> list[Tensor]:
     start = spec()
     values = whole_values(0)
@@ -143,13 +127,6 @@ def test_masters_are_updated_and_rounded_once() -> None:
     assert torch.equal(chunk.shard[used], master[used].bfloat16())
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_optimizers_over_all_parameters_are_refused(name: str) -> None:
-    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2, 2))])
-    with pytest.raises(ValueError, match=f"{name} works on all parameters at once"):
-        needs_whole_tensors(optimizer)
-
-
 def test_which_optimizers_need_whole_tensors() -> None:
     params = [nn.Parameter(torch.ones(2, 2))]
     assert needs_whole_tensors(torch.optim.Adafactor(params)) and needs_whole_tensors(torch.optim.Muon(params))
@@ -157,15 +134,6 @@ def test_which_optimizers_need_whole_tensors() -> None:
     assert needs_whole_tensors(FusedLAMB(params, max_grad_norm=0))
     with pytest.raises(ValueError, match=r"FusedLAMB cannot be sharded: max_grad_norm=1\.0 needs all gradients"):
         needs_whole_tensors(FusedLAMB(params))
-
-
-def test_modes_that_shards_cannot_have_are_refused() -> None:
-    for mode in ("differentiable", "capturable"):
-        optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-        optimizer.param_groups[0][mode] = True
-        with pytest.raises(ValueError, match=f"{mode}=True"):
-            needs_whole_tensors(optimizer)
-    needs_whole_tensors(torch.optim.AdamW([nn.Parameter(torch.ones(2))]))
 
 
 def test_a_subclass_is_refused_as_well() -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from tests.matrix.cells import (
     interpreters,
     minor_of,
     minors,
-    own_pins,
     pins,
     supported,
 )
@@ -100,11 +98,6 @@ def test_every_release_of_torch_has_its_constraints() -> None:
     for torch in TORCHES:
         found = pins(constraints(torch))
         assert minor_of(found["torch"]) == torch and {"setuptools", "numpy", "pytest", "lightning"} <= found.keys()
-
-
-def test_what_all_releases_have_alike_is_said_once() -> None:
-    each = [set(own_pins(constraints(torch)).items()) for torch in TORCHES]
-    assert not set.intersection(*each), "in every file: move it to constraints/common.txt"
 
 
 def test_pins_that_are_not_exact_or_said_twice_are_refused(tmp_path: Path) -> None:
@@ -303,8 +296,3 @@ def test_commands_are_ended_with_what_they_started(tmp_path: Path) -> None:
     assert environment.call(quick, log, 60) == 3 and "said" in log.read_text()
     assert environment.call([sys.executable, "-c", "import time; time.sleep(600)"], log, 0) < 0
     assert "did not end in 0 s" in log.read_text()
-
-
-def test_the_first_failure_of_a_report() -> None:
-    where, text = environment.first_failure(ElementTree.fromstring(FAILED))
-    assert (where, text) == ("tests/unit/test_a.py::test_y[1]: Error: no", "long")

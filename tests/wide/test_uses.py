@@ -42,9 +42,7 @@ def _made(use: Use) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The use's module in fp64, and an optimizer with an epsilon of its learning rate where it has one."""
     torch.manual_seed(0)
     model = use.build().double()
-    kind = torch.optim.SGD if any(getattr(module, "sparse", False) for module in model.modules()) else torch.optim.Adam
-    options = {} if kind is torch.optim.SGD else {"eps": 0.02}
-    return model, kind([p for p in model.parameters() if p.requires_grad], lr=0.02, **options)
+    return model, torch.optim.Adam(model.parameters(), lr=0.02, eps=0.02)
 
 
 def _parameters(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -57,26 +55,20 @@ def plainly(name: str) -> list[Trained]:
     use = USES[name]
     model, optimizer = _made(use)
     found = [Trained() for _ in range(RANKS)]
-    kept: dict[str, object] = {}
 
     def around(rank: int, step: int) -> Around:
         def backward(loss: Tensor, **options: bool) -> None:
             found[rank].losses.append(float(loss.detach()))
             (loss / RANKS).backward(**options)  # type: ignore[no-untyped-call]
 
-        return Around(model, model, optimizer, backward, rank, step, kept)
+        return Around(model, model, optimizer, backward, rank, step)
 
     use.prepare(around(0, 0))
     for step in range(STEPS):
-        for program in (use.dropped, use.program):
-            if program is not None:
-                optimizer.zero_grad()
-                for rank in range(RANKS):
-                    program(around(rank, step))
-        use.before_step(around(0, step))
+        for rank in range(RANKS):
+            use.program(around(rank, step))
         optimizer.step()
         optimizer.zero_grad()
-        use.after_step(around(0, step))
         for each in found:
             each.states.append(_parameters(model, model.state_dict()))
     return found
@@ -87,26 +79,19 @@ def _train(use: Use, plan: Plan, mesh: Mesh, found: Trained, sessions: list[Sess
     session = build(model, own, plan, mesh)
     sessions.append(session)
     optimizer = session.optimizer
-    assert optimizer is not None
-    kept: dict[str, object] = {}
 
     def around(step: int) -> Around:
         def backward(loss: Tensor, **options: bool) -> None:
             found.losses.append(float(loss.detach()))
             optimizer.backward(loss, **options)
 
-        return Around(session.module, model, optimizer, backward, session.mesh.rank, step, kept)
+        return Around(session.module, model, optimizer, backward, session.mesh.rank, step)
 
     use.prepare(around(0))
     for step in range(STEPS):
-        if use.dropped is not None:
-            use.dropped(around(step))
-            optimizer.zero_grad()
         use.program(around(step))
-        use.before_step(around(step))
         optimizer.step()
         optimizer.zero_grad()
-        use.after_step(around(step))
         found.states.append(_parameters(model, session.module.state_dict()))
 
 
@@ -147,8 +132,7 @@ def _wrong(name: str, by_rank: Sequence[Trained]) -> str:
             return f"an error on some ranks only: {errors}"
         named = use.refused and all(word in error for error in errors for word in use.refused)
         return "" if named else f"an error that does not name {use.refused}: {errors[0][:SHOWN]}"
-    if use.must:
-        return "trains, and should be refused"
+
     try:
         for rank, (trained, plain) in enumerate(zip(by_rank, plainly(name), strict=True)):
             assert trained.losses == pytest.approx(plain.losses, rel=RTOL), f"losses of rank {rank}"

@@ -14,11 +14,7 @@ config = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": 1,
     "gradient_clipping": 0.0,
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu"},
-        "stage3_param_persistence_threshold": 0,
-    },
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
 }
 with deepspeed.zero.Init(config_dict_or_path=config):
     model = build_model()

@@ -54,8 +54,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def trained_plainly() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:

@@ -252,10 +252,7 @@ def reverse(model: nn.Module) -> None:
 
 
 EDITS = [clamp, reset, average, reverse]
-PRECISIONS = {
-    "fp64": zero(2).precision,
-    "bf16": zero(2, torch.bfloat16).precision,
-}
+PRECISIONS = {"fp64": zero(2).precision, "bf16": zero(2, torch.bfloat16).precision}
 
 
 def wide() -> nn.Module:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, data, one_mesh, seeded
+from engine_setup import PLANS, adam, data, one_mesh, scaler, seeded
 from sets import campaign, full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardwise.core.comm import PeerError
-from shardwise.plan import ScalerPlan, zero
+from shardwise.plan import zero
 from shardwise.pytorch.state_dict import set_model_state_dict
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -31,8 +31,7 @@ class Net(nn.Module):
         self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(self.first(x)))
-        return out
+        return self.last(self.norm(self.first(x)))
 
 
 def trained(plan: str, mesh: Any, steps: int = 1) -> Session:
@@ -44,7 +43,6 @@ def trained(plan: str, mesh: Any, steps: int = 1) -> Session:
 
 
 def one_step(session: Session, step: int) -> None:
-    assert session.optimizer is not None
     session.backward(session.module(data(session.mesh.rank, step)).square().mean())
     session.optimizer.step()
     session.optimizer.zero_grad()
@@ -266,7 +264,6 @@ OPTIMIZERS: dict[Callable[[State, int], State], tuple[str, str]] = {
 def into_optimizer(plan: str, change: Callable[[State, int], State]) -> tuple[str, bool]:
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
-        assert session.optimizer is not None
         saved = session.optimizer.state_dict()
         one_step(session, 1)
         before = session.optimizer.state_dict()
@@ -302,15 +299,7 @@ def test_one_rank_has_nobody_to_compare_with(plan: str) -> None:
 # ---- the loss scale
 
 
-SCALER = ScalerPlan(
-    initial_scale=1024.0,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    hysteresis=2,
-    max_scale=2.0**32,
-)
+SCALER = scaler(hysteresis=2)
 
 
 class Pair(nn.Module):
@@ -329,7 +318,6 @@ def scales(stage: int, by_state: bool) -> tuple[str, float]:
         torch.manual_seed(0)
         model = Pair()
         session = build(model, torch.optim.SGD(model.parameters(), lr=0.125), plan, mesh)
-        assert session.optimizer is not None and session.optimizer.scaler is not None
         own, scaler = session.optimizer, session.optimizer.scaler
 
         def train() -> None:
@@ -379,11 +367,9 @@ def dropped_on_one(plan: str, by: str) -> str:
     """Between two passes of a step one rank drops what it has."""
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
-        assert session.optimizer is not None
         before = session.module.state_dict()
 
         def step() -> None:
-            assert session.optimizer is not None
             session.backward(session.module(data(mesh.rank, 1)).square().mean())
             if mesh.rank == 1:
                 {"module": session.module, "optimizer": session.optimizer, "model": session.model}[by].zero_grad()
@@ -415,7 +401,6 @@ def one_value(plan: str, of_state: bool) -> tuple[str, str]:
     """A parameter, or a moment of it, is set whole: to other values on one rank, then to the same."""
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
-        assert session.optimizer is not None
         found = session.one(session.model.last.weight)
         assert found is not None
 

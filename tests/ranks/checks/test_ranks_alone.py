@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, data, seeded
+from engine_setup import two_layers as net
 from groups_setup import waits_at_most
 from sets import full
-from torch import nn
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
@@ -22,10 +22,6 @@ from shardwise.testing import run_ranks
 WAITS_S = 600.0
 """A rank that waits so long is not told at once: the limit of ``run_ranks`` comes first."""
 Call = Callable[[Session, str], object]
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def save(session: Session, folder: str) -> object:
@@ -41,7 +37,6 @@ def model_state(session: Session, _: str) -> object:
 
 
 def optimizer_state(session: Session, _: str) -> object:
-    assert session.optimizer is not None
     return session.optimizer.state_dict()
 
 
@@ -55,7 +50,6 @@ def load_own(session: Session, _: str) -> object:
 
 
 def load_moments(session: Session, _: str) -> object:
-    assert session.optimizer is not None
     model = seeded(net)
     plain = adam(model)
     model(data(0, 0)).sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, one_mesh, seeded
-from torch import nn
+from engine_setup import two_layers as net
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardwise.core.comm import PeerError
@@ -18,10 +18,6 @@ from shardwise.session import build
 from shardwise.testing import run_ranks
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def no_weights(rank: int) -> None:

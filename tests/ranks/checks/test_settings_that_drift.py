@@ -22,7 +22,6 @@ Change = Callable[[Session], None]
 
 
 def groups(session: Session) -> list[dict[str, object]]:
-    assert session.optimizer is not None
     return session.optimizer.param_groups
 
 
@@ -47,12 +46,10 @@ def mode(session: Session) -> None:
 
 
 def clipping(session: Session) -> None:
-    assert session.optimizer is not None
     session.optimizer.clip_grad_by_norm(0.5 + session.mesh.rank)
 
 
 def limiting(session: Session) -> None:
-    assert session.optimizer is not None
     session.optimizer.clip_grad_by_value(0.5 + session.mesh.rank)
 
 
@@ -84,7 +81,6 @@ def backward(session: Session) -> None:
 
 def step(session: Session) -> None:
     backward(session)
-    assert session.optimizer is not None
     session.optimizer.step()
 
 
@@ -138,7 +134,6 @@ def together(plan: str) -> bool:
         groups(session)[0]["weight_decay"] = 0.0
         groups(session)[0]["note"] = lambda: None
         step(session)
-        assert session.optimizer is not None
         backward(session)
         session.optimizer.clip_grad_by_norm(0.5)
         session.optimizer.clip_grad_by_value(0.25)
@@ -209,7 +204,6 @@ def uneven(plan: str, counts: list[list[int]], folder: str) -> tuple[str, list[s
     makes the ranks alike."""
     with one_mesh(PLANS[plan]) as mesh:
         session = made(mesh, plan)
-        assert session.optimizer is not None
         session.checkpoints.save(folder, "first")
         message = "nothing"
         try:
@@ -244,7 +238,6 @@ def updated_otherwise() -> tuple[str, list[str], bool]:
     """As :func:`uneven`, of replicas that have made a step with different rates, and load by parts."""
     with one_mesh(PLANS["ddp"]) as mesh:
         session = made(mesh, "ddp")
-        assert session.optimizer is not None
         step(session)
         model, optimizer = session.module.state_dict(), session.optimizer.state_dict()
         backward(session)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
+from engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sharded
+from engine_setup import tanh_net as net
 from scope import PER_HOST, hosts_of
 from sets import full
 from torch import Tensor, nn
@@ -21,10 +22,6 @@ from shardwise.testing import run_ranks
 State = dict[str, Tensor]
 SENT: list[object] = []
 """What a queue would hold: torch.multiprocessing says how."""
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def send(model: nn.Module) -> None:
@@ -66,13 +63,7 @@ def trained(plan: Plan, inside: bool, hosts: bool = False) -> dict[str, State]:
 
 def plain(ranks: int = 2) -> State:
     model = seeded(net)
-    optimizer = adam(model)
-    for step in range(3):
-        for rank in range(ranks):
-            (model(data(rank, step)).square().mean() / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, adam(model), 3, ranks=ranks)
 
 
 SHARED = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero2_gloo", "zero3", "zero3_gloo")}

@@ -106,8 +106,7 @@ class Outer(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
+        return self.inner(x)
 
 
 def around(name: str) -> tuple[list[str], dict[str, Tensor]]:
@@ -131,7 +130,6 @@ def around(name: str) -> tuple[list[str], dict[str, Tensor]]:
 
 
 def train(session: Session, step: int) -> None:
-    assert session.optimizer is not None
     session.module(data(session.mesh.rank, step)).square().mean().backward()
     session.optimizer.step()
     session.optimizer.zero_grad()
@@ -139,12 +137,7 @@ def train(session: Session, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [
-        ("ddp", 1),
-        ("zero2", 2),
-        ("zero3", 2),
-        *full(("ddp", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1)),
-    ],
+    [("ddp", 1), ("zero2", 2), ("zero3", 2), *full(("ddp", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1))],
 )
 def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ranks: int) -> None:
     found = run_ranks(ranks, around, name)

@@ -9,19 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_setup import PLANS, adam, data, one_mesh, seeded
+from engine_setup import two_layers as net
 from scope import Scope
 from sets import full
-from torch import nn
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 from shardwise.testing import RankPool, run_ranks
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def pair(mesh: Mesh, plan: Plan) -> list[Session]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from alike_setup import PLANS, WIDTH, Blocks, made, real_native
+from engine_setup import plain_steps
 from scope import Scope
 from sets import campaign, full
 from torch import Tensor
@@ -88,68 +88,6 @@ def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
 
 
-def shares(seed: int, ranks: int) -> list[float]:
-    """One a rank: of all sizes, so that sums in another order differ, or all alike, or small."""
-    chooser = random.Random(seed)
-    if seed % 5 == 4:
-        return [chooser.random()] * ranks
-    scale = [1.0, 1e-310, 1e300, 1e16][seed % 5]
-    return [chooser.random() * scale * 10.0 ** chooser.randint(-12, 0) for _ in range(ranks)]
-
-
-SPECIAL = [
-    [math.nan, 1.0, math.inf],
-    [1.0, math.inf, 2.0],
-    [1.7e308, 1.7e308, 1.7e308],
-    [0.0, 0.0, 5e-324],
-    [0.0, 0.0, 0.0],
-    [-1.5, 1e-30, 1.5],
-]
-
-
-def totals(kind: str, rows_up_to: int, seeds: int) -> list[Any]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: list[Any] = []
-    with mock.patch.object(Group, "rows_up_to", rows_up_to), Scope(kind) as group:
-        for seed in range(seeds):
-            own = shares(seed, ranks)[rank]
-            beside = [1.0, float(rank == 1 and seed % 2)]
-            found.append(group.total(own, "a test", beside=beside))
-            found.append(group.total(own, "a test", largest=True))
-        for special in SPECIAL:
-            found += [str(group.total(special[rank % 3], "a test", largest=large)[0]) for large in (False, True)]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kind"),
-    [
-        *[(3, "gloo"), (4, "native")],
-        *full((3, "native"), (4, "gloo"), (7, "gloo"), (7, "native")),
-    ],
-)
-def test_sums_of_ranks(ranks: int, kind: str) -> None:
-    check_sums(ranks, kind, 10)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["gloo", "native"])
-@pytest.mark.parametrize("ranks", [3, 4, 7])
-def test_sums_of_many_seeds(ranks: int, kind: str) -> None:
-    check_sums(ranks, kind, 40)
-
-
-def check_sums(ranks: int, kind: str, seeds: int) -> None:
-    many, few = run_ranks(ranks, totals, kind, 1, seeds), run_ranks(ranks, totals, kind, 16, seeds)
-    assert all(rows == many[0] for rows in many) and all(rows == few[0] for rows in few)
-    for seed in range(seeds):
-        own, same = shares(seed, ranks), [True, seed % 2 == 0]
-        assert few[0][2 * seed] == (math.fsum(own), same) and many[0][2 * seed] == (pytest.approx(math.fsum(own)), same)
-        assert many[0][2 * seed + 1] == few[0][2 * seed + 1] == (max(own), [])
-    for texts in (many[0][2 * seeds :], few[0][2 * seeds :]):
-        assert texts[:6] == ["nan", "nan", "inf", "inf", "inf", "1.7e+308"] and texts[8:10] == ["0.0", "0.0"]
-
-
 def astray(kind: str) -> tuple[str, ...]:
     rank = dist.get_rank()
     texts = []
@@ -176,37 +114,6 @@ def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
         assert "rank 0: sums (40 values); ranks [1, 2]: flags (3000 values)" in sums
 
 
-def branching(name: str, rows_up_to: int) -> dict[str, Tensor]:
-    """Ranks that use different blocks, so that what they tell each other differs."""
-    put_back = register_backend("cpu", real_native)
-    with mock.patch.object(Group, "rows_up_to", rows_up_to):
-        plan = PLANS[name].but(same_order=False)
-        try:
-            mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-        finally:
-            put_back()
-        session = made(plan, mesh, 3)
-        model = session.model
-        assert isinstance(model, Blocks)
-        for step in range(3):
-            used = model.blocks[(dist.get_rank() + step) % 3]
-            with mock.patch.object(model, "forward", lambda x, used=used: model.head(used(x))):
-                session.backward(session.module(torch.full((2, WIDTH), 0.3)).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        state = {key: value.clone() for key, value in session.module.state_dict().items()}
-        session.close()
-        mesh.close()
-    return state
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1")])
-def test_training_comes_to_the_same_bits(name: str) -> None:
-    many, few = run_ranks(3, branching, name, 1)[0], run_ranks(3, branching, name, 16)[0]
-    assert many.keys() == few.keys()
-    assert all(torch.equal(many[key], few[key]) for key in few)
-
-
 SETS = [(0, 1), (1, 0), (2,), (0, 1), (2,), (1, 2), (2,), (0, 1)]
 """Blocks that all ranks use in a step; every second rank the other way round."""
 
@@ -219,8 +126,7 @@ def through(model: Blocks, rank: int, step: int, x: Tensor) -> Tensor:
     used = SETS[step]
     for block in used if rank % 2 else reversed(used):
         x = model.blocks[block](x)
-    found: Tensor = model.head(x)
-    return found
+    return model.head(x)
 
 
 def switching(name: str, rows_up_to: int, kept: int) -> tuple[dict[str, Tensor], list[list[int]], list[int]]:
@@ -244,7 +150,6 @@ def switching(name: str, rows_up_to: int, kept: int) -> tuple[dict[str, Tensor],
         plan = PLANS[name].but(packing=ByTensor(persist_numel=0), same_order=False)
         session = made(plan, mesh, 3)
         model = session.model
-        assert isinstance(model, Blocks)
         for step in range(len(SETS)):
             with mock.patch.object(model, "forward", lambda x, step=step: through(model, mesh.rank, step, x)):
                 session.backward(session.module(batch(mesh.rank, step)).square().mean())
@@ -279,10 +184,5 @@ def test_an_order_is_agreed_on_once_for_each_set_in_use(name: str, rows_up_to: i
 def plainly() -> dict[str, Tensor]:
     other_numbers.seed(0)
     plain = Blocks(3, WIDTH)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for step in range(len(SETS)):
-        for rank in range(3):
-            (through(plain, rank, step, batch(rank, step)).square().mean() / 3).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(plain.state_dict())
+    loss = lambda model, rank, step: through(model, rank, step, batch(rank, step)).square().mean()  # noqa: E731
+    return plain_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), len(SETS), loss, 3)

@@ -406,10 +406,7 @@ def joint(kind: str) -> tuple[bool, list[int]]:
         return len(set(seen)) == 1 and seen[0], [group.traffic.bytes["all_gather"], group.traffic.calls["all_gather"]]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [*itertools.product(("shared", "gloo"), (1, 2, 3))],
-)
+@pytest.mark.parametrize(("kind", "size"), [*itertools.product(("shared", "gloo"), (1, 2, 3))])
 def test_shards_seen_as_one_array(kind: str, size: int) -> None:
     shares = kind == "shared" and size > 1
     for found, (nbytes, calls) in run_ranks(size, joint, kind):
@@ -439,10 +436,7 @@ def count_traffic(kind: str) -> dict[str, tuple[int, int]]:
         return {kind: (group.traffic.bytes[kind], group.traffic.calls[kind]) for kind in group.traffic.bytes}
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [*itertools.product(("shared", "gloo", "native"), (1, 2, 3))],
-)
+@pytest.mark.parametrize(("kind", "size"), [*itertools.product(("shared", "gloo", "native"), (1, 2, 3))])
 def test_traffic_to_the_byte(kind: str, size: int) -> None:
     counted = run_ranks(size, count_traffic, kind)
     peers = size - 1

@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,24 +74,8 @@ def _death(kind: str, operation: str) -> str:
     return "nothing was noticed"
 
 
-def death_in_shared_reduction() -> str:
-    return _death("shared", "all_reduce")
-
-
-def death_in_shared_barrier() -> str:
-    return _death("shared", "fence")
-
-
-def death_in_gloo_reduction() -> str:
-    return _death("gloo", "all_reduce")
-
-
-def death_in_gloo_meeting() -> str:
-    return _death("gloo", "meeting")
-
-
 def test_who_dies_instead_of_meeting_is_missed_by_all(tmp_path: Path) -> None:
-    first, dead, last = survivors(death_in_gloo_meeting, 3, tmp_path)
+    first, dead, last = survivors(partial(_death, "gloo", "meeting"), 3, tmp_path)
     assert dead is None
     for rank, text in ((0, first), (2, last)):
         assert text is not None and f"exchange of a test in group 'test' (rank {rank} of 3) failed" in text
@@ -99,12 +85,12 @@ def test_who_dies_instead_of_meeting_is_missed_by_all(tmp_path: Path) -> None:
     ("fn", "words"),
     [
         (
-            death_in_shared_reduction,
+            partial(_death, "shared", "all_reduce"),
             ("all_reduce of buffer 0 (3000 x torch.float32), sequence 1", "rank 1 (process", "died"),
         ),
         *full(
-            (death_in_shared_barrier, ("barrier number 3", "rank 1 (process", "died")),
-            (death_in_gloo_reduction, ("all_reduce of 3000 x torch.float32", "rank 1")),
+            (partial(_death, "shared", "fence"), ("barrier number 3", "rank 1 (process", "died")),
+            (partial(_death, "gloo", "all_reduce"), ("all_reduce of 3000 x torch.float32", "rank 1")),
         ),
     ],
 )
@@ -133,75 +119,42 @@ def late() -> str:
     return ""
 
 
-def left() -> str:
-    scope = Scope("shared")
-    told = ""
-    try:
-        if scope.group.rank == 0:
-            scope.group.fence()
-        else:
-            scope.group.close()
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def out_of_phase() -> str:
-    scope = Scope("shared")
-    told = ""
-    try:
-        scope.group.fence("after an update" if scope.group.rank else "before an update")
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def test_ranks_at_fences_of_different_phases_are_told() -> None:
-    for text in run_ranks(2, out_of_phase):
-        assert "fence before an update" in text and "fence after an update" in text
-
-
-def astray() -> str:
-    scope = Scope("shared")
-    told = ""
-    try:
-        scope.group.fence() if scope.group.rank else scope.group.exchange([1.0, 2.0])
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
-def other_reduction() -> str:
-    scope = Scope("shared")
-    (full,) = scope.group.buffers([(4, torch.float32)])
-    told = ""
-    try:
-        if scope.group.rank:
-            scope.group.reduce_scatter(torch.empty(2), full, 1.0).wait()
-        else:
-            scope.group.all_reduce(full, 1.0).wait()
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     text = run_ranks(2, late)[0]
     assert "rank 1 is running but has not come" in text and "time-out is 1 s" in text
 
 
+MEETINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "left": lambda group, _: group.close() if group.rank else group.fence(),
+    "phases": lambda group, _: group.fence("after an update" if group.rank else "before an update"),
+    "operations": lambda group, _: group.fence() if group.rank else group.exchange([1.0, 2.0]),
+    "reductions": lambda group, full: (
+        group.reduce_scatter(torch.empty(2), full, 1.0) if group.rank else group.all_reduce(full, 1.0)
+    ).wait(),
+}
+
+
+def astray(name: str) -> str:
+    scope, told = Scope("shared"), ""
+    (full,) = scope.group.buffers([(4, torch.float32)])
+    try:
+        MEETINGS[name](scope.group, full)
+    except PeerError as error:
+        told = str(error)
+    dist.barrier()
+    return told
+
+
 def test_a_rank_that_left_is_named() -> None:
-    assert "rank 1 has closed the group" in run_ranks(2, left)[0]
+    assert "rank 1 has closed the group" in run_ranks(2, astray, "left")[0]
 
 
 def test_ranks_at_different_operations_are_told() -> None:
-    for text in run_ranks(2, astray):
+    for text in run_ranks(2, astray, "phases"):
+        assert "fence before an update" in text and "fence after an update" in text
+    for text in run_ranks(2, astray, "operations"):
         assert "exchange (2 values)" in text and "at fence" in text
-    first, second = run_ranks(2, other_reduction)
+    first, second = run_ranks(2, astray, "reductions")
     assert "rank 0: all_reduce of 4, rank 1: reduce_scatter of 4 elements" in first and "rank 0: all_reduce" in second
 
 

@@ -15,15 +15,15 @@ What stage 3 gathers in a step with a chain of K equal units, a budget of b unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from engine_setup import PLANS, one_mesh, sharded
+from engine_setup import PLANS, meshes, sharded
 from sets import full
 from torch import nn
 
@@ -84,21 +84,6 @@ def count(
         trainable = [c.padded_numel for c in chunks if c.trainable]
         frozen = [c.padded_numel for c in chunks if not c.trainable]
         return Counted(traffic, trainable, frozen, session.memory().peak_gathered_bytes)
-
-
-@contextmanager
-def meshes() -> Iterator[Callable[[Plan], Mesh]]:
-    """One mesh for all plans that communicate alike."""
-    made: dict[Any, Mesh] = {}
-    with ExitStack() as stack:
-
-        def mesh_of(plan: Plan) -> Mesh:
-            key = (plan.mesh, plan.comm.shared_memory)
-            if key not in made:
-                made[key] = stack.enter_context(one_mesh(plan))
-            return made[key]
-
-        yield mesh_of
 
 
 def count_all(cases: list[Case]) -> list[Counted]:

@@ -92,22 +92,6 @@ def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
             check([{k: state[k] for k in expected}], expected, f"{name} {how} {builder}", rtol=0.0)
 
 
-def bf16_masters(plan: Plan) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    with deferred_init():
-        model = TinyGpt()
-    with sharded(model, adam(model), plan) as session:
-        return session.module.state_dict()
-
-
-@pytest.mark.full
-def test_masters_hold_the_unrounded_values() -> None:
-    torch.manual_seed(3)
-    expected = TinyGpt().state_dict()
-    for stage in (1, 3):
-        check(run_ranks(2, bf16_masters, zero(stage, torch.bfloat16)), dict(expected), f"stage {stage}", rtol=0.0)
-
-
 WIDTH, DEPTH = 256, 16
 UNIT = WIDTH * WIDTH + WIDTH
 UNIT_BYTES = 4 * UNIT

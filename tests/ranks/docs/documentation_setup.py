@@ -126,8 +126,7 @@ class _Attention(nn.Module):
         self.q_proj, self.v_proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.v_proj(torch.tanh(self.q_proj(inputs)))
-        return outputs
+        return self.v_proj(torch.tanh(self.q_proj(inputs)))
 
 
 def _lora(names: Names) -> None:
@@ -330,29 +329,17 @@ PAGES: dict[str, list[Block]] = {
         Block(first="from shardwise.booster import Booster", before=_training),
         Block(first="make demo    # train", how="make"),
     ],
-    "docs/architecture.md": [
-        Block(first="shardwise/", how="shown", why=PICTURE),
-    ],
+    "docs/architecture.md": [Block(first="shardwise/", how="shown", why=PICTURE)],
     "docs/booster.md": [
         Block(first="from shardwise.booster import Booster", before=_training, after=_changed),
         Block(first="booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block(
-            first="model = booster.enable_lora(",
-            before=_lora,
-            after=_exists("adapter/adapter_config.json"),
-        ),
+        Block(first="model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
         Block(first="from shardwise import deferred_init", before=_deferred),
         Block(first="from shardwise import build", before=_tokens, after=_changed),
     ],
-    "docs/checkpoint-format.md": [
-        Block(first="import json", after=_read_by_itself),
-    ],
+    "docs/checkpoint-format.md": [Block(first="import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
-        Block(
-            first="from shardwise import build",
-            before=_training,
-            after=_restored,
-        ),
+        Block(first="from shardwise import build", before=_training, after=_restored),
         Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
         Block(
             first='booster.save_checkpoint("runs/generator"',
@@ -379,9 +366,7 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/deepspeed.md": [
         Block(
-            first="import shardwise.deepspeed as deepspeed",
-            before=_configuration,
-            after=_exists("checkpoints/latest"),
+            first="import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")
         ),
         Block(
             first="plan, report = deepspeed.to_plan(",
@@ -393,15 +378,9 @@ PAGES: dict[str, list[Block]] = {
             after=_muon_trains,
         ),
         Block(first="from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
-        Block(
-            first="x = deepspeed.checkpointing.checkpoint(",
-            before=_activations,
-            after=_activations_back,
-        ),
+        Block(first="x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
-    "docs/porting.md": [
-        Block(first="shardwise port train.py", how="shell", before=_written),
-    ],
+    "docs/porting.md": [Block(first="shardwise port train.py", how="shell", before=_written)],
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
         Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement_table.py compares"),
@@ -440,7 +419,7 @@ PAGES: dict[str, list[Block]] = {
             first="import lightning.pytorch as pl",
             before=_lightning,
             instead=(("devices=4", "devices=2, max_epochs=1, logger=False, accelerator='cpu', plugins=environment()"),),
-        ),
+        )
     ],
     "docs/fabric.md": [
         Block(
@@ -448,15 +427,13 @@ PAGES: dict[str, list[Block]] = {
             before=foreign_pages.fabric,
             instead=(("devices=4", "devices=2, accelerator='cpu', plugins=environment()"),),
             after=foreign_pages.in_fabric,
-        ),
+        )
     ],
     "docs/memory-trace.md": [
         Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
         Block(first="import torch"),
     ],
-    "docs/optim.md": [
-        Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training),
-    ],
+    "docs/optim.md": [Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training)],
     "docs/sharded-model.md": [
         Block(first="from shardwise.nn.optimizer import CPUAdam", before=_sharded),
         Block(first="with ZeroInitContext(", before=_groups),
@@ -471,14 +448,10 @@ PAGES: dict[str, list[Block]] = {
         Block(first="# conftest.py", how="main", after=_fixture),
     ],
     "docs/inside/lightning.md": [
-        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS),
+        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS)
     ],
-    "docs/inside/tests.md": [
-        Block(first="make gpu ", how="make"),
-    ],
-    "docs/inside/versions.md": [
-        Block(first="make matrix  ", how="make"),
-    ],
+    "docs/inside/tests.md": [Block(first="make gpu ", how="make")],
+    "docs/inside/versions.md": [Block(first="make matrix  ", how="make")],
 }
 """By page, its blocks in their order."""
 

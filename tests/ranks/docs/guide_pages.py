@@ -88,9 +88,7 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="session = shardwise.shard(model", before=_given, after=_trained),
         Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
     ],
-    "docs/limits.md": [
-        Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named),
-    ],
+    "docs/limits.md": [Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
     "docs/quickstart.md": [
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),

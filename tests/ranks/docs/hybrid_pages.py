@@ -75,8 +75,7 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.down(torch.tanh(self.up(inputs)))
-        return outputs
+        return self.down(torch.tanh(self.up(inputs)))
 
 
 def mlp(names: Names) -> None:

@@ -47,12 +47,8 @@ def _on_the_disk(names: Names) -> None:
 
 
 MEMORY: dict[str, list[Block]] = {
-    "docs/disk.md": [
-        Block(first="session = shardwise.shard(model", before=_deep, after=_on_the_disk),
-    ],
-    "docs/inside/disk.md": [
-        Block(first="<directory>/", how="shown", why="a picture of files"),
-    ],
+    "docs/disk.md": [Block(first="session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
+    "docs/inside/disk.md": [Block(first="<directory>/", how="shown", why="a picture of files")],
     "docs/offload.md": [
         Block(first="session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block(first="from shardwise.plan import zero", before=_deep, after=_half_on_the_host),

@@ -65,8 +65,7 @@ def plainly(ranks: int) -> dict[str, torch.Tensor]:
 
 def through(train: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> dict[str, torch.Tensor]:
     model = make()
-    state: dict[str, torch.Tensor] = train(model, torch.optim.Adam(model.parameters(), lr=0.01))
-    return state
+    return train(model, torch.optim.Adam(model.parameters(), lr=0.01))
 
 
 # ---- a format
@@ -85,8 +84,7 @@ def loaded(path: str) -> dict[str, torch.Tensor]:
         booster = Booster(plugin=HalfPlugin())
         boosted, *_ = booster.boost(model, torch.optim.Adam(model.parameters()))
         booster.load_model(boosted, path)
-        state: dict[str, torch.Tensor] = boosted.state_dict()
-        return state
+        return boosted.state_dict()
     finally:
         put_back()
 
@@ -137,7 +135,6 @@ def over_plain(plan: Plan) -> tuple[dict[str, torch.Tensor], str]:
     assert isinstance(mesh.shard, PlainGroup)
     model = make()
     session = build(model, torch.optim.Adam(model.parameters(), lr=0.01), plan, mesh)
-    assert session.optimizer is not None
     for step in range(STEPS):
         session.backward(session.module(batch(step, mesh.rank)).square().mean())
         session.optimizer.step()
@@ -189,8 +186,7 @@ def boosted(plugin: HalfPlugin) -> dict[str, torch.Tensor]:
             booster.backward(sharded(batch(step, dist.get_rank())).float().square().mean(), wrapped)
             wrapped.step()
             wrapped.zero_grad()
-        state: dict[str, torch.Tensor] = sharded.state_dict()
-        return state
+        return sharded.state_dict()
 
     return through(train)
 
@@ -215,7 +211,6 @@ def elsewhere(medium: str, update: str = "step") -> Plan:
 
 
 def train(session: Session, first: int, last: int) -> None:
-    assert session.optimizer is not None
     for step in range(first, last):
         session.backward(session.module(batch(step, session.mesh.rank)).square().mean())
         session.optimizer.step()
@@ -296,7 +291,6 @@ def breaks_in_the_last_step() -> tuple[str, dict[str, torch.Tensor]]:
     finally:
         take_back()
     train(session, 0, STEPS - 1)
-    assert session.optimizer is not None
     saved = session.module.state_dict(), session.optimizer.state_dict()
     medium.broken = session.mesh.rank == 1
     with pytest.raises(DiskError) as error:

@@ -17,8 +17,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x)))
-        return out
+        return self.last(torch.tanh(self.first(x)))
 
 
 def adafactor(model: nn.Module, relative: bool) -> torch.optim.Optimizer:
@@ -30,7 +29,6 @@ def scheduled(plan: Plan, relative: bool) -> str:
     optimizer = adafactor(model, relative)
     schedule = AdafactorSchedule(optimizer)
     with sharded(model, optimizer, plan) as session:
-        assert session.optimizer is not None
         session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
         session.optimizer.step()
         return told(schedule.step)

@@ -55,8 +55,7 @@ class Net(nn.Module):
         self.still.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(torch.tanh(self.still(torch.tanh(self.first(x)))))
-        return y
+        return self.last(torch.tanh(self.still(torch.tanh(self.first(x)))))
 
 
 def net() -> Net:
@@ -326,7 +325,6 @@ def overflows(shared: bool) -> list[tuple[bool, float]]:
             session.backward(loss * 1e30 if step == 1 and mesh.rank == 1 else loss)  # of one rank alone
             session.optimizer.step()
             changed = any(not torch.equal(v, before[n]) for n, v in session.module.full_state())
-            assert session.optimizer.scaler is not None
             told.append((changed, session.optimizer.scaler.scale))
         session.close()
     return told
@@ -336,41 +334,6 @@ def overflows(shared: bool) -> list[tuple[bool, float]]:
 def test_an_overflow_is_found(shared: bool) -> None:
     for told in run_ranks(2, overflows, shared):
         assert [changed for changed, _ in told] == [True, False, True]
-
-
-def curves() -> list[list[float]]:
-    found = []
-    narrow = [zero(2, HALF).but(compress="fp8"), zero(3, HALF).but(compress="fp8")]
-    quantized = zero(3, HALF).but(compress_weights="int8")
-    narrow += [quantized.but(compress_gradients="int8"), quantized.but(compress_gradients="int4")]
-    for plan in (zero(2, HALF), *narrow):
-        with one_mesh(plan) as mesh:
-            losses, _ = trained_for_curve(plan, mesh)
-            found.append(losses)
-    return found
-
-
-def trained_for_curve(plan: Plan, mesh: Mesh) -> tuple[list[float], None]:
-    model = net()
-    session = build(model, torch.optim.Adam(model.parameters(), lr=0.01), plan, mesh)
-    losses = []
-    for step in range(60):
-        loss = loss_of(session.module, mesh.rank, step % 6)
-        session.backward(loss)
-        session.optimizer.step()
-        losses.append(mesh.world.exchange([loss.item()]))
-    session.close()
-    return [sum(value for row in rows for value in row) / len(rows) for rows in losses], None
-
-
-@pytest.mark.full
-def test_the_loss_falls_as_without() -> None:
-    plain, *narrow = run_ranks(2, curves)[0]
-    mean = lambda losses: sum(losses[-6:]) / 6  # noqa: E731
-    assert mean(plain) < 0.35 * plain[0]
-    for losses in narrow:
-        assert abs(mean(losses) - mean(plain)) < 0.15 * mean(plain) + 0.005
-        assert losses != plain
 
 
 def refused() -> None:

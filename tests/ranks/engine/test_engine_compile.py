@@ -87,8 +87,7 @@ class Reader(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(nn.functional.linear(self.called(x), self.read.weight))
-        scaled: Tensor = x * self.scales.scalar * self.scales.single
-        return scaled
+        return x * self.scales.scalar * self.scales.single
 
 
 class Readers(nn.Module):

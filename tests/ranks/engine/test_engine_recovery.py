@@ -131,11 +131,7 @@ def backward_set(name: str, direct: bool, then: bool) -> list[pytest.MarkDecorat
     ("name", "direct", "then_zero_grad"),
     [
         pytest.param(
-            name,
-            direct,
-            then,
-            id=f"{name}-{CALLS[direct]}-{THEN[then]}",
-            marks=backward_set(name, direct, then),
+            name, direct, then, id=f"{name}-{CALLS[direct]}-{THEN[then]}", marks=backward_set(name, direct, then)
         )
         for name in ("ddp", *STAGES)
         for direct in CALLS
@@ -191,35 +187,48 @@ def test_exception_in_forward(name: str, error: type[BaseException], grad: bool)
 # ---- passes that are no part of the step
 
 
-def inference_first(plan: Plan) -> dict[str, Tensor]:
+def inference(session: Session, step: int) -> None:
+    with torch.inference_mode():
+        session.module(data(session.mesh.rank, step, 5))
+
+
+def generation(session: Session, step: int) -> None:
+    """Over gloo a gather that one rank makes alone would hang."""
+    with session.module.gathered(), torch.no_grad():
+        for _ in range(1 + 3 * session.mesh.rank):
+            session.module(data(session.mesh.rank, step, 5))
+
+
+ASIDE: dict[str, Callable[[Session, int], None]] = {
+    "inference": inference,
+    "generation": generation,
+    "before build": lambda session, step: None,
+}
+
+
+def passes_aside(plan: Plan, what: str) -> dict[str, Tensor]:
     model = seeded(Net)
+    if what == "before build":
+        square(model, 0, 9).backward()
     with sharded(model, adam(model), plan) as session:
         for step in range(STEPS):
-            with torch.inference_mode():
-                session.module(data(session.mesh.rank, step, 5))
+            ASIDE[what](session, step)
             session.backward(square(session.module, session.mesh.rank, step))
             session.optimizer.step()
         return session.module.state_dict()
 
 
-@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo", "half")])
-def test_training_after_inference_mode(name: str) -> None:
-    check(run_ranks(2, inference_first, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
-
-
-def leftover(plan: Plan) -> dict[str, Tensor]:
-    model = seeded(Net)
-    square(model, 0, 9).backward()
-    with sharded(model, adam(model), plan) as session:
-        for step in range(STEPS):
-            session.backward(square(session.module, session.mesh.rank, step))
-            session.optimizer.step()
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("zero3", "zero3_gloo")])
-def test_gradients_from_before_build_are_no_part_of_the_first_step(name: str) -> None:
-    check(run_ranks(2, leftover, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *[("zero3", "inference"), ("zero2", "before build"), ("zero3_gloo", "generation")],
+        *full(*[(name, "inference") for name in ("zero2", "zero3_gloo", "half")]),
+        *full(*[(name, what) for name, what in (("zero3", "before build"), ("zero3_gloo", "before build"))]),
+        *full(*[(name, "generation") for name in ("zero2", "zero3")]),
+    ],
+)
+def test_other_passes_are_no_part_of_the_step(name: str, what: str) -> None:
+    check(run_ranks(2, passes_aside, PLANS[name], what), run_plain(Net, one_pass, 2, STEPS), f"{name} {what}")
 
 
 def dropped(plan: Plan) -> list[Grads]:
@@ -346,21 +355,3 @@ def test_reentrant_checkpointing_is_one_pass(name: str) -> None:
 
 
 # ---- ranks that do not do the same
-
-
-def generate(plan: Plan) -> dict[str, Tensor]:
-    model = seeded(Net)
-    with sharded(model, adam(model), plan) as session:
-        for step in range(STEPS):
-            with session.module.gathered(), torch.no_grad():
-                for _ in range(1 + 3 * session.mesh.rank):
-                    session.module(data(session.mesh.rank, step, 5))
-            session.backward(square(session.module, session.mesh.rank, step))
-            session.optimizer.step()
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3_gloo", *full("zero2", "zero3")])
-def test_ranks_make_different_numbers_of_forwards_inside_gathered(name: str) -> None:
-    """As in generation; over gloo a gather that one rank makes alone would hang."""
-    check(run_ranks(2, generate, PLANS[name]), run_plain(Net, one_pass, 2, STEPS), name)

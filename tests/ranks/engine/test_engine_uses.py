@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, run_plain, run_sharded, seeded, sgd, sharded
+from engine_setup import PLANS, adam, check, data, plain_steps, run_plain, seeded, sgd, sharded
 from sets import campaign, full
 from torch import Tensor, nn
-from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, gradient_of_the_input, mean_square, on_rank
+from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, on_rank
 
-from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
-from tests.support.models import MODELS
 
 
 def check_programs(world_size: int, name: str, programs: list[str]) -> None:
@@ -49,38 +47,6 @@ def test_all_programs(name: str) -> None:
 @pytest.mark.parametrize("name", [*full("zero2"), *campaign("zero3_gloo")])
 def test_programs_on_three_ranks(name: str) -> None:
     check_programs(3, name, list(PROGRAMS))
-
-
-def direct(plan: Plan) -> dict[str, Tensor]:
-    """The user's own module, and loss.backward() without the session."""
-    model = seeded(Experts)
-    with sharded(model, adam(model), plan) as session:
-        for step in range(STEPS):
-            for micro in range(2):
-                mean_square(model(data(session.mesh.rank, step, micro))).backward()
-            assert all(p.grad is None or isinstance(p.grad, ShardedGrad) for p in model.parameters())
-            session.optimizer.step()
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo"), *campaign("zero1")])
-def test_direct_backward(name: str) -> None:
-    def program(model: nn.Module, rank: int, step: int) -> Passes:
-        for micro in range(2):
-            yield mean_square(model(data(rank, step, micro))), False
-
-    check(run_ranks(2, direct, PLANS[name]), run_plain(Experts, program, 2, STEPS), f"direct {name}")
-
-
-def mean_with_penalty(plan: Plan) -> dict[str, Tensor]:
-    return run_sharded(Experts, gradient_of_the_input, plan, STEPS)
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
-def test_autograd_grad_is_not_a_micro_batch(name: str) -> None:
-    """Under ``average="mean"`` the step is divided by its backward passes, and autograd.grad is none."""
-    results = run_ranks(2, mean_with_penalty, PLANS[name].but(average="mean"))
-    check(results, expected(2, "gradient_of_the_input"), name)
 
 
 def flow_through(plan: Plan) -> list[Tensor]:
@@ -135,27 +101,6 @@ def test_no_sync_with_other_parameters(name: str) -> None:
     check(run_ranks(2, sync_of_no_sync, plan), run_plain(Experts, program, 2, STEPS), name)
 
 
-def exception_in_forward(plan: Plan) -> dict[str, Tensor]:
-    """A forward that raises on every rank leaves nothing pinned or half done behind."""
-    model = seeded(Experts)
-    with sharded(model, adam(model), plan) as session:
-        for step in range(STEPS):
-            with pytest.raises(IndexError):
-                model(data(session.mesh.rank, step), (0, 17))
-            session.backward(mean_square(model(data(session.mesh.rank, step))))
-            session.optimizer.step()
-        assert not session.engine.pool._held and not any(session.engine.pool._pins.values())
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
-def test_forward_that_raises(name: str) -> None:
-    def program(model: nn.Module, rank: int, step: int) -> Passes:
-        yield mean_square(model(data(rank, step))), False
-
-    check(run_ranks(2, exception_in_forward, PLANS[name]), run_plain(Experts, program, 2, STEPS), name)
-
-
 def sparse(plan: Plan) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(13, 6, sparse=True), nn.Linear(6, 2)).double()
@@ -171,46 +116,5 @@ def sparse(plan: Plan) -> dict[str, Tensor]:
 def test_sparse_embedding_gradients(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
-    optimizer = sgd(model)
-    for _ in range(STEPS):
-        for rank in range(2):
-            (mean_square(model(torch.arange(5) * (1 + rank) % 13)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    check(run_ranks(2, sparse, PLANS[name]), model.state_dict(), name)
-
-
-def reads_outside_forward(plan: Plan) -> list[bool]:
-    model = MODELS["mlp"].factory()
-    with sharded(model, adam(model), plan) as session:
-        weight = model.up.weight
-        found = [bool(weight.isnan().all()), weight.shape == (10, 6)]
-        with session.module.gathered():
-            found.append(bool(torch.equal(weight, MODELS["mlp"].factory().up.weight)))
-        found.append(bool(model.up.weight.isnan().all()))
-        return found
-
-
-def test_parameters_that_are_not_gathered_read_as_nan() -> None:
-    assert run_ranks(2, reads_outside_forward, PLANS["zero3"]) == [[True] * 4] * 2
-    assert run_ranks(2, reads_outside_forward, PLANS["zero2"]) == [[False, True, True, False]] * 2
-
-
-def written_back(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = seeded(Experts)
-    with sharded(model, adam(model), plan) as session:
-        with session.module.gathered():
-            torch.nn.init.zeros_(model.trunk.weight)
-        dropped = session.module.state_dict()
-        with session.module.gathered(write_back=True):
-            torch.nn.init.ones_(model.trunk.weight)
-        return dropped, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["half", *full("zero3", "zero3_gloo")])
-def test_gathered_write_back(name: str) -> None:
-    plain = seeded(Experts).state_dict()
-    changed = plain | {"trunk.weight": torch.ones(6, 6, dtype=torch.float64)}
-    results = run_ranks(2, written_back, PLANS[name])
-    check([result[0] for result in results], plain, "without write_back", rtol=0.0)
-    check([result[1] for result in results], changed, "with write_back", rtol=0.0)
+    loss = lambda model, rank, _step: mean_square(model(torch.arange(5) * (1 + rank) % 13))  # noqa: E731
+    check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, loss), name)

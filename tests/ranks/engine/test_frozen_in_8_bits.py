@@ -73,8 +73,7 @@ class Net(nn.Module):
         x = self.words(tokens).double()
         for layer in self.layers:
             x = layer(x)
-        found: Tensor = x @ self.head.weight.t().double() + self.bias
-        return found
+        return x @ self.head.weight.t().double() + self.bias
 
 
 def net(seed: int = 5) -> Net:
@@ -189,7 +188,6 @@ def train(session: Session, steps: range, result: Told) -> None:
         session.backward(loss)
         result.losses.append(loss.item())
         result.gradients.append({name: value.clone() for name, value in session.full_gradients().items()})
-        assert session.optimizer is not None
         session.optimizer.step()
         result.norms.append(session.optimizer.get_grad_norm() or 0.0)
         session.optimizer.zero_grad()
@@ -336,7 +334,6 @@ def secondary_bytes() -> list[tuple[int, int, int, int]]:
                 small = weights is not None or not chunk.spec.trainable
                 expected += 2 * (row_bytes(shard) if small else shard * 2)
                 frozen += not chunk.spec.trainable
-            assert mesh.secondary is not None
             sent = mesh.shard.traffic.bytes["all_gather"], mesh.secondary.traffic.bytes["all_gather"]
             found.append((*sent, expected, frozen))
     return found

@@ -39,8 +39,7 @@ class Net(nn.Module):
         self.scalar = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.frozen(torch.tanh(self.first(x)))) * self.scalar
-        return out
+        return self.last(self.frozen(torch.tanh(self.first(x)))) * self.scalar
 
 
 def adam(model: Any) -> torch.optim.Optimizer:
@@ -133,7 +132,6 @@ def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool = False, given: b
     if hooked:
         optimizer.register_step_pre_hook(hook(habit, reads))
     with sharded(model, optimizer, plan, mesh) as session:
-        assert session.optimizer is not None
         mine: Any = optimizer if given else session.optimizer
         for step in range(STEPS):
             session.backward(session.module(data(mesh.rank, step)).square().mean())
@@ -160,8 +158,7 @@ def habits_set(name: str, hooked: bool) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    ("name", "hooked"),
-    [pytest.param(n, h, id=f"{n}-{WHEN[h]}", marks=habits_set(n, h)) for n in ROWS for h in WHEN],
+    ("name", "hooked"), [pytest.param(n, h, id=f"{n}-{WHEN[h]}", marks=habits_set(n, h)) for n in ROWS for h in WHEN]
 )
 def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> None:
     """Clipping through them returned 0.0 and clipped nothing, and a hook's edits did not count in its step."""
@@ -186,7 +183,6 @@ def toggling(plan: Plan) -> dict[str, Tensor]:
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
     optimizer = torch.optim.Adam([{"params": each.parameters()} for each in (model[0], model[2])], 0.05, eps=1e-3)
     with sharded(model, optimizer, plan) as session:
-        assert session.optimizer is not None
         for step in range(4):
             toggled(step, session.optimizer)
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
@@ -237,7 +233,6 @@ def own_methods(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any], list[str
         model = seeded(Net)
         optimizer = adam(model)
         session = build(model, optimizer, plan, mesh)
-        assert session.optimizer is not None
         for step in range(2):
             session.backward(session.module(data(mesh.rank, 7)).square().mean())
             optimizer.zero_grad()
@@ -254,7 +249,6 @@ def own_methods(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any], list[str
         with sharded(again, other, plan, mesh) as session:
             other.load_state_dict(state)
             session.backward(session.module(data(mesh.rank, 2)).square().mean())
-            assert session.optimizer is not None
             session.optimizer.step()
             found = session.module.state_dict()
         return found, state, messages
@@ -316,7 +310,6 @@ CLEARING: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def clearing(plan: Plan, kind: str) -> dict[str, Tensor]:
     model = seeded(Net)
     with sharded(model, CLEARING[kind](model), plan) as session:
-        assert session.optimizer is not None
         for step in range(STEPS):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
             session.optimizer.step()
@@ -348,7 +341,6 @@ def misuses(plan: Plan) -> dict[str, str]:
     found = {}
     with one_mesh(plan) as mesh:
         session = build(model, optimizer, plan, mesh)
-        assert session.optimizer is not None
         session.backward(session.module(data(mesh.rank, 0)).square().mean())
         session.optimizer.step()
         param = model.first.weight
@@ -398,7 +390,6 @@ def state_hooks(by_session: bool) -> list[str]:
     model, seen = seeded(Net), list[str]()
     optimizer = adam(model)
     with sharded(model, optimizer, zero(3)) as session:
-        assert session.optimizer is not None
         mine = session.optimizer if by_session else optimizer
         add_state_hooks(mine, seen)
         session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
@@ -445,7 +436,6 @@ def refusing(plan: Plan) -> str:
         raise ArithmeticError("not this one")
 
     with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session:
-        assert session.optimizer is not None
         if mesh.rank == 1:
             session.optimizer.register_load_state_dict_pre_hook(refuses)
         session.backward(session.module(data(mesh.rank, 0)).square().mean())

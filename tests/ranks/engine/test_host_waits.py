@@ -108,7 +108,6 @@ def one_step(plan: Plan, dtype: torch.dtype) -> tuple[list[str], list[str], list
         with as_on_a_gpu() if ahead else contextlib.nullcontext(), counted() as (reads, exchanges):
             model: nn.Module = seeded(Branching).to(dtype)
             with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-                assert session.optimizer is not None
                 for step in range(STEPS):
                     loss = losses_of(session.module, mesh.rank, step, False)
                     reads.clear()
@@ -168,7 +167,6 @@ def skipped(plan: Plan, rows_up_to: int) -> tuple[list[str], list[str], str | No
         counted() as (reads, exchanges),
         sharded(model, adam(model), plan) as session,
     ):
-        assert session.optimizer is not None
         handle = model[2].weight.register_hook(lambda grad: grad * math.inf) if session.mesh.rank else None
         session.backward(session.module(torch.ones(2, 6, dtype=torch.float16)).square().mean())
         session.optimizer.step()
@@ -207,7 +205,6 @@ def late_write(plan: Plan) -> str:
     with as_on_a_gpu():
         model = seeded(Branching)
         with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            assert session.optimizer is not None
             weight = session.module.unwrap().layers[2].weight
             session.backward(losses_of(session.module, mesh.rank, 0, False))
             session.optimizer.step()
@@ -254,7 +251,6 @@ def compared(plan: Plan, same: bool) -> tuple[list[str], list[str], str]:
     with as_on_a_gpu(), counted() as (reads, _), sending() as order, one_mesh(plan) as mesh:
         model = gpt2()[0].made()
         with sharded(model, adam(model), plan, mesh) as session:
-            assert session.optimizer is not None
             blocks = [each for each in model.modules() if type(each).__name__.endswith("Block")]
             for each in blocks:
                 each.register_forward_pre_hook(lambda *_: order.append("pass"))

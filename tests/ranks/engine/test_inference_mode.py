@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
+from engine_setup import tanh_net as net
 from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -23,10 +24,6 @@ ROWS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3", "zero3_gloo", "z
 STEPS = 3
 MAX_NORM = 0.05
 Ask = Callable[[Session, nn.Module, Path], Any]
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def state(session: Session, _model: nn.Module, _directory: Path) -> Any:

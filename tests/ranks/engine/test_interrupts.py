@@ -6,13 +6,14 @@ import contextlib
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from engine_setup import scaler
 from sets import campaign, full
 from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 from torch import nn
@@ -21,7 +22,7 @@ from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.engine.optimizer_state import OptimizerState
 from shardwise.core.engine.updates import StateOffload
 from shardwise.core.engine.values import Values
-from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
@@ -31,14 +32,8 @@ HALF: dict[str, Any] = {
     "buffer_dtype": torch.float16,
     "cast_inputs": True,
     # Steps are skipped and made in turn.
-    "scaler": ScalerPlan(
-        initial_scale=2.0**8,
-        min_scale=1.0,
-        growth_factor=2.0**12,
-        backoff_factor=2.0**-12,
-        growth_interval=1,
-        hysteresis=1,
-        max_scale=2.0**20,
+    "scaler": scaler(
+        initial_scale=256, growth_factor=2.0**12, backoff_factor=2.0**-12, growth_interval=1, max_scale=2.0**20
     ),
 }
 PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -48,6 +43,9 @@ PLANS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "stage 3, host": (3, "all_host", {}),
     "stage 3, disk": (3, "all_disk", {}),
 }
+
+
+Kind = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def press() -> None:
@@ -68,9 +66,9 @@ def plan_of(name: str, directory: str) -> Plan:
     return with_tiers(zero(stage), mix, directory).but(**changes)
 
 
-def started(plan: Plan) -> Session:
+def started(plan: Plan, kind: Kind = OPTIMIZERS["adamw"]) -> Session:
     model = make_net()
-    return build(model, OPTIMIZERS["adamw"]([p for p in model.parameters() if p.requires_grad]), plan)
+    return build(model, kind([p for p in model.parameters() if p.requires_grad]), plan)
 
 
 def backward(session: Session, step: int) -> None:
@@ -99,6 +97,22 @@ def undisturbed(plan: Plan) -> str:
 
 
 @contextlib.contextmanager
+def begun(plan: Plan, kind: Kind = OPTIMIZERS["adamw"]) -> Iterator[tuple[Session, str]]:
+    """A session after its first step, and the values after the steps of an undisturbed one."""
+    with interruptible(), small_tiles():
+        like = undisturbed(plan)
+        with contextlib.closing(started(plan, kind)) as session:
+            backward(session, 0)
+            session.optimizers[0].step()
+            yield session, like
+
+
+def load(session: Session, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    session.module.load_state_dict(saved[0])
+    session.optimizers[0].load_state_dict(saved[1])
+
+
+@contextlib.contextmanager
 def pressed(at: nn.Module, times: int = 1, backward: bool = False) -> Iterator[None]:
     """Ctrl-C in the forward pass of ``at``, or in the backward pass of its output."""
 
@@ -118,47 +132,30 @@ def pressed(at: nn.Module, times: int = 1, backward: bool = False) -> Iterator[N
         hook.remove()
 
 
-def in_a_pass(name: str, directory: str, in_backward: bool) -> None:
-    with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
-        like = undisturbed(plan)
-        with contextlib.closing(started(plan)) as session:
-            backward(session, 0)
-            session.optimizers[0].step()
-            block = [each for each in session.model.modules() if isinstance(each, nn.Linear)][1]
-            with pytest.raises(KeyboardInterrupt), pressed(block, backward=in_backward):
-                backward(session, 1)
-            session.optimizers[0].zero_grad()
-            train(session, first=1)
-            assert values(session) == like
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("name", ["stage 3", *full(*[name for name in PLANS if name != "stage 3"])])
-def test_a_pass_is_dropped_and_made_again(name: str, in_backward: bool, tmp_path: Path) -> None:
-    run_ranks(1, in_a_pass, name, str(tmp_path), in_backward)
-
-
-def in_a_step(name: str, directory: str) -> None:
-    with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
-        like = undisturbed(plan)
-        with contextlib.closing(started(plan)) as session:
-            backward(session, 0)
-            session.optimizers[0].step()
+def in_a_pass(plan: Plan, _directory: str, in_backward: bool = False) -> None:
+    with begun(plan) as (session, like):
+        block = [each for each in session.model.modules() if isinstance(each, nn.Linear)][1]
+        with pytest.raises(KeyboardInterrupt), pressed(block, backward=in_backward):
             backward(session, 1)
-            optimizer = session.optimizers[0].optimizer
-            hook = optimizer.register_step_pre_hook(lambda *_: press())
-            with contextlib.suppress(KeyboardInterrupt):  # a skipped step runs no hooks
-                session.optimizers[0].step()
-            hook.remove()
-            train(session, first=2)
-            assert values(session) == like
+        session.optimizers[0].zero_grad()
+        train(session, first=1)
+        assert values(session) == like
 
 
-@pytest.mark.parametrize("name", ["stage 3", *full(*[name for name in PLANS if name != "stage 3"])])
-def test_a_step_ends_first(name: str, tmp_path: Path) -> None:
-    run_ranks(1, in_a_step, name, str(tmp_path))
+def in_a_backward_pass(plan: Plan, directory: str) -> None:
+    in_a_pass(plan, directory, in_backward=True)
+
+
+def in_a_step(plan: Plan, _directory: str) -> None:
+    """The step ends first."""
+    with begun(plan) as (session, like):
+        backward(session, 1)
+        hook = session.optimizers[0].optimizer.register_step_pre_hook(lambda *_: press())
+        with contextlib.suppress(KeyboardInterrupt):  # a skipped step runs no hooks
+            session.optimizers[0].step()
+        hook.remove()
+        train(session, first=2)
+        assert values(session) == like
 
 
 class Pressing(torch.optim.AdamW):
@@ -174,37 +171,26 @@ class Pressing(torch.optim.AdamW):
         return value
 
 
-def twice_in_a_step(name: str, directory: str) -> None:
-    with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
-        model = make_net()
-        optimizer = Pressing([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        with contextlib.closing(build(model, optimizer, plan)) as session:
-            backward(session, 0)
-            session.optimizers[0].step()
-            saved = states(session)
-            train(session, first=1)
-            like = values(session)
-            for state, taker in zip(saved, (session.module, session.optimizers[0]), strict=True):
-                taker.load_state_dict(state)
-            backward(session, 1)
-            optimizer.presses = 2
-            with pytest.raises(KeyboardInterrupt):
-                session.optimizers[0].step()
-            optimizer.presses = 0
-            for refused in (lambda: backward(session, 1), lambda: session.module.state_dict()):
-                with pytest.raises(RuntimeError, match="load a checkpoint"):
-                    refused()
-            for state, taker in zip(saved, (session.module, session.optimizers[0]), strict=True):
-                taker.load_state_dict(state)
-            session.optimizers[0].zero_grad()
-            train(session, first=1)
-            assert values(session) == like
-
-
-@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, host", "stage 3, disk")])
-def test_a_second_one_stops_the_step_and_something_has_to_be_loaded(name: str, tmp_path: Path) -> None:
-    run_ranks(1, twice_in_a_step, name, str(tmp_path))
+def twice_in_a_step(plan: Plan, _directory: str) -> None:
+    """The second one stops the step, and a state has to be loaded."""
+    with begun(plan, lambda params: Pressing(params, lr=1e-2)) as (session, _):
+        own = session.optimizers[0]
+        saved = states(session)
+        train(session, first=1)
+        like = values(session)
+        load(session, saved)
+        backward(session, 1)
+        own.optimizer.presses = 2
+        with pytest.raises(KeyboardInterrupt):
+            own.step()
+        own.optimizer.presses = 0
+        for refused in (lambda: backward(session, 1), lambda: session.module.state_dict()):
+            with pytest.raises(RuntimeError, match="load a checkpoint"):
+                refused()
+        load(session, saved)
+        own.zero_grad()
+        train(session, first=1)
+        assert values(session) == like
 
 
 @contextlib.contextmanager
@@ -222,63 +208,68 @@ def before(owner: type, method: str) -> Iterator[None]:
         yield
 
 
-def around_files(name: str, directory: str) -> None:
+def around_files(plan: Plan, directory: str) -> None:
+    """Loads and saves end first."""
     root = Path(directory) / "checkpoints"
-    with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
-        with contextlib.closing(started(plan)) as session:
-            backward(session, 0)
-            session.optimizers[0].step()
-            like = values(session)
-            with pytest.raises(KeyboardInterrupt), before(EngineRun, "local_state"):
-                session.checkpoints.save(root, "one")
-            train(session, first=1)
-            with pytest.raises(KeyboardInterrupt), before(EngineRun, "replaced"):
-                session.checkpoints.load(root, "one")
-            assert values(session) == like
-            train(session, first=1)
-            saved = states(session)
-            like = values(session)
-            backward(session, 1)
-            session.optimizers[0].step()
-            with pytest.raises(KeyboardInterrupt), before(Values, "publish"):
-                session.module.load_state_dict(saved[0])
-            with pytest.raises(KeyboardInterrupt), before(OptimizerState, "distribute"):
-                session.optimizers[0].load_state_dict(saved[1])
-            assert values(session) == like
+    with begun(plan) as (session, _):
+        like = values(session)
+        with pytest.raises(KeyboardInterrupt), before(EngineRun, "local_state"):
+            session.checkpoints.save(root, "one")
+        train(session, first=1)
+        with pytest.raises(KeyboardInterrupt), before(EngineRun, "replaced"):
+            session.checkpoints.load(root, "one")
+        assert values(session) == like
+        train(session, first=1)
+        saved = states(session)
+        like = values(session)
+        backward(session, 1)
+        session.optimizers[0].step()
+        with pytest.raises(KeyboardInterrupt), before(Values, "publish"):
+            session.module.load_state_dict(saved[0])
+        with pytest.raises(KeyboardInterrupt), before(OptimizerState, "distribute"):
+            session.optimizers[0].load_state_dict(saved[1])
+        assert values(session) == like
 
 
-@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, disk")])
-def test_loads_and_saves_end_first(name: str, tmp_path: Path) -> None:
-    run_ranks(1, around_files, name, str(tmp_path))
+def while_states_move(plan: Plan, _directory: str) -> None:
+    """Moves of states end first."""
+    with begun(plan) as (session, like):
+        session.optimizers[0].zero_grad()
+        with pytest.raises(KeyboardInterrupt), before(StateOffload, "offload"):
+            session.offload_states()
+        assert session.offload_states() == 0  # all of it was moved
+        with pytest.raises(KeyboardInterrupt), before(StateOffload, "reload"):
+            session.reload_states()
+        train(session, first=1)
+        assert values(session) == like
 
 
-def while_states_move(name: str, directory: str) -> None:
-    with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
-        like = undisturbed(plan)
-        with contextlib.closing(started(plan)) as session:
-            backward(session, 0)
-            session.optimizers[0].step()
-            session.optimizers[0].zero_grad()
-            with pytest.raises(KeyboardInterrupt), before(StateOffload, "offload"):
-                session.offload_states()
-            assert session.offload_states() == 0  # all of it was moved
-            with pytest.raises(KeyboardInterrupt), before(StateOffload, "reload"):
-                session.reload_states()
-            train(session, first=1)
-            assert values(session) == like
+OTHERS = [name for name in PLANS if name != "stage 3"]
+PROGRAMS: dict[Callable[[Plan, str], None], list[str]] = {
+    in_a_pass: OTHERS,
+    in_a_backward_pass: OTHERS,
+    in_a_step: OTHERS,
+    twice_in_a_step: ["stage 1", "stage 3, host", "stage 3, disk"],
+    around_files: ["stage 1", "stage 3, disk"],
+    while_states_move: ["stage 1", "stage 3, host"],
+}
+"""By program, the plans under which it runs besides stage 3."""
 
 
-@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 3, host")])
-def test_moves_of_states_end_first(name: str, tmp_path: Path) -> None:
-    run_ranks(1, while_states_move, name, str(tmp_path))
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        *[(program, "stage 3") for program in PROGRAMS],
+        *full(*[(program, name) for program, names in PROGRAMS.items() for name in names]),
+    ],
+)
+def test_training_goes_on_after_an_interrupt(program: Callable[[Plan, str], None], name: str, tmp_path: Path) -> None:
+    run_ranks(1, program, plan_of(name, str(tmp_path)), str(tmp_path))
 
 
-def at_random_moments(name: str, directory: str, times: int, seed: int) -> None:
+def at_random_moments(plan: Plan, times: int, seed: int) -> None:
     draw = random.Random(seed)
     with interruptible(), small_tiles():
-        plan = plan_of(name, directory)
         like = undisturbed(plan)
         for _ in range(times):
             with contextlib.closing(started(plan)) as session:
@@ -293,13 +284,13 @@ def at_random_moments(name: str, directory: str, times: int, seed: int) -> None:
                 assert values(session) == like
 
 
+@pytest.mark.parametrize("seed", [0, *campaign(*range(1, 20))])
+@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 2, fp16", "stage 3, disk")])
+def test_training_goes_on_after_one_at_any_moment(name: str, seed: int, tmp_path: Path) -> None:
+    run_ranks(1, at_random_moments, plan_of(name, str(tmp_path)), 8, seed)
+
+
 def interrupt_main() -> None:
     thread = threading.main_thread().ident
     assert thread is not None
     signal.pthread_kill(thread, signal.SIGINT)
-
-
-@pytest.mark.parametrize("seed", [0, *campaign(*range(1, 20))])
-@pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 2, fp16", "stage 3, disk")])
-def test_training_goes_on_after_one_at_any_moment(name: str, seed: int, tmp_path: Path) -> None:
-    run_ranks(1, at_random_moments, name, str(tmp_path), 8, seed)

@@ -221,8 +221,7 @@ class Block(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.last(self.first(x))
-        return out
+        return x + self.last(self.first(x))
 
 
 def divided() -> None:

@@ -29,15 +29,13 @@ SETTINGS: list[dict[str, Any]] = [
 def criterion(outputs: Any, inputs: Any) -> Tensor:
     # Of logits that are cut by the vocabulary the model's own loss is in fp64.
     if outputs.logits.shape[:2] != inputs["labels"].shape or outputs.logits.shape[-1] != VOCABULARY:
-        own: Tensor = outputs.loss
-        return own
+        return outputs.loss
     return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
 
 def _trained(settings: dict[str, Any]) -> None:
     model = made("llama")
     session = shardwise.shard(model, optimizer_of(model), max_norm=MAX_NORM, **settings)
-    assert session.optimizer is not None
     tp, pp, sp = (settings.get(name, 1) for name in ("tp", "pp", "sp"))
     assert session.data_ranks == RANKS // (tp * pp * sp)
     # Of sequences in parts the loss is transformers', which is in fp32.

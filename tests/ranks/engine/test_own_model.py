@@ -37,8 +37,7 @@ class Body(nn.Module):
         self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(torch.tanh(self.first(x))) * self.factor + self.offset
-        return found
+        return self.last(torch.tanh(self.first(x))) * self.factor + self.offset
 
     def generate(self, x: Tensor) -> Tensor:
         return self(x).argmax(-1)  # type: ignore[no-any-return]

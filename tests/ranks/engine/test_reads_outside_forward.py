@@ -26,8 +26,7 @@ class Towers(nn.Module):
         self.scale = nn.Parameter(torch.full((4,), 1.5))
 
     def encode(self, x: Tensor) -> Tensor:
-        found: Tensor = self.tower(x) * self.scale
-        return found
+        return self.tower(x) * self.scale
 
     def forward(self, x: Tensor, penalty: bool = False) -> Tensor:
         found = self.encode(x)
@@ -49,8 +48,7 @@ def penalty_in_the_loop(module: nn.Module, model: Towers, x: Tensor) -> Tensor:
 
 
 def penalty_in_forward(module: nn.Module, _model: Towers, x: Tensor) -> Tensor:
-    loss: Tensor = module(x, penalty=True).square().mean()
-    return loss
+    return module(x, penalty=True).square().mean()
 
 
 LOSSES: dict[str, Loss] = {each.__name__: each for each in (by_method, penalty_in_the_loop, penalty_in_forward)}
@@ -68,7 +66,6 @@ def plain(loss: Loss) -> dict[str, Tensor]:
 
 def train(session: Session, loss: Loss, around: Callable[[], Any] = contextlib.nullcontext) -> dict[str, Tensor]:
     optimizer = session.optimizer
-    assert optimizer is not None
     for step in range(STEPS):
         with around():
             value = loss(session.module, session.model, data(session.mesh.rank, step))  # type: ignore[arg-type]

@@ -4,8 +4,7 @@ parameters in between; what they hold and what each group sends, to the byte."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import adam, check, data, one_mesh, run_sharded, seeded, sgd, sharded, told
+from engine_setup import adam, check, data, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
 from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
@@ -30,21 +29,6 @@ from shardwise.testing import assert_close, run_ranks
 
 GLOO = zero(3).but(shared_memory=False)
 NAMES = list(PROGRAMS)
-
-
-@contextmanager
-def meshes() -> Iterator[Callable[[Plan], Mesh]]:
-    """One mesh for all plans that divide the ranks alike; one with secondary groups is good for plans without."""
-    made: dict[Any, Mesh] = {}
-    with ExitStack() as stack:
-
-        def mesh_of(plan: Plan) -> Mesh:
-            key = (plan.mesh, plan.comm.shared_memory)
-            if key not in made:
-                made[key] = stack.enter_context(one_mesh(plan))
-            return made[key]
-
-        yield mesh_of
 
 
 Cases = list[tuple[Plan, list[str]]]
@@ -107,8 +91,7 @@ class Life(nn.Module):
         x = self.embedding(tokens)
         x = x + self.blocks[0](x)
         x = checkpoint(self.blocks[2], self.blocks[1](x), use_reentrant=False)
-        found: Tensor = self.head(x)
-        return found
+        return self.head(x)
 
 
 def tokens(rank: int, step: int) -> Tensor:
@@ -149,7 +132,6 @@ class Sharded(Plainly):
     def train(self, step: int) -> None:
         for micro in range(2):
             self.session.backward(mean_square(self.module(tokens(self.session.mesh.rank, step + micro))))
-        assert self.session.optimizer is not None
         self.session.optimizer.step()
 
     def write(self, scale: float) -> None:
@@ -158,7 +140,6 @@ class Sharded(Plainly):
 
     def set(self, value: Tensor) -> None:
         one = self.session.one(self._first)
-        assert one is not None
         one.set_value(value)
 
 
@@ -243,7 +224,6 @@ def same_bits(directory: str) -> list[str]:
                     for step in range(3):
                         out = session.module(data(session.mesh.rank, step).float(), (0, 2, 1))
                         session.backward(out.float().square().mean())
-                        assert session.optimizer is not None
                         session.optimizer.step()
                     ends.append(session.module.state_dict())
                     kept = session.memory().by_tier["host" if "host" in name or "auto" in name else "device"]
@@ -297,7 +277,6 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
             with sharded(model, sgd(model), plan, mesh_of(plan)) as session:
                 told: dict[str, Any] = {"unit": session.engine.shards.layout.chunks[1].padded_bytes}
                 assert {c.padded_bytes for c in session.engine.shards.layout.chunks} == {told["unit"]}
-                assert session.optimizer is not None
                 session.reset_traffic()
                 passes(session, 1)
                 told["first pass"] = sent(session)
@@ -413,7 +392,6 @@ def test_nobody_reads_what_a_peer_has_not_kept_yet() -> None:
 
 def groups(plan: MeshPlan) -> list[int]:
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
-    assert mesh.secondary is not None
     found = [int(row[0]) for row in mesh.secondary.exchange([mesh.mesh_group.rank])]
     mesh.close()
     return found

@@ -31,8 +31,7 @@ class Graph(nn.Module):
         self.register_buffer("edges", edges, persistent=persistent)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.lin(self.edges @ inputs)
-        return output
+        return self.lin(self.edges @ inputs)
 
 
 def _trained(folder: str) -> None:

@@ -38,8 +38,7 @@ class Adapted(nn.Module):
             state.pop(prefix + name)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.adapter(self.base(x))
-        return out
+        return self.adapter(self.base(x))
 
 
 def adapted(seed: int) -> Adapted:
@@ -112,8 +111,7 @@ class Whole(nn.Module):
         return {f"net.{name}": value for name, value in self.net.state_dict().items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
 
 def copied(form: str, whole: bool, seed: int) -> nn.Module:

@@ -129,8 +129,7 @@ def inside_set(name: str, half: bool) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(
-    ("name", "half"),
-    [pytest.param(n, h, id=f"{n}-{HALF[h]}", marks=inside_set(n, h)) for n in STAGES for h in HALF],
+    ("name", "half"), [pytest.param(n, h, id=f"{n}-{HALF[h]}", marks=inside_set(n, h)) for n in STAGES for h in HALF]
 )
 def test_a_state_taken_inside_has_what_was_written(name: str, half: bool, tmp_path: Path) -> None:
     check_inside(plan_of(name, half, "", str(tmp_path)), half, tmp_path / "runs")

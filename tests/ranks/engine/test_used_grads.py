@@ -7,26 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, seeded, sgd, sharded
+from engine_setup import PLANS, check, data, plain_steps, scaler, seeded, sgd, sharded
 from sets import campaign, full
 from torch import Tensor, nn
 
-from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3")}
 ROWS |= {"zero3_streams": zero(3).but(update="backward")}
-SCALER = ScalerPlan(
-    initial_scale=8.0,
-    growth_interval=9,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=64.0,
-)
+SCALER = scaler(initial_scale=8.0, growth_interval=9, max_scale=64.0)
 ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero2_mean": zero(2).but(average="mean")}
 
 
@@ -55,7 +47,6 @@ def _forgetful(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
         warnings.simplefilter("always")
         model = seeded(_model)
         with sharded(model, sgd(model), plan) as session:
-            assert session.optimizer is not None
             for step in range(STEPS):
                 _pass(session, step)
                 session.optimizer.step()
@@ -64,13 +55,7 @@ def _forgetful(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
 
 def _plain(ranks: int) -> dict[str, Tensor]:
     model = seeded(_model)
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (model(data(rank, step)).square().mean() / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, sgd(model), STEPS, ranks=ranks)
 
 
 @pytest.mark.parametrize("name", quick("zero2", "zero3_streams", "zero2_scaled"))
@@ -120,7 +105,6 @@ def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
         warnings.simplefilter("always")
         model = seeded(_model)
         with sharded(model, sgd(model), plan) as session:
-            assert session.optimizer is not None
             for step in range(STEPS):
                 _before_pass(session, at)
                 loss = session.module(data(session.mesh.rank, step)).square().mean()
@@ -153,13 +137,11 @@ class Two(nn.Module):
         self.makes, self.judges = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.judges(self.makes(x))
-        return out
+        return self.judges(self.makes(x))
 
 
 def _two_losses(plan: Plan) -> list[str]:
     model = seeded(Two)
-    assert isinstance(model, Two)
     both = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.makes, model.judges)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -182,7 +164,6 @@ def _again(plan: Plan) -> list[str]:
         warnings.simplefilter("always")
         model = seeded(_model)
         with sharded(model, sgd(model), plan) as session:
-            assert session.optimizer is not None
             _pass(session, 0)
             session.optimizer.step()
             before = _told(caught)

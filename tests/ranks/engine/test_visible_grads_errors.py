@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 import torch.utils.dlpack
 from engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
+from engine_setup import tanh_net as net
 from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -28,10 +29,6 @@ from shardwise.session import Session
 from shardwise.testing import run_ranks
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
 @contextmanager
 def ready(plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, Session]]:
     """A model after its first backward pass."""
@@ -42,8 +39,7 @@ def ready(plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, Session]]:
 
 
 def loss_of(session: Session, micro: int = 0) -> Tensor:
-    loss: Tensor = session.module(data(session.mesh.rank, 0, micro)).square().mean()
-    return loss
+    return session.module(data(session.mesh.rank, 0, micro)).square().mean()
 
 
 def grad(model: nn.Module, name: str = "0.weight") -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, one_mesh, seeded, sharded
+from engine_setup import PLANS, check, data, one_mesh, scaler, seeded, sharded
+from engine_setup import tanh_net as net
 from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -17,12 +18,8 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.core.mesh import Mesh
-from shardwise.plan import Plan, ScalerPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -31,15 +28,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 # ---- 16 bits
 
-SCALER = ScalerPlan(
-    initial_scale=256.0,
-    growth_interval=1000,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    hysteresis=1,
-    min_scale=1.0,
-    max_scale=1024.0,
-)
+SCALER = scaler(initial_scale=256.0, max_scale=1024.0)
 HALVES = {
     f"{name} {dtype}": plan.but(param_dtype=kind, cast_inputs=True, output_dtype=torch.float32, scaler=scaler)
     for name, plan in (("zero1", zero(1)), ("zero3", zero(3)))
@@ -51,7 +40,6 @@ def clipped(plan: Plan, mesh: Mesh, by_torch: bool) -> tuple[list[float], dict[s
     torch.manual_seed(0)
     model, norms = net(), []
     with sharded(model, adam(model.parameters()), plan, mesh) as session:
-        assert session.optimizer is not None
         for step in range(3):
             for micro in range(2):
                 session.backward(session.module(data(mesh.rank, step, micro).float()).square().mean() * 4)
@@ -72,7 +60,6 @@ def both_ways(plan: Plan) -> tuple[Any, Any, list[Any]]:
         torch.manual_seed(0)
         model, overflown = net(), []
         with sharded(model, adam(model.parameters()), plan, mesh) as session:
-            assert session.optimizer is not None
             before = session.module.state_dict()
             factor = math.inf if mesh.rank == 0 else 1.0
             session.backward(session.module(data(mesh.rank, 0).float()).square().mean() * factor)
@@ -107,8 +94,7 @@ class Two(nn.Module):
         self.one, self.two, self.none = nn.Linear(6, 4), nn.Linear(4, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.none(self.two(torch.tanh(self.one(x))))
-        return out
+        return self.none(self.two(torch.tanh(self.one(x))))
 
 
 def two_steps(model: Two, first: Any, second: Any, backward: Any) -> list[float]:
@@ -219,7 +205,6 @@ def tools(plan: Plan) -> tuple[dict[str, float], list[Tensor], bool]:
     model = seeded(net)
     seen: list[Tensor] = []
     with sharded(model, adam(model.parameters()), plan) as session:
-        assert session.optimizer is not None
         loss = session.module(data(session.mesh.rank, 0)).square().mean()
         handles = [model[0].bias.register_hook(lambda g: g * 3), model[2].bias.register_hook(seen.append)]
         loss.backward()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from early_setup import full_state
-from engine_setup import PLANS, adam, data, one_mesh, seeded
+from engine_setup import PLANS, adam, data, one_mesh, plain_steps, seeded
 from sets import full
 from tier_setup import with_tiers
 from torch import Tensor, nn
@@ -97,7 +97,6 @@ def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first:
     model, tries = seeded(Net), Tries()
     session = build(model, adam(model), plan, mesh)
     own = session.optimizer
-    assert own is not None
     impatient = Impatient(session.engine.grads.reducer)
     for step, trial in enumerate(trials):
         ends: list[str] = []
@@ -147,13 +146,7 @@ def train_all(runs: list[Run]) -> list[Tries]:
 
 def plain(size: int) -> dict[str, Tensor]:
     model = seeded(Net)
-    optimizer = adam(model)
-    for step in range(STEPS):
-        for rank in range(size):
-            (model(data(rank, step)).square().mean() / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, adam(model), STEPS, ranks=size)
 
 
 def check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
@@ -285,7 +278,6 @@ def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
         model = seeded(Net)
         session = build(model, adam(model), zero(3).but(update="backward"), mesh)
         own = session.optimizer
-        assert own is not None
         saved = session.module.state_dict(), own.state_dict()
         loss = square(session, 5)
         At.in_backward = staticmethod(lambda place: 1 // (place + 9 * mesh.rank))  # type: ignore[assignment]

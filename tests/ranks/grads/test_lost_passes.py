@@ -20,8 +20,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layers[0](x))
         x = Breaks.apply(torch.tanh(self.layers[1](x)))
-        out: Tensor = self.layers[2](x)
-        return out
+        return self.layers[2](x)
 
 
 def two_passes(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyped-def]
@@ -33,7 +32,6 @@ def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], d
     """Warnings of a step in which a pass fails after ``good`` ones, and is made again; the state after it."""
     model, found = seeded(Net), list[str]()
     with one_mesh(PLANS[name]) as mesh, sharded(model, adam(model), PLANS[name], mesh) as session:
-        assert session.optimizer is not None
 
         def one(index: int) -> None:
             loss = session.module(data(mesh.rank, 0, index)).square().mean()

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import Breaks, adam, data, one_mesh, seeded, sharded
+from engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded
 from sets import full
 from stream_setup import (
     LAYERS,
@@ -45,15 +45,18 @@ def alone(plan: Plan, steps: int, differ: bool) -> Program:
         return train_on(QueuedGroup, plan, steps, differ)[1]
 
 
+def check(found: list[tuple[dict[str, Tensor], Program]], steps: int = STEPS, differ: bool = True) -> None:
+    """No program waits for itself, and all have the parameters of plain training."""
+    assert stuck([program for _, program in found]) == []
+    for rank, (state, _) in enumerate(found):
+        assert_close(state, plain(len(found), steps, differ), 1e-9, f"rank {rank} of {len(found)}")
+
+
 @pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
 def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
     found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), STEPS, True)
-    programs = [program for _, program in found]
-    assert stuck(programs) == []
-    assert begun_apart(programs) == []
-    expected = plain(size, STEPS, True)
-    for rank, (state, _) in enumerate(found):
-        assert_close(state, expected, 1e-9, f"rank {rank} of {size}")
+    assert begun_apart([program for _, program in found]) == []
+    check(found)
 
 
 def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
@@ -92,7 +95,6 @@ def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str
     with queued() as program, stays:
         model = seeded(Layers)
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
-            assert session.optimizer is not None
             for step in range(4):
                 for index in range(passes):
                     left_out = LAYERS - 2 if (step, index) == (at, 0) and mesh.rank else -1
@@ -111,12 +113,11 @@ def test_a_parameter_that_one_rank_leaves_out_in_one_of_several_passes_closes_no
 def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
     """In the first step nothing is known of the order."""
     model = seeded(Layers)
-    optimizer = adam(model, lr=0.01)
-    for step in range(4):
-        for rank in range(2):
-            (model(data(rank, step), LAYERS - 2 if step == at and rank else -1).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(data(rank, step), LAYERS - 2 if step == at and rank else -1).square().mean()
+
+    plain_steps(model, adam(model, lr=0.01), 4, loss)
     found = run_ranks(2, leaves_out, True, at, 1)
     assert stuck([program for program, _ in found]) == []
     for rank, (_, state) in enumerate(found):
@@ -155,7 +156,6 @@ def comes_again() -> tuple[int, dict[str, Tensor]]:
         model, plan = seeded(BothEnds), zero(3)
         # Where its turn comes first, before the layers'.
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
-            assert session.optimizer is not None
             order = session.engine.grads.reducer._order
             order.sort(key=lambda state: any(slot.numel > 6 for slot in state.spec.slots))
             for step, way in enumerate(WAYS):
@@ -167,12 +167,8 @@ def comes_again() -> tuple[int, dict[str, Tensor]]:
 
 def test_a_unit_that_comes_again_is_reduced_again_where_the_order_is_not_known() -> None:
     model = seeded(BothEnds)
-    optimizer = adam(model, lr=0.01)
-    for step, way in enumerate(WAYS):
-        for rank in range(2):
-            (model(data(rank, step), way).square().mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loss = lambda model, rank, step: model(data(rank, step), WAYS[step]).square().mean()  # noqa: E731
+    plain_steps(model, adam(model, lr=0.01), len(WAYS), loss)
     for rank, (again, state) in enumerate(run_ranks(2, comes_again)):
         assert again, "the test shows nothing"
         assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
@@ -203,7 +199,6 @@ def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
     with queued() as program, groups_of(Blind), contextlib.nullcontext() if in_time else wrong:
         model, plan = seeded(Branching), zero(3).but(prefetch=0)
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
-            assert session.optimizer is not None
             breaks = model.layers[3 - 2 * mesh.rank]
             for step in range(3):
                 if step == 1:
@@ -220,29 +215,18 @@ def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
 
 
 def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
-    found = run_ranks(2, fails_apart, True)
-    assert stuck([program for program, _ in found]) == []
-    for rank, (_, state) in enumerate(found):
-        assert_close(state, plain(2, 3, False), 1e-9, f"rank {rank}")
+    check([(state, program) for program, state in run_ranks(2, fails_apart, True)], 3, False)
     assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
 
 
 @pytest.mark.full
 def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
-    found = run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2).but(same_order=False), STEPS, True)
-    assert stuck([program for _, program in found]) == []
-    expected = plain(4, STEPS, True)
-    for rank, (state, _) in enumerate(found):
-        assert_close(state, expected, 1e-9, f"rank {rank}")
+    check(run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2).but(same_order=False), STEPS, True))
 
 
 @pytest.mark.parametrize("stage", [1, *full(2)])
 def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
-    found = run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True)
-    assert stuck([program for _, program in found]) == []
-    expected = plain(3, STEPS, True)
-    for rank, (state, _) in enumerate(found):
-        assert_close(state, expected, 1e-9, f"rank {rank}")
+    check(run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True))
 
 
 @pytest.mark.parametrize("stage", [*full(2), 3])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from early_setup import full_state
-from engine_setup import adam, one_mesh
+from engine_setup import adam, one_mesh, plain_steps
 from sets import campaign, full
 from tier_setup import SHARES, small_tiles, with_tiers
 from torch import Tensor
@@ -21,10 +21,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 
-UPDATES: dict[str, dict[str, Any]] = {
-    "step": {"update": "step"},
-    "in_place": {"update": "backward"},
-}
+UPDATES: dict[str, dict[str, Any]] = {"step": {"update": "step"}, "in_place": {"update": "backward"}}
 
 
 @dataclass
@@ -48,7 +45,6 @@ def run(plan: Plan, mesh: Mesh, whole: bool, ways: list[str] | None = None) -> R
     seen, model = Run(), make_ways()
     session = build(model, adam(model, lr=0.01), plan, mesh)
     own = session.optimizer
-    assert own is not None
     impatient, watch = Impatient(session.engine.grads.reducer), Watch(session)
 
     def step(way: str, at: int | None, rest: bool) -> int:
@@ -91,13 +87,8 @@ def runs(plans: list[Plan], whole: bool) -> list[tuple[Run, Run]]:
 
 def plain(ways: list[str], size: int) -> dict[str, Tensor]:
     model = make_ways()
-    optimizer = adam(model, lr=0.01)
-    for step, way in enumerate(ways):
-        for rank in range(size):
-            (loss_at(model, rank, step, way) / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    loss = lambda model, rank, step: loss_at(model, rank, step, ways[step])  # noqa: E731
+    return plain_steps(model, adam(model, lr=0.01), len(ways), loss, size)
 
 
 Case = tuple[int, str, str]

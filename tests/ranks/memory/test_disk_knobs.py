@@ -7,7 +7,6 @@ DeepSpeed configuration.
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -134,24 +133,6 @@ def seen_with(directory: Path, held: bool = False, **knobs: Any) -> Seen:
     return run_ranks(1, train, plan, held)[0]
 
 
-@pytest.mark.parametrize("block", [4 * KIB, 64 * KIB, *full(8 * KIB)])
-def test_block_size(block: int, tmp_path: Path) -> None:
-    """Shards of 36.4 KiB are cut into blocks of at most that."""
-    assert max(seen_with(tmp_path, block_bytes=block).sizes) == min(block, pages(4 * (WIDTH * WIDTH + WIDTH)))
-
-
-@pytest.mark.parametrize("depth", [1, 8, *full(3)])
-def test_queue_depth(depth: int, tmp_path: Path) -> None:
-    seen = seen_with(tmp_path, queue_depth=depth)
-    assert seen.depths == [depth] and seen.most_in_flight == depth
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_thread_count(threads: int, tmp_path: Path) -> None:
-    seen = seen_with(tmp_path, threads=threads)
-    assert seen.threads == threads and seen.depths == [4] * threads
-
-
 def test_single_submit(tmp_path: Path) -> None:
     one, several = (seen_with(tmp_path, single_submit=single) for single in (True, False))
     assert one.submissions == {1} and max(several.submissions) == 4
@@ -192,14 +173,8 @@ def test_from_a_deepspeed_configuration(tmp_path: Path) -> None:
         },
     }
     seen = run_ranks(1, train, to_plan(config, 1)[0])[0]
-    assert seen.depths == [3, 3] and seen.threads == 2
+    assert seen.depths == [3, 3] and seen.threads == 2 and seen.most_in_flight <= 3
     assert max(seen.sizes) == 8 * KIB and max(seen.submissions) == 1 and not seen.partly
     assert seen.value_buffers == seen.state_buffers == 2
     # One chunk a tensor here, so buffers of another size.
     assert seen.losses == pytest.approx(seen_with(tmp_path).losses, rel=1e-6)
-
-
-def test_the_losses_do_not_depend_on_it(tmp_path: Path) -> None:
-    first = seen_with(tmp_path).losses
-    many = {"block_bytes": 64 * KIB, "queue_depth": 32, "threads": 3, "state_buffers": 7, "param_buffers": 7}
-    assert seen_with(tmp_path, **many).losses == first and all(map(math.isfinite, first))

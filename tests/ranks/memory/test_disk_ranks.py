@@ -5,27 +5,19 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.plan import DiskPlan
-from shardwise.testing import RankError, run_ranks
+from shardwise.testing import run_ranks
 
 RANKS = 4
 NBYTES = 100_003
 
 
 def _plan(directory: str) -> DiskPlan:
-    return DiskPlan(
-        directory=directory,
-        block_bytes=16_384,
-        queue_depth=4,
-        threads=2,
-        state_buffers=1,
-        param_buffers=1,
-    )
+    return DiskPlan(directory=directory, block_bytes=16_384, queue_depth=4, threads=2, state_buffers=1, param_buffers=1)
 
 
 def _rounds(rank: int, directory: str) -> tuple[str, list[str], int]:
@@ -61,19 +53,3 @@ def test_ranks_leave_one_another_alone(tmp_path: Path) -> None:
 
 def _each_rank(directory: str) -> tuple[str, list[str], int]:
     return _rounds(dist.get_rank(), directory)
-
-
-def _dies(directory: str) -> None:
-    store = DiskStore(_plan(directory), dist.get_rank())
-    store.create("weights", NBYTES)
-    dist.barrier()
-    os.kill(os.getpid(), 9)
-
-
-def test_killed_ranks_are_cleaned_up_after(tmp_path: Path) -> None:
-    with pytest.raises(RankError):
-        run_ranks(2, _dies, str(tmp_path))
-    assert len(list(tmp_path.iterdir())) == 2
-    with DiskStore(_plan(str(tmp_path))) as store:
-        assert len(store.removed) == 2
-    assert list(tmp_path.iterdir()) == []

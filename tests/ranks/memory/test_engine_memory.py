@@ -105,11 +105,7 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
         plan = plan.but(exchange_bytes=exchange_bytes if stage > 1 else None)
         slots = count * 2 * unit
         receive = 0 if shared is None else (world_size - 1) * 2 * (psi if stage == 1 else count * unit) // world_size
-        whole = {
-            1: 2 * psi + 2 * psi + 12 * share,
-            2: 2 * psi + 14 * share + slots,
-            3: 16 * share + slots,
-        }[stage]
+        whole = {1: 2 * psi + 2 * psi + 12 * share, 2: 2 * psi + 14 * share + slots, 3: 16 * share + slots}[stage]
         for found in run_ranks(world_size, measure, plan):
             report = found.report
             assert report.master_bytes == 4 * share
@@ -206,10 +202,7 @@ def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:
         return points, len(session.engine.pool._held)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["zero3", *campaign("zero1_gloo", "zero1", "zero2", "zero3_gloo")],
-)
+@pytest.mark.parametrize("name", ["zero3", *campaign("zero1_gloo", "zero1", "zero2", "zero3_gloo")])
 def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
     """A rank that falls behind may keep a buffer more, once; a leak of one tensor in two steps would be 40."""
     plan = zero(1).but(shared_memory=False) if name == "zero1_gloo" else PLANS[name]

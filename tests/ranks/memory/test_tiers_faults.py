@@ -17,17 +17,7 @@ import torch
 import torch.distributed as dist
 from engine_setup import one_mesh
 from sets import campaign, full
-from tier_setup import (
-    Fault,
-    backward,
-    batch,
-    everything,
-    make_net,
-    session_of,
-    small_tiles,
-    undisturbed,
-    with_tiers,
-)
+from tier_setup import Fault, backward, batch, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
 
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk import file

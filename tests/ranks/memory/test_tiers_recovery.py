@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_setup import one_mesh
-from tier_setup import (
-    Fault,
-    backward,
-    session_of,
-    small_tiles,
-    with_tiers,
-)
+from tier_setup import Fault, backward, session_of, small_tiles, with_tiers
 
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.plan import Plan, zero

@@ -24,11 +24,7 @@ from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
-SOME = {
-    "zero1": ("s_disk",),
-    "zero2_bf16": ("p_disk_s_host", "all_host"),
-    "zero3_bf16": ("thirds", "all_disk"),
-}
+SOME = {"zero1": ("s_disk",), "zero2_bf16": ("p_disk_s_host", "all_host"), "zero3_bf16": ("thirds", "all_disk")}
 """In the full set, each mix with one plan; ``-m campaign`` has every mix with every plan."""
 
 

@@ -78,7 +78,6 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
 
 def sequences(plan: MeshPlan) -> list[object]:
     mesh = Mesh.create(plan, CPU, COMM)
-    assert mesh.ring is not None
     own = mesh.sequence.rank
     mesh.ring.send(torch.tensor(dist.get_rank()), 1 - own, 0, 0, "a test's number")
     beside = int(mesh.ring.receive((torch.Size([]), torch.int64), 1 - own, 0, 0, "a test's number"))
@@ -135,7 +134,6 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     assert len(others) == plan.tp * plan.pp
     assert told["world"] == list(mesh.ranks) and mesh.ranks[mesh.rank] == me
     assert (mesh.rank, mesh.size, mesh.is_rank0) == (mesh.world.rank, mesh.world.size, me == told["mesh_group"][0])
-    assert mesh.device_mesh is not None
     sizes = {"pp": plan.pp, "dp_replicate": 2, "dp_shard": 2, "tp": plan.tp}
     assert mesh.device_mesh.mesh_dim_names == tuple(n for n, size in sizes.items() if n[:2] == "dp" or size > 1)
     assert mesh.device_mesh.get_local_rank("dp_shard") == mesh.shard.rank

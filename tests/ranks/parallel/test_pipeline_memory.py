@@ -36,7 +36,6 @@ def held(plan: Plan) -> tuple[int, list[int], int, int]:
     model = made()
     with sharded(model, adam(model), plan) as session:
         optimizer, facts = session.optimizer, session.engine.shards.layout.facts
-        assert optimizer is not None
         ids = torch.arange(2 * 6).view(2, 6) % VOCABULARY
         batch: dict[str, Tensor] = {"input_ids": ids, "labels": ids}
         if session.pipeline is not None:

@@ -31,14 +31,12 @@ def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: i
 
 
 def one_step(session: Session, step: int) -> None:
-    assert session.pipeline is not None and session.optimizer is not None
     with Exact():
         session.pipeline.step(batch_of(session.mesh.rank, step), criterion, train=True)
     session.optimizer.step()
 
 
 def states(session: Session) -> dict[str, Any]:
-    assert session.optimizer is not None
     found = {f"model.{name}": value for name, value in session.module.state_dict().items()}
     for number, entry in session.optimizer.state_dict()["state"].items():
         found |= {f"{number}.{key}": value for key, value in entry.items()}
@@ -53,7 +51,6 @@ def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
         module.requires_grad_(False)
     with Fault().installed() as fault, sharded(model, adam(model, LR), plan) as session:
         optimizer = session.optimizer
-        assert optimizer is not None
         one_step(session, 0)
         before = states(session)
         stores = session.mesh.mesh_group.exchange_object(session.engine.shards.storage.store is not None)
@@ -68,7 +65,6 @@ def failing(plan: Plan, frozen: bool, expected: Steps) -> list[str]:
         fault.lift()
         parameters, moments = session.module.state_dict(), optimizer.state_dict()
         assert not differences(states(session), before)
-        assert session.pipeline is not None
         with Exact():
             session.pipeline.step(batch_of(session.mesh.rank, 1), criterion, train=True)
         if session.mesh.mesh_group.rank == fails:

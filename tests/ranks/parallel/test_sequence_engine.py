@@ -76,7 +76,6 @@ def plain_steps(groups: int) -> Steps:
 
 def steps(case: Case, session: Session, norms: list[Tensor], losses: list[list[Tensor]]) -> None:
     which = session.mesh.rank // session.mesh.sequence.size
-    assert session.optimizer is not None
     for step in range(STEPS):
         with Exact():
             loss = loss_of(session.module(**batch(case, step, which)))

@@ -153,14 +153,7 @@ def refused(ring: Ring) -> None:
     sequences.remove()
 
 
-CHECKS: list[Callable[[Ring], None]] = [
-    of_lists,
-    of_states,
-    of_own_forward,
-    of_copies,
-    of_one_configuration,
-    refused,
-]
+CHECKS: list[Callable[[Ring], None]] = [of_lists, of_states, of_own_forward, of_copies, of_one_configuration, refused]
 
 
 def programs(checks: list[Callable[[Ring], None]]) -> int:

@@ -146,7 +146,6 @@ def overflowing(plan: Plan, holder: int) -> list[tuple[bool, float]]:
     found = []
     with sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
-        assert optimizer is not None and optimizer.scaler is not None
         for step in range(3):
             spoils[0] = step == 1 and mesh.mesh_group.rank == holder
             session.backward(loss_of(session.module, mesh.rank, step))
@@ -249,7 +248,6 @@ def drawing(when: str) -> str:
     told = ""
     with sharded(model, adam(model, LR), plan) as session:
         optimizer = session.optimizer
-        assert optimizer is not None
         if when == "after":
             torch.manual_seed(rank)
         loss = loss_of(session.module, session.mesh.rank, 0)
@@ -279,7 +277,6 @@ def drifting() -> str:
     plan = PLANS["zero1"].but(tp=2, tensor=TensorPlan(architecture=Parts(gathers=True)), max_norm=MAX_NORM)
     with sharded(model, adam(model, LR), plan) as session:
         optimizer = session.optimizer
-        assert optimizer is not None
         optimizer.param_groups[0]["lr"] = LR * (1 + session.mesh.tensor.rank)
         session.backward(loss_of(session.module, 0, 0))
         with pytest.raises(ValueError, match="different settings") as error:

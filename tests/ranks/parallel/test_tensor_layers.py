@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cut_setup import VOCABULARY, WIDTH, Model, Parts, batch, made, rows_of
+from cut_setup import VOCABULARY, Model, Parts, batch, made, rows_of
 from scope import Scope
 from sets import full
 from torch import Tensor, nn
@@ -116,30 +116,6 @@ def test_gradients_of_gradients() -> None:
     run_ranks(2, penalised, None)
 
 
-def counted(dtype: torch.dtype) -> tuple[int, int]:
-    with Scope("shared") as group:
-        axis = Axis(group)
-        model = made(False).to(dtype)
-        cut_model(model, axis, True)
-        block, x = model.blocks[0], torch.randn(3, 7, WIDTH, dtype=dtype, requires_grad=True)
-        block(x)
-        group.traffic.reset()
-        y = block(x)
-        forward = sum(group.traffic.bytes.values())
-        y.sum().backward()
-        return forward, sum(group.traffic.bytes.values()) - forward
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_block_takes_two_sums_forward_and_two_backward(dtype: torch.dtype) -> None:
-    """2 (N - 1) / N of the activation's bytes each, with what pads it to a multiple of N."""
-    numel = 3 * 7 * WIDTH
-    for ranks in (2, 4):
-        padded = numel + -numel % ranks
-        expected = 2 * (2 * (ranks - 1) * padded // ranks * dtype.itemsize)
-        assert run_ranks(ranks, counted, dtype) == [(expected, expected)] * ranks
-
-
 def refused() -> list[str]:
     with Scope("shared") as group:
         axis = Axis(group)
@@ -171,23 +147,3 @@ def test_what_cannot_be_cut_is_named() -> None:
     parts += ["at least as many rows", "give logits [..., 4]", "is cut as"]
     for message, part in zip(messages, parts, strict=True):
         assert part in message, message
-
-
-def removed() -> None:
-    with Scope("shared") as group:
-        model = made(True)
-        before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-        tp_plan = TPPlan(Axis(group))
-        tp_plan.columns(model.head, ShardSpec.even(0, VOCABULARY + 1, 2))
-        tp_plan.rows(model.blocks[1].out, ShardSpec.even(0, WIDTH, 2))
-        tp_plan.sets(model, vocabulary=3)
-        assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-        tp_plan.install()
-        assert model.head.out_features == (VOCABULARY + 1) // 2 and model.vocabulary == 3
-        assert model.blocks[1].out.nx == WIDTH // 2
-        tp_plan.remove()
-        assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-
-
-def test_nothing_changes_before_install_and_remove_undoes_it() -> None:
-    run_ranks(2, removed)

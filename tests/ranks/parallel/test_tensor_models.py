@@ -160,8 +160,7 @@ def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
 
 
 def unsummed(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = super(GradAllReduce, self).forward(x)
-    return y
+    return super(GradAllReduce, self).forward(x)
 
 
 FAULTS: dict[str, tuple[str, int, Any]] = {

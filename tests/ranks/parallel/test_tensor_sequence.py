@@ -55,7 +55,6 @@ def trained(plan: Plan, checkpointed: bool, expected: Steps) -> None:
     plan = plan.but(tp=2, max_norm=MAX_NORM, tensor=plan_of())
     with sharded(model, optimizer_of(model), plan) as session:
         mesh, optimizer = session.mesh, session.optimizer
-        assert optimizer is not None
         texts = Texts(3 * mesh.size * BATCH)
         for step, (loss, norm, values) in enumerate(expected):
             rows = [(step * BATCH + row) * mesh.size + mesh.rank for row in range(BATCH)]
@@ -380,12 +379,7 @@ def beside_torch() -> None:
     """``parallelize_module`` and ``loss_parallel`` of the same model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
     case = Case("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language)
     with axis_of() as axis:

@@ -82,8 +82,7 @@ def _on(module: nn.Module, *shape: int) -> nn.Module:
 def _attention(times: int = 1, **options: Any) -> nn.Module:
     def run(op: Any, x: Tensor) -> Tensor:
         key = torch.cat([x] * times, 1)[None]
-        out: Tensor = op.inner(x[None], key, key)[0]
-        return out
+        return op.inner(x[None], key, key)[0]
 
     return Op(run, {"inner": nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)})
 

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, away_from_zero, check, data, one_mesh, run_plain, run_sharded, sharded
+from engine_setup import (
+    PLANS,
+    adam,
+    away_from_zero,
+    check,
+    data,
+    one_mesh,
+    plain_steps,
+    run_plain,
+    run_sharded,
+    sharded,
+)
 from sets import full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -145,12 +156,8 @@ def hugging_face(plan: Plan, kind: str, reentrant: bool) -> Generated:
 )
 def test_hugging_face_checkpointing_and_generation(kind: str, reentrant: bool, shared: bool | None) -> None:
     model = causal_model(kind)
-    optimizer = adam(model, 1e-2)
-    for step in range(STEPS):
-        for rank in range(2):
-            (model(tokens_of(rank, step), labels=tokens_of(rank, step)).loss / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loss = lambda model, rank, step: model(tokens_of(rank, step), labels=tokens_of(rank, step)).loss  # noqa: E731
+    plain_steps(model, adam(model, 1e-2), STEPS, loss)
     model.eval()
     expected = model.generate(tokens_of(0, 9), **WRITE)
     results = run_ranks(2, hugging_face, zero(3).but(shared_memory=shared), kind, reentrant, timeout=150)

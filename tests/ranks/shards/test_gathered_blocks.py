@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from engine_setup import adam, data, seeded, sharded
-from torch import nn
+from engine_setup import two_layers as net
 
 from shardwise.plan import zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
 
 
 def one_step(session: Session) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import adam, data, one_mesh, seeded, sharded
+from engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
 from meetings_setup import GLOO, counted
 from sets import full
 from stream_setup import LAYERS, Branching, groups_of
@@ -36,7 +36,6 @@ def chain(layers: int) -> nn.Sequential:
 
 
 def step_of(session: Session, loss: Tensor) -> None:
-    assert session.optimizer is not None
     session.backward(loss)
     session.optimizer.step()
     session.optimizer.zero_grad()
@@ -115,13 +114,7 @@ def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tens
 
 def chain_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
     model = seeded(lambda: chain(LAYERS))
-    optimizer = adam(model)
-    for step in range(steps):
-        for rank in range(size):
-            (model(data(rank, step)).square().mean() / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, adam(model), steps, ranks=size)
 
 
 @pytest.mark.parametrize("prefetch", [2, *full(0, 1)])
@@ -144,7 +137,6 @@ def differs_in_one_step(size: int) -> str:
         model, said = seeded(Branching), ""
         plan = zero(3).but(prefetch=0)
         with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            assert session.optimizer is not None
             before = session.module.state_dict()
             for step in range(4):
                 usual = list(range(LAYERS))
@@ -167,13 +159,11 @@ def differs_in_one_step(size: int) -> str:
 
 def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
     model = seeded(Branching)
-    optimizer = adam(model)
-    for step in range(steps):
-        for rank in range(size):
-            (model(data(rank, step), range(LAYERS)).square().mean() / size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
+
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(data(rank, step), range(LAYERS)).square().mean()  # type: ignore[no-any-return]
+
+    return plain_steps(model, adam(model), steps, loss, size)
 
 
 @pytest.mark.parametrize("size", [2, *full(3)])
@@ -190,7 +180,6 @@ def differs_in_an_evaluation() -> str:
     with groups_of(NativeGroup):
         model, plan = seeded(Branching), zero(3).but(prefetch=0)
         with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            assert session.optimizer is not None
             loss, usual = session.module(data(mesh.rank, 0), range(LAYERS)).square().mean(), list(range(LAYERS))
             session.backward(loss)
             with torch.no_grad():
@@ -278,7 +267,6 @@ def breaks_apart(plan: Plan) -> tuple[list[int], dict[str, Tensor]]:
     """In step 1 each rank fails in backward of another layer, when one has fetched more ahead than the other."""
     model, counts = seeded(lambda: chain(LAYERS)), list[int]()
     with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
-        assert session.optimizer is not None
         rank = session.mesh.rank
         for step in range(3):
             for tries in range(2 if step == 1 else 1):
@@ -317,7 +305,6 @@ def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], 
         return torch.empty(numel, dtype=dtype)
 
     with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
-        assert session.optimizer is not None
         rank, pool = session.mesh.rank, session.engine.pool
         breaks = mock.patch.object(pool.arrays, "take", take) if no_array and rank else contextlib.nullcontext()
         for step in range(3):

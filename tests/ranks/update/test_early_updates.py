@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from early_setup import HOST, MIX, Case, both, check_equal, full_state
-from engine_setup import one_mesh, sharded
+from engine_setup import one_mesh, plain_steps, scaler, sharded
 from sets import campaign, full
 from tier_setup import Fault, small_tiles, tiers, with_tiers
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.early import EarlyObserver, EarlyUpdates
-from shardwise.plan import ByNumel, ByTensor, ScalerPlan, zero
+from shardwise.plan import ByNumel, ByTensor, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 
@@ -110,12 +110,8 @@ def deep_session(mesh: Mesh, **changes: Any) -> Iterator[Session]:
 
 def plain_values(ranks: int, steps: list[int]) -> dict[str, Tensor]:
     model = deep()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-4)
-    for step in steps:
-        optimizer.zero_grad()
-        sum(model(x_of(rank, step)).square().mean() / ranks for rank in range(ranks)).backward()
-        optimizer.step()
-    return model.state_dict()
+    loss = lambda model, rank, step: model(x_of(rank, steps[step])).square().mean()  # noqa: E731
+    return plain_steps(model, torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-4), len(steps), loss, ranks)
 
 
 def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -142,8 +138,7 @@ def scaled_by_hand() -> None:
         own, norms = session.optimizers[0], []
 
         def loss(step: int) -> Tensor:
-            value: Tensor = session.module(x_of(mesh.rank, step)).square().mean()
-            return value
+            return session.module(x_of(mesh.rank, step)).square().mean()
 
         for scale in (1.0, 64.0):
             saved = session.module.state_dict(), own.state_dict()
@@ -196,15 +191,7 @@ def test_parameters_written_between_forward_and_backward() -> None:
 
 # ---- what an update in place cannot serve
 
-SCALER = ScalerPlan(
-    initial_scale=1.0,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1,
-    hysteresis=1,
-    max_scale=2.0,
-)
+SCALER = scaler(initial_scale=1.0, growth_interval=1, max_scale=2.0)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +254,7 @@ def run_time_refusals() -> dict[str, str]:
         lost = refusal(lambda: one_pass(session, 3))
         assert "load a checkpoint" in lost and "update='backward'" in lost
         assert "load a checkpoint" in refusal(session.module.state_dict)
-        session.module.load_state_dict(saved[0])
-        own.load_state_dict(saved[1])
+        load(session, saved)
         one_pass(session, 4)
         own.step()
         close_to(session.module.state_dict(), plain_values(mesh.size, [0, 1, 4]))
@@ -282,16 +268,35 @@ def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
             assert "update='step'" in message, (name, message)
 
 
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def begun(session: Session) -> State:
+    """The states after a first step."""
+    one_pass(session, 0)
+    session.optimizers[0].step()
+    return session.module.state_dict(), session.optimizers[0].state_dict()
+
+
+def load(session: Session, saved: State) -> None:
+    session.module.load_state_dict(saved[0])
+    session.optimizers[0].load_state_dict(saved[1])
+
+
+def goes_on(session: Session) -> None:
+    """From the states of :func:`begun`, as plain PyTorch does."""
+    one_pass(session, 2)
+    session.optimizers[0].step()
+    close_to(session.module.state_dict(), plain_values(session.mesh.size, [0, 2]))
+
+
 def after_a_failed_pass(root: str) -> None:
     with one_mesh(zero(3)) as mesh:
         for how in ("states", "states at once", "a checkpoint"):
             with deep_session(mesh) as session:
                 own, model = session.optimizers[0], session.module.unwrap()
-                one_pass(session, 0)
-                own.step()
-                saved = session.module.state_dict(), own.state_dict()
+                saved = begun(session)
                 session.checkpoints.save(root, how)
-                assert isinstance(model, Deep)
                 model.fail = True
                 with pytest.raises(ArithmeticError):
                     one_pass(session, 1)
@@ -301,16 +306,13 @@ def after_a_failed_pass(root: str) -> None:
                     assert "load a checkpoint" in refusal(session.module.state_dict)
                     own.zero_grad()
                     assert "load a checkpoint" in refusal(lambda: one_pass(session, 2))
-                    session.module.load_state_dict(saved[0])
-                    own.load_state_dict(saved[1])
+                    load(session, saved)
                 elif how == "states at once":
                     own.load_state_dict(saved[1])
                     session.module.load_state_dict(saved[0])
                 else:
                     session.checkpoints.load(root, how)
-                one_pass(session, 2)
-                own.step()
-                close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+                goes_on(session)
 
 
 @pytest.mark.parametrize("ranks", [2, *full(1)])
@@ -322,21 +324,14 @@ def dropped_or_lost() -> None:
     real = EarlyUpdates.takes
     half = mock.patch.object(EarlyUpdates, "takes", lambda self, state: state.spec.index % 2 == 0 and real(self, state))
     with one_mesh(zero(3)) as mesh, half, deep_session(mesh) as session:
-        own = session.optimizers[0]
-        one_pass(session, 0)
-        own.step()
-        saved = session.module.state_dict(), own.state_dict()
+        saved = begun(session)
         for drops in (True, False):
             one_pass(session, 1)
             if drops:
-                assert "were dropped" in refusal(own.zero_grad)
-            session.module.load_state_dict(saved[0])
-            own.load_state_dict(saved[1])
-            one_pass(session, 2)
-            own.step()
-            close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
-            session.module.load_state_dict(saved[0])
-            own.load_state_dict(saved[1])
+                assert "were dropped" in refusal(session.optimizers[0].zero_grad)
+            load(session, saved)
+            goes_on(session)
+            load(session, saved)
 
 
 def test_gradients_that_were_not_used_go_with_those_that_were() -> None:
@@ -351,17 +346,11 @@ def interrupted_at_the_end() -> None:
         raise KeyboardInterrupt
 
     with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
-        own = session.optimizers[0]
-        one_pass(session, 0)
-        own.step()
-        saved = session.module.state_dict(), own.state_dict()
+        saved = begun(session)
         with pytest.raises(KeyboardInterrupt), mock.patch.object(Reducer, "_end_pass", end_pass):
             one_pass(session, 1)
-        session.module.load_state_dict(saved[0])
-        own.load_state_dict(saved[1])
-        one_pass(session, 2)
-        own.step()
-        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+        load(session, saved)
+        goes_on(session)
 
 
 def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
@@ -464,8 +453,7 @@ def failing_disk(directory: str, root: str) -> str:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-4)
         with sharded(model, optimizer, plan, mesh) as session:
             own = session.optimizers[0]
-            one_pass(session, 0)
-            own.step()
+            begun(session)
             session.checkpoints.save(root, "one")
             if mesh.rank == 1:
                 fault.arm(2)
@@ -475,9 +463,7 @@ def failing_disk(directory: str, root: str) -> str:
             fault.lift()
             assert "load a checkpoint" in refusal(lambda: one_pass(session, 1))
             session.checkpoints.load(root, "one")
-            one_pass(session, 2)
-            own.step()
-            close_to(session.module.state_dict(), plain_values(mesh.size, [0, 2]))
+            goes_on(session)
             return str(error.value)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from early_setup import counting
-from engine_setup import check, data, one_mesh, seeded, sharded
+from engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
 from sets import full
 from tier_setup import small_tiles, tiers
 from torch import Tensor, nn
@@ -94,19 +94,12 @@ def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 def plain(ranks: int, name: str) -> dict[str, Tensor]:
     model = seeded(net)
-    own = optimizer(model, name)
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (model(data(rank, step)).square().mean() / ranks).backward()
-        own.step()
-        own.zero_grad()
-    return dict(model.state_dict())
+    return plain_steps(model, optimizer(model, name), STEPS, ranks=ranks)
 
 
 def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
     model = seeded(net)
     with sharded(model, optimizer(model, name), plan, mesh) as session:
-        assert session.optimizer is not None
         for step in range(STEPS):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
             session.optimizer.step()
@@ -152,7 +145,6 @@ def grows(param: nn.Parameter, group: Group, _state: State) -> None:
 def grown(plan: Plan) -> str:
     model = seeded(net)
     with sharded(model, Own(model.parameters(), grows), plan) as session:
-        assert session.optimizer is not None
         session.backward(session.module(data(0, 0)).square().mean())
         with pytest.raises((RuntimeError, PeerError)) as raised:
             session.optimizer.step()

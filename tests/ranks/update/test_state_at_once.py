@@ -251,8 +251,7 @@ class Longer(nn.Module):
         self.head = Constant(3, 3) if head else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+        return self.head(self.body(x))
 
 
 def longer(kind: str, name: str, root: str) -> State:

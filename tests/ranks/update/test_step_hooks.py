@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import SCALER, check, data, one_mesh, seeded, sharded, told
+from engine_setup import SCALER, check, data, one_mesh, plain_steps, seeded, sharded, told
+from engine_setup import tanh_net as net
 from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -21,10 +22,6 @@ SCALED = {
     "zero3": zero(3).but(scaler=SCALER),
     "zero2_clipped": zero(2).but(scaler=SCALER, max_norm=0.02),
 }
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -55,12 +52,8 @@ def plain(ranks: int, max_norm: float = 0.0) -> tuple[list[float], dict[str, Ten
     optimizer.register_step_pre_hook(hook)
     if max_norm:
         optimizer.register_step_pre_hook(lambda *_: clip(model, max_norm))
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (model(data(rank, step)).square().mean() / ranks).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return hook.norms, dict(model.state_dict())
+    state = plain_steps(model, optimizer, STEPS, ranks=ranks)
+    return hook.norms, state
 
 
 def under_a_scale(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[float]]:
@@ -69,7 +62,6 @@ def under_a_scale(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[floa
     optimizer = adam(model)
     optimizer.register_step_pre_hook(hook)
     with sharded(model, optimizer, plan) as session:
-        assert session.optimizer is not None
         norms = []
         for step in range(STEPS):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
@@ -107,7 +99,6 @@ def differing(plan: Plan) -> tuple[str, bool]:
     with one_mesh(plan) as mesh:
         optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + mesh.rank))
         with sharded(model, optimizer, plan, mesh) as session:
-            assert session.optimizer is not None
             before = session.module.state_dict()
             session.backward(session.module(data(mesh.rank, 0)).square().mean())
             message = told(session.optimizer.step)
@@ -122,7 +113,6 @@ def limited(plan: Plan) -> tuple[float, dict[str, Tensor]]:
     optimizer = adam(model)
     with sharded(model, optimizer, plan) as session:
         own = session.optimizer
-        assert own is not None
         optimizer.register_step_pre_hook(lambda *_: own.clip_grad_by_value(LIMIT))
         session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
         own.step()
@@ -154,7 +144,6 @@ def on_one_rank(plan: Plan, changes: bool) -> tuple[str, dict[str, Tensor]]:
         if mesh.rank == 0:
             optimizer.register_step_pre_hook(lambda own, *_: scale(own, 2.0) if changes else None)
         with sharded(model, optimizer, plan, mesh) as session:
-            assert session.optimizer is not None
             session.backward(session.module(data(mesh.rank, 0)).square().mean())
             message = told(session.optimizer.step) if changes else str(session.optimizer.step())
             return message, session.module.state_dict()
@@ -196,7 +185,6 @@ def with_closures(plan: Plan) -> tuple[list[str], list[float], dict[str, Tensor]
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     with sharded(model, optimizer, plan) as session:
-        assert session.optimizer is not None
 
         def closure() -> Tensor:
             calls.append("closure")

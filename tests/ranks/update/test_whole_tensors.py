@@ -180,7 +180,6 @@ def plain_result(name: str, ranks: int = RANKS, max_norm: float = 0.0) -> dict[s
 
 
 def steps_of(session: Session, steps: range) -> None:
-    assert session.optimizer is not None
     for step in steps:
         session.optimizer.backward(session.module(tokens(session.mesh.rank, step)))
         session.optimizer.step()
@@ -213,7 +212,6 @@ def run_all(plan: Plan, names: list[str]) -> dict[str, dict[str, Any]]:
             model = seeded(net)
             with sharded(model, MAKE[name](model), plan, mesh) as session:
                 steps_of(session, range(2))
-                assert session.optimizer is not None
                 state = session.optimizer.state_dict()
                 session.optimizer.load_state_dict(copy.deepcopy(state))  # what was gathered goes back into its places
                 steps_of(session, range(2, STEPS))
@@ -242,7 +240,6 @@ def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int)
         for name in names:
             model = seeded(net)
             with sharded(model, MAKE[name](model), plan, mesh) as session:
-                assert session.optimizer is not None
                 path = f"{directory}/{name.replace(' ', '-')}"
                 if load:
                     session.checkpoints.load(path, "auto")

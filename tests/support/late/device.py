@@ -82,8 +82,7 @@ class LateDevice:
     def current(self) -> Stream:
         """This thread's. In a thread of autograd it is the program's, as CUDA has backward run where forward ran."""
         in_autograd = threading.current_thread().name.startswith("Dummy")
-        found: Stream = getattr(self._here, "stream", self._programs if in_autograd else self._main)
-        return found
+        return getattr(self._here, "stream", self._programs if in_autograd else self._main)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """This thread's."""

@@ -151,8 +151,7 @@ class Memory:
         self.now += block.nbytes
         self.peak = max(self.peak, self.now)
         typed = as_on_cpu(torch.ops.aten.view.dtype, flat, dtype)
-        made: Tensor = as_on_cpu(torch.ops.aten.as_strided.default, typed, list(size), list(stride), 0)
-        return made
+        return as_on_cpu(torch.ops.aten.as_strided.default, typed, list(size), list(stride), 0)
 
     def _take(self, nbytes: int, stream: Stream) -> Block:
         free = self._free.get((stream, nbytes))

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardwise.core.base.torch_internals import (
-    each_leaf,
-    map_leaves_of,
-    without_modes,
-)
+from shardwise.core.base.torch_internals import each_leaf, map_leaves_of, without_modes
 from tests.support.late.streams import Access
 from tests.support.late.torch_gpus import arguments_of, as_on_cpu, device_kernels
 
