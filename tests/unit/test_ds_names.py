@@ -76,7 +76,7 @@ def test_the_accelerator_is_asked() -> None:
     device.synchronize()
     device.empty_cache()
     assert device.on_accelerator(first) and device.current_device() == ("cpu" if kind == "cpu" else 0)
-    with pytest.raises(AttributeError, match="call what torch has for"):
+    with pytest.raises(AttributeError, match="call torch's function for"):
         _ = device.is_triton_supported
 
 

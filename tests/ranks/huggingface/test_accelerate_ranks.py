@@ -60,5 +60,5 @@ def not_told() -> list[str]:
 
 def test_ranks_that_accelerate_does_not_know_of_are_an_error() -> None:
     for errors in run_ranks(2, not_told):
-        assert "2 ranks have met, but accelerate takes this process for one of 1" in errors[0]
+        assert "torch.distributed has 2 ranks, but accelerate knows of 1" in errors[0]
         assert "LOCAL_RANK" in errors[0]

@@ -425,7 +425,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
             "auto_find_batch_size",
             "update='backward'",
             "save_on_each_node",
-            "use_vllm=True with parameters that are not there",
+            "use_vllm=True with sharded parameters",
             "plan='zero3': give a Plan, such as",
             "plan=None: give a Plan, such as",
         )
