@@ -101,9 +101,7 @@ def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Pa
     }[kind]
     command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
     environment = {
-        name: value
-        for name, value in without_launcher(os.environ).items()
-        if not name.startswith("ACCELERATE_")
+        name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
     }
     ended = subprocess.run(
         [*command, "--main_process_port", free_port(), "program.py", str(tmp_path / "found.pt")],
