@@ -69,7 +69,7 @@ def make_clone(folder: Path) -> Path:
     paths = [os.path.relpath(clone, packages), *site.getsitepackages()]
     (packages / "packages.pth").write_text("".join(f"{each}\n" for each in paths), "utf-8")
     script = venv / "bin" / "shardwise"
-    script.write_text(f"#!/bin/sh\nexec {shlex.quote(str(venv / 'bin' / 'python'))} -m shardwise \"$@\"\n", "utf-8")
+    script.write_text(f'#!/bin/sh\nexec {shlex.quote(str(venv / "bin" / "python"))} -m shardwise "$@"\n', "utf-8")
     script.chmod(0o755)
     for stamp in (".made", ".runtime", ".dev"):
         (venv / stamp).touch()

@@ -149,9 +149,7 @@ def boosted(booster: Booster, kind: type[OwnNet]) -> tuple[Any, Any]:
 
 
 def booster_of(**given: Any) -> Booster:
-    plugin = HybridParallelPlugin(
-        tp_size=1, pp_size=2, precision="fp32", num_microbatches=PARTS, max_norm=0.0, **given
-    )
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_microbatches=PARTS, max_norm=0.0, **given)
     return Booster(plugin=plugin)
 
 
