@@ -321,7 +321,7 @@ def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]
     """Return the live plain torch optimizers that have any of ``params`` and are not sharded, in the model's order."""
     positions = {id(param): index for index, param in enumerate(params)}
     gc.collect()
-    found: list[tuple[int, torch.optim.Optimizer]] = []
+    optimizers: list[tuple[int, torch.optim.Optimizer]] = []
     for each in gc.get_objects():
         kind = type(each)  # not isinstance(), which may run code of the object
         if not issubclass(kind, torch.optim.Optimizer) or issubclass(kind, ShardedOptimizer):
@@ -329,9 +329,9 @@ def optimizers_of(params: Iterable[nn.Parameter]) -> list[torch.optim.Optimizer]
         groups = vars(each).get("param_groups")  # wrappers that show the groups of another optimizer have none
         own = [positions[id(param)] for group in groups or () for param in group["params"] if id(param) in positions]
         if own and sharded_of(each) is None:
-            found.append((min(own), each))
+            optimizers.append((min(own), each))
     # The model's order is the same on every rank.
-    return [optimizer for _, optimizer in sorted(found, key=lambda pair: pair[0])]
+    return [optimizer for _, optimizer in sorted(optimizers, key=lambda pair: pair[0])]
 
 
 def drive(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> None:

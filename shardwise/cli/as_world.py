@@ -36,37 +36,37 @@ def main(arguments: Sequence[str]) -> None:
     """
     if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
         sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
-    library, *rest = arguments
+    library, *program = arguments
     impersonate(library)
     _tell_children(library)
     if library == "deepspeed":
         _give_local_rank()
-    _check(rest)
-    if rest[0] == "-m":
-        sys.argv[:] = rest[1:]
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    _check(program)
+    if program[0] == "-m":
+        sys.argv[:] = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv[:] = rest
-    sys.path[0] = str(Path(rest[0]).resolve().parent)
-    runpy.run_path(rest[0], run_name="__main__")
+    sys.argv[:] = program
+    sys.path[0] = str(Path(program[0]).resolve().parent)
+    runpy.run_path(program[0], run_name="__main__")
 
 
-def _check(rest: Sequence[str]) -> None:
+def _check(program: Sequence[str]) -> None:
     """Print one line, as Python does, for errors for which :mod:`runpy` would print a traceback."""
-    if rest[0] != "-m":
-        there = Path(rest[0]).exists()
+    if program[0] != "-m":
+        there = Path(program[0]).exists()
     else:
-        there = importlib.util.find_spec(rest[1].partition(".")[0] or "-") is not None
+        there = importlib.util.find_spec(program[1].partition(".")[0] or "-") is not None
     if not there:
-        what = f"no module {rest[1]}" if rest[0] == "-m" else f"{rest[0]}: no such file"
+        what = f"no module {program[1]}" if program[0] == "-m" else f"{program[0]}: no such file"
         print(f"{what}; give a Python script (or -m and a module name)", file=sys.stderr)
         sys.exit(2)
 
 
 def _tell_children(library: str) -> None:
     os.environ["SHARDWISE_AS"] = library
-    others = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and Path(each) != CHILDREN]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *others])
+    paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and Path(each) != CHILDREN]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILDREN), *paths])
 
 
 def _give_local_rank() -> None:

@@ -78,8 +78,8 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     from shardwise.core.checkpoint.formats import write_checkpoint
 
     for name, kinds in TAKEN_BY.items():
-        given = getattr(options, name)
-        if given is not None and given is not False and options.to not in kinds:
+        value = getattr(options, name)
+        if value is not None and value is not False and options.to not in kinds:
             takers = f"--to {' and '.join(kinds)} alone {'takes' if len(kinds) == 1 else 'take'} it"
             raise ValueError(f"--{name.replace('_', '-')}: {takers}; leave it out")
     more: dict[str, Any] = {}
@@ -160,8 +160,8 @@ def notes_of(source: CheckpointSource, options: argparse.Namespace) -> list[str]
     if options.to == "colossalai" and len(_optimizers(source)) > 1:
         lost.append("all optimizers but the first")
     if options.to != "native":
-        others = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
-        lost += [f"state {key!r}" for key in others if _says(state.get(key))]
+        entries = ("scaler", "lr_schedulers", "rng", "data_position", "user_state")
+        lost += [f"state {key!r}" for key in entries if _says(state.get(key))]
     notes = [f"{options.to} has no place for {', '.join(lost)}: left out"] if lost else []
     if options.to == "huggingface" and not (options.target / "config.json").is_file():
         notes.append(
@@ -387,8 +387,8 @@ def _inspect(options: argparse.Namespace) -> int:
         for number, optimizer in enumerate(state.get("optimizers", [])):
             groups = ", ".join(str(len(group.get("params", []))) for group in optimizer.get("groups", []))
             _say(f"optimizer {number} {optimizer.get('class', '')}: groups of {groups or 'no'} parameters")
-        for name, kept in state.get("aliases", {}).items():
-            _say(f"tied: {name} is {kept}")
+        for name, target in state.get("aliases", {}).items():
+            _say(f"tied: {name} is {target}")
     return 0
 
 
@@ -464,8 +464,8 @@ def _verify(options: argparse.Namespace) -> int:
         problems = source.problems() if isinstance(source, NativeSource) else _read_through(source, options.path)
     finally:
         source.close()
-    for found in problems:
-        _say(found)
+    for each in problems:
+        _say(each)
     if not problems:
         how = "every byte is as written" if native else "everything can be read (no checksums in this format)"
         _say(f"{_place_of(source, options.path)}: {_format_of(source)}, {how}")
@@ -516,17 +516,17 @@ def _diff(options: argparse.Namespace) -> int:
                 differences += 1
         watched.bar.end()
     count = f"{len(common)} tensors"
-    found = f"{differences} difference{'s' if differences > 1 else ''}"
-    _say(f"{found}, {count} in both" if differences else f"equal: {count}")
+    summary = f"{differences} difference{'s' if differences > 1 else ''}"
+    _say(f"{summary}, {count} in both" if differences else f"equal: {count}")
     return 1 if differences else 0
 
 
 def _named(source: CheckpointSource, model_only: bool) -> dict[str, str]:
     """Return names to compare with their tensors, including the other names of tied tensors."""
     names = {name: name for name in source.tensors() if not model_only or name.startswith("model/")}
-    for other, kept in source.state().get("aliases", {}).items():
-        if f"model/{kept}" in names:
-            names[f"model/{other}"] = f"model/{kept}"
+    for other, target in source.state().get("aliases", {}).items():
+        if f"model/{target}" in names:
+            names[f"model/{other}"] = f"model/{target}"
     return names
 
 

@@ -33,10 +33,10 @@ class OneLineParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Report unknown arguments of a command as its own error, not as that of the parent parser."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
-        return found, rest
+        result, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return result, unknown
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     141 if standard output was closed.
     """
     options = _parser().parse_args(arguments)
-    status, told = _ended(options)
+    status, message = _ended(options)
     lost = _written_out()
     if isinstance(lost, BrokenPipeError):  # for example, `| head` has exited
         return NOBODY_READS
     if lost is not None:
-        status, told = 2, f"standard output: {lost.strerror or lost}"
-    if told:
-        print(f"shardwise {options.command}: error: {printable(told)}", file=sys.stderr)
+        status, message = 2, f"standard output: {lost.strerror or lost}"
+    if message:
+        print(f"shardwise {options.command}: error: {printable(message)}", file=sys.stderr)
     return status
 
 

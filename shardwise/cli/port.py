@@ -78,17 +78,17 @@ def main(options: argparse.Namespace) -> int:
         for path in changed:  # write all of them, even if standard output was closed
             _write(path, programs[path][1])
     total: Counter[str] = Counter()
-    for path, (old, new, found) in programs.items():
-        total.update(each.verdict for each in found)
-        _print(path, [each for each in found if each.text or not options.missing])
+    for path, (old, new, names) in programs.items():
+        total.update(each.verdict for each in names)
+        _print(path, [each for each in names if each.text or not options.missing])
         if options.diff:
             before, after = (text.splitlines(keepends=True) for text in (old, new))
             sys.stdout.writelines(difflib.unified_diff(before, after, str(path), str(path), n=1))
     counts = ": " + ", ".join(f"{number} {verdict}" for verdict, number in total.most_common()) if total else ""
     done = "changed" if options.write else "to change (--write does)"
     print(f"{total.total()} names and arguments{counts}; {len(changed)} of {len(programs)} files {done}")
-    for said in unread:
-        print(f"shardwise port: not read: {printable(said)}", file=sys.stderr)
+    for message in unread:
+        print(f"shardwise port: not read: {printable(message)}", file=sys.stderr)
     return 2 if unread else 1 if total["missing"] else 0
 
 
@@ -118,12 +118,12 @@ def _write(path: Path, text: str) -> None:
         raise BadInput(f"{path}: {problem.strerror}") from None
 
 
-def _print(path: Path, found: list[Finding]) -> None:
-    if not found:
+def _print(path: Path, names: list[Finding]) -> None:
+    if not names:
         return
     print(in_a_line(str(path)))
-    width = min(max(len(each.name) for each in found), 72)
-    for each in found:
+    width = min(max(len(each.name) for each in names), 72)
+    for each in names:
         lines = ",".join(str(line) for line in each.lines[:3]) + ("..." if len(each.lines) > 3 else "")
         text = f": {each.text}" if each.text else ""
         print(f"  {lines:>9}  {each.name:<{width}}  {each.verdict}{text}")

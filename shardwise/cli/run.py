@@ -284,16 +284,16 @@ def check_hosts(options: argparse.Namespace) -> None:
 
 
 def _resolve(host: str, what: str, advice: str) -> None:
-    until, told = time.monotonic() + RESOLVE_S, False
+    until, printed = time.monotonic() + RESOLVE_S, False
     while True:
         problem = _look_up(host)
         if not problem:
             return
         if time.monotonic() >= until:
             raise BadInput(f"{what}: host name {host!r} cannot be resolved ({problem}); {advice}")
-        if not told:
+        if not printed:
             print(f"shardwise run: {what}: {problem}; waiting {RESOLVE_S:g} s for it", file=sys.stderr, flush=True)
-            told = True
+            printed = True
         time.sleep(min(1.0, max(until - time.monotonic(), 0.0)))
 
 

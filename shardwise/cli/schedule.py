@@ -59,8 +59,8 @@ def main(options: argparse.Namespace) -> int:
             raise BadInput(f"{name} {value}: give a number of at least 1")
     if options.pp * chunks * options.microbatches > MOST:
         raise BadInput(
-            f"--pp {options.pp} --chunks {chunks} --microbatches {options.microbatches}: a picture of at most {MOST} "
-            "passes can be looked at; give less"
+            f"--pp {options.pp} --chunks {chunks} --microbatches {options.microbatches}: a picture shows at most "
+            f"{MOST} passes; give smaller numbers"
         )
     times = _times(options.times)
     path = options.svg
@@ -82,12 +82,12 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _times(given: Sequence[float]) -> tuple[float, float, float]:
+def _times(numbers: Sequence[float]) -> tuple[float, float, float]:
     """Return times in multiples of the shortest, so that sums of them are short numbers."""
-    shown, shortest = " ".join(map(str, given)), min(given)
-    if not all(math.isfinite(time) and time > 0 for time in given):
+    shown, shortest = " ".join(map(str, numbers)), min(numbers)
+    if not all(math.isfinite(time) and time > 0 for time in numbers):
         raise BadInput(f"--times {shown}: give three numbers above 0")
-    if max(given) / shortest > MOST_TIMES:
+    if max(numbers) / shortest > MOST_TIMES:
         raise BadInput(f"--times {shown}: give numbers of which none is more than {MOST_TIMES:g} times another")
-    forward, backward, weight = (time / shortest for time in given)
+    forward, backward, weight = (time / shortest for time in numbers)
     return forward, backward, weight

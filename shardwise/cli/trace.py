@@ -213,8 +213,8 @@ def _guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T
     except Exception as problem:
         frames = traceback.extract_tb(problem.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        said = (str(problem).splitlines() or [""])[0]
-        raise BadInput(f"{what} raised {type(problem).__name__}: {said}{where}") from problem
+        message = (str(problem).splitlines() or [""])[0]
+        raise BadInput(f"{what} raised {type(problem).__name__}: {message}{where}") from problem
 
 
 def _optimizer(name: str, model: Any) -> Any:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
+from shardwise.compat.published import names_of
 from shardwise.core.base.validate import check_type
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
@@ -45,8 +46,8 @@ def check_groups(shard: dist.ProcessGroup | None, replicate: dist.ProcessGroup |
     consecutive = ranks == tuple(range(start, start + len(ranks))) and start % len(ranks) == 0
     if not consecutive or len(ranks) * replicas != len(world):
         raise ValueError(
-            f"a group of ranks {list(ranks)} in {replicas} copies among {len(world)} ranks: give neighbours, such as "
-            "ProcessGroupMesh(copies, ranks).get_group_along_axis(1), that are all ranks together"
+            f"a group of ranks {list(ranks)} in {replicas} copies among {len(world)} ranks: give groups of "
+            "neighbours that cover all ranks, such as ProcessGroupMesh(copies, ranks).get_group_along_axis(1)"
         )
     return replicas
 
@@ -109,8 +110,7 @@ class GeminiDDP(ModelFront):
                 f"scatter_after_inference={scatter_after_inference} has no effect: shard_param_frac says what stays "
                 "gathered, after every pass"
             )
-        names = {each.name for each in dataclasses.fields(GeminiPlugin)} - {"chunk_init_device"}
-        arguments = {name: value for name, value in given.items() if name in names}
+        arguments = {name: given[name] for name in set(names_of(GeminiPlugin)) & given.keys() - {"chunk_init_device"}}
         own: dict[str, Any] = self.__dict__
         own["plugin"] = GeminiPlugin(
             **arguments,
@@ -221,8 +221,7 @@ class GeminiOptimizer(OptimizerFront):
                 f"tp_group={tp_group!r:.40}, params_info={params_info!r:.40}: leave them None; GeminiPlugin(tp_size=) "
                 "of the Booster cuts layers"
             )
-        names = {each.name for each in dataclasses.fields(GeminiPlugin)} - {"verbose"}
-        arguments = {name: value for name, value in given.items() if name in names}
+        arguments = {name: given[name] for name in set(names_of(GeminiPlugin)) & given.keys() - {"verbose"}}
         super().__init__(module.attach(optim, verbose=verbose or module.plugin.verbose, **arguments))
         self.module = module
 

@@ -35,7 +35,7 @@ class DistributedLogger:
 
     def __init__(self, name: str) -> None:
         if name in self._made:
-            raise ValueError(f"there is a DistributedLogger {name!r} already: get_dist_logger({name!r}) gives it")
+            raise ValueError(f"a DistributedLogger {name!r} exists already: call get_dist_logger({name!r})")
         self._name, self._logger = name, logging.getLogger(name)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False

@@ -88,11 +88,13 @@ class LowLevelZeroOptimizer(OptimizerFront):
         fp8_communication: bool = False,
         backward_context: Any = None,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         check_type("optimizer", optimizer, torch.optim.Optimizer, "an optimizer of torch's kind")
         for name in ("pg_to_param_list", "backward_context"):
-            if given[name] is not None:
-                refuse(name, given[name], "leave it None: all parameters are divided over the same ranks, in any pass")
+            if arguments[name] is not None:
+                refuse(
+                    name, arguments[name], "leave it None: all parameters are divided over the same ranks, in any pass"
+                )
         if overlap_allgather:
             warn_user(
                 f"overlap_allgather={overlap_allgather} has no effect: nothing tells when a parameter is used next; "
@@ -106,7 +108,7 @@ class LowLevelZeroOptimizer(OptimizerFront):
             max_norm=clip_grad_norm,
             reduce_bucket_size_in_m=cast(int, reduce_bucket_size / 2**20),  # fractions are accepted, too
             extra_dp_size=check_groups(dp_process_group, extra_dp_group),
-            **{name: value for name, value in given.items() if name in names},
+            **{name: value for name, value in arguments.items() if name in names},
         )
         boosted, inner = plugin.configure(_ParameterHolder(parameters), optimizer)
         assert isinstance(inner, ShardedOptimizer)
@@ -138,16 +140,16 @@ class LowLevelZeroOptimizer(OptimizerFront):
         """
         for index, each in enumerate(self.session.params):
             if each is working_param:
-                found = self.session.full_gradients().get(self.session.names()[index][0])
-                return None if found is None else found.to(working_param.dtype)
-        raise ValueError(f"a parameter of {tuple(working_param.shape)} is none of {self!r:.60}: give one of these")
+                grad = self.session.full_gradients().get(self.session.names()[index][0])
+                return None if grad is None else grad.to(working_param.dtype)
+        raise ValueError(f"a parameter of {tuple(working_param.shape)} is not in {self!r:.60}: give one that is")
 
 
 def _precision(parameters: list[nn.Parameter], forced: torch.dtype | None) -> str:
     dtypes = {each.dtype for each in parameters} if forced is None else {forced}
     if len(dtypes) != 1 or not dtypes <= set(PRECISIONS):
         raise ValueError(
-            f"parameters of {sorted(map(str, dtypes))}: give them one dtype of {', '.join(map(str, PRECISIONS))}, or "
+            f"parameters of {sorted(map(str, dtypes))}: give all the same of {', '.join(map(str, PRECISIONS))}, or "
             "forced_dtype"
         )
     return PRECISIONS[dtypes.pop()]

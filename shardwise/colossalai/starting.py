@@ -116,17 +116,15 @@ def launch_from_openmpi(host: str, port: int, backend: str = "nccl", seed: int =
 
 
 def _text(name: str, launcher: str) -> str:
-    found = read_variable(name)
-    if found is None:
+    text = read_variable(name)
+    if text is None:
         raise RuntimeError(f"the environment has no {name}: start this program with {launcher}")
-    return found
+    return text
 
 
 def _number(name: str, launcher: str) -> int:
-    found = _text(name, launcher)
+    text = _text(name, launcher)
     try:
-        return int(found)
+        return int(text)
     except ValueError:
-        raise RuntimeError(
-            f"{name}={found!r} in the environment is not a whole number: start with {launcher}"
-        ) from None
+        raise RuntimeError(f"{name}={text!r} in the environment is not a whole number: start with {launcher}") from None

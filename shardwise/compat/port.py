@@ -193,11 +193,11 @@ def _plain(node: ast.Import, tables: Sequence[AliasTable]) -> str:
     """Rewrite ``import colossalai.nn``; the program keeps its own name for the package. Empty: no change."""
     names: list[str] = []
     for alias in node.names:
-        found = _table_of(alias.name, tables)
-        if found is None or found[0].partial:
+        place = _table_of(alias.name, tables)
+        if place is None or place[0].partial:
             names.append(ast.unparse(alias))
             continue
-        table, below = found
+        table, below = place
         ours = f"{table.home}.{below}".rstrip(".")
         if alias.asname is not None:
             names.append(f"{ours} as {alias.asname}")
@@ -207,23 +207,23 @@ def _plain(node: ast.Import, tables: Sequence[AliasTable]) -> str:
 
 
 def _from(node: ast.ImportFrom, tables: Sequence[AliasTable], text: str, join: str) -> str:
-    found = _table_of(node.module, tables) if node.module and not node.level else None
-    if found is None:
+    place = _table_of(node.module, tables) if node.module and not node.level else None
+    if place is None:
         return ""
-    table, path = found
+    table, path = place
     if not table.partial:
         return re.sub(r"(from[\s\\]+)[\w.]+", rf"\g<1>{f'{table.home}.{path}'.rstrip('.')}", text, count=1)
     moved: dict[str | None, list[ast.alias]] = {}
-    kept: list[ast.alias] = []
+    unmoved: list[ast.alias] = []
     for alias in node.names:
         entry = table.find(path, alias.name)
         if isinstance(entry, Alias):
             bound = alias.asname or alias.name
             moved.setdefault(entry.module, []).append(ast.alias(entry.name, None if bound == entry.name else bound))
         else:
-            kept.append(alias)
-    if moved and kept:
-        moved[node.module] = kept
+            unmoved.append(alias)
+    if moved and unmoved:
+        moved[node.module] = unmoved
     return join.join(ast.unparse(ast.ImportFrom(module, names, 0)) for module, names in moved.items())
 
 
@@ -232,22 +232,22 @@ def markdown(tables: Sequence[AliasTable]) -> str:
     names = [table.foreign for table in tables]
     text = [
         f"# Names of {', '.join(names)}\n",
-        "What becomes of each here; [porting.md](porting.md) says how to port a program.\n",
+        "The names of each library, and where they are here. [Porting](porting.md) says how to port a program.\n",
         f"`shardwise port --table {' '.join(names)}` prints this page.\n",
     ]
     for table in tables:
         if len(tables) > 1:
             text.append(f"## {table.foreign}\n")
-        rest = "; all other names stay where they are" if table.partial else ""
-        text.append(f"Names are those of {table.foreign} {table.version}{rest}.\n")
+        scope = "; all other names stay where they are" if table.partial else ""
+        text.append(f"Names are those of {table.foreign} {table.version}{scope}.\n")
         works: dict[str, list[str]] = {}
         unsupported: dict[str, list[str]] = {}
         for path, name, entry in table.entries():
             if isinstance(entry, Alias):
                 works.setdefault(table.full_name(path), []).append(f"`{name}`")
             else:
-                others = name == REST and table.gone(path) is None
-                shown = f"`{table.full_name(path)}` (all other names)" if others else f"`{table.full_name(path, name)}`"
+                star = name == REST and table.gone(path) is None
+                shown = f"`{table.full_name(path)}` (all other names)" if star else f"`{table.full_name(path, name)}`"
                 unsupported.setdefault(entry.instead, []).append(shown)
         sections = {
             "module | names that work": [f"`{path}` | {', '.join(sorted(works[path]))}" for path in sorted(works)],

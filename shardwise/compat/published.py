@@ -29,8 +29,8 @@ def changed(arguments: Any, names: Iterable[str]) -> list[str]:
 
 def given_in_vain(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     """Return the arguments in ``reasons``, by reason, that differ from their defaults."""
-    found = {reason: changed(arguments, names) for reason, names in reasons.items()}
-    return {reason: names for reason, names in found.items() if names}
+    result = {reason: changed(arguments, names) for reason, names in reasons.items()}
+    return {reason: names for reason, names in result.items() if names}
 
 
 def listed(arguments: Any, names: Iterable[str]) -> str:

@@ -28,14 +28,14 @@ def configure(
     """Do nothing, and warn about options that were set: :func:`checkpoint` saves the full arguments of each call in
     place.
     """
-    asked = {
+    options = {
         "partition_activations": partition_activations,
         "contiguous_checkpointing": contiguous_checkpointing,
         "checkpoint_in_cpu": checkpoint_in_cpu,
         "synchronize": synchronize,
         "profile": profile,
     }
-    named = [name for name, value in asked.items() if value]
+    named = [name for name, value in options.items() if value]
     if named and not _configured:
         warn_user(
             f"checkpointing.configure({', '.join(named)}) has no effect: arguments of checkpointed calls stay whole on "

@@ -123,8 +123,8 @@ def all_gather_into_tensor(
     debug: str | None = None,
 ) -> Any:
     """Concatenate the ``tensor`` of every rank."""
-    given = tensor if tensor.dim() else tensor.reshape(1)  # gloo requires at least one dimension
-    return dist.all_gather_into_tensor(output_tensor, given, group=group, async_op=async_op)
+    source = tensor if tensor.dim() else tensor.reshape(1)  # gloo requires at least one dimension
+    return dist.all_gather_into_tensor(output_tensor, source, group=group, async_op=async_op)
 
 
 def reduce_scatter_tensor(

@@ -152,12 +152,12 @@ def _parsed(text: str) -> Any:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in result:
             raise ValueError(f"the key {name!r} occurs twice in one block of the configuration; remove one of them")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def _copy(value: Any) -> Any:
@@ -273,7 +273,7 @@ class _Reader:
     def _parameters(self, path: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise ValueError(f"{path}={short_repr(value)}: give a block, {{...}}")
-        found = {}
+        result = {}
         for name, inner in value.items():
             full = f"{path}.{name}"
             if inner == AUTO:
@@ -283,8 +283,8 @@ class _Reader:
             for each in inner if isinstance(inner, list) else [inner]:
                 if isinstance(each, int | float) and not math.isfinite(_number(each) or 0.0):
                     raise ValueError(f"{full}={short_repr(inner)}: give finite numbers")
-            found[name] = inner
-        return found
+            result[name] = inner
+        return result
 
 
 _DERIVED = {

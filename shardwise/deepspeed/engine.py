@@ -127,9 +127,9 @@ class DeepSpeedEngine(ModeOfModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getter(vars(self)["settings"], name) if "settings" in vars(self) else None
-            if found is not None:
-                return found
+            getter_of_key = getter(vars(self)["settings"], name) if "settings" in vars(self) else None
+            if getter_of_key is not None:
+                return getter_of_key
             if name in ABSENT:
                 raise AttributeError(
                     f"{name!r} of DeepSpeed's engine is not available: {ABSENT[name]}", name=name, obj=self
@@ -387,13 +387,13 @@ class DeepSpeedEngine(ModeOfModule):
         states = load_optimizer_states and not load_module_only
         schedules = [self.lr_scheduler] if self.lr_scheduler is not None and load_lr_scheduler_states else []
         with self._saving.doing(f"loading checkpoint {tag!r} of {load_dir}"):
-            found = self._saving.load(load_dir, tag, load_module_strict, states, [] if load_module_only else schedules)
-        if found is None:
+            loaded = self._saving.load(load_dir, tag, load_module_strict, states, [] if load_module_only else schedules)
+        if loaded is None:
             return None, None
         if not load_module_only:
-            self._take_counters(found.counters)
+            self._take_counters(loaded.counters)
         self._passes = 0
-        return found.path, found.client_state
+        return loaded.path, loaded.client_state
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -403,8 +403,8 @@ class DeepSpeedEngine(ModeOfModule):
         Returns:
             False, without writing, at stage 3 without ``stage3_gather_16bit_weights_on_model_save``.
         """
-        wanted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-        if self.settings.stage == 3 and not self.settings[wanted]:
+        key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if self.settings.stage == 3 and not self.settings[key]:
             if self.global_rank == 0:
                 print(f"{save_dir}/{save_filename} is not saved: stage3_gather_16bit_weights_on_model_save is false")
             return False
@@ -739,8 +739,8 @@ class DeepSpeedEngine(ModeOfModule):
     @property
     def communication_data_type(self) -> torch.dtype | None:
         """The dtype of gradient reductions; by default the parameters' dtype."""
-        given: torch.dtype | None = self.settings["communication_data_type"]
-        return given or self.session.plan.precision.param_dtype
+        dtype: torch.dtype | None = self.settings["communication_data_type"]
+        return dtype or self.session.plan.precision.param_dtype
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of parameters and of gradient accumulation."""

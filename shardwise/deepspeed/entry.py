@@ -92,8 +92,8 @@ def initialize(
         raise TypeError(f"model={short_repr(model)}: give the module to train, a torch.nn.Module")
     if isinstance(model, DeepSpeedEngine):
         raise TypeError(
-            f"model is a {type(model).__name__} already, of a {type(model.module).__name__}: initialize() once, with "
-            "the model's optimizer"
+            f"model is already a {type(model).__name__} of a {type(model.module).__name__}: call initialize() once, "
+            "with the model's optimizer"
         )
     if dist_init_required is not False:
         init_distributed()
@@ -139,10 +139,10 @@ def _chosen(args: Any, config: Any, config_params: Any) -> Any:
     places = {"config": config, "config_params": config_params if config is None else None}
     places["args.deepspeed_config"] = getattr(args, "deepspeed_config", None)
     places["args.deepscale_config"] = getattr(args, "deepscale_config", None)  # the name before 2020
-    given = {name: value for name, value in places.items() if value is not None}
-    if len(given) != 1:
-        raise ValueError(f"{len(given)} configurations given: {sorted(given)}; give one, as config or in args")
-    return next(iter(given.values()))
+    sources = {name: value for name, value in places.items() if value is not None}
+    if len(sources) != 1:
+        raise ValueError(f"{len(sources)} configurations given: {sorted(sources)}; give one, as config or in args")
+    return next(iter(sources.values()))
 
 
 def _with_mesh(config: Any, mesh_param: Any) -> Any:
@@ -168,15 +168,15 @@ def _optimizer(
     name, findings = settings["optimizer.type"], settings.findings
     if given is None and name is None:
         return None
-    held = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
     if given is None:
-        return make_optimizer(name, held, settings["optimizer.params"] or {}, model, wide_states(settings))
+        return make_optimizer(name, trained, settings["optimizer.params"] or {}, model, wide_states(settings))
     for path in ("optimizer.type", "optimizer.params"):
         if settings.given(path):
             findings.ignore(path, "an optimizer was given to initialize")
     if not isinstance(given, torch.optim.Optimizer) and not callable(given):
-        raise TypeError(f"optimizer={short_repr(given)}: give a torch.optim.Optimizer, or what makes one of parameters")
-    made = given if isinstance(given, torch.optim.Optimizer) else given(held)
+        raise TypeError(f"optimizer={short_repr(given)}: give a torch.optim.Optimizer, or a function that makes one")
+    made = given if isinstance(given, torch.optim.Optimizer) else given(trained)
     if wide_states(settings) is False and getattr(made, "fp32_optimizer_states", False):
         raise AssertedError(
             f"bf16.bf16_optimizer_states={settings['bf16.bf16_optimizer_states']} with a {type(made).__name__} whose "

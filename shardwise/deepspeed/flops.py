@@ -63,8 +63,8 @@ def get_model_profile(
         model.train(was_training)
     if print_profile:
         table = "\n".join(
-            f"{name}: {_text(sum(found.values()))} operations"
-            for name, found in sorted(counter.get_flop_counts().items())
+            f"{name}: {_text(sum(counts.values()))} operations"
+            for name, counts in sorted(counter.get_flop_counts().items())
             if module_depth < 0 or name.count(".") <= module_depth
         )
         if output_file:

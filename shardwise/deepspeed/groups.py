@@ -89,21 +89,21 @@ def groups_of(mpu: Any, model: nn.Module) -> tuple[dist.ProcessGroup | None, dis
                 f"{name} was built in a zero.Init for ranks {list(ranks_of('data_parallel_group', built))}, and "
                 f"{origin} has ranks {list(ranks_of(origin, group))}: give the same group to both"
             )
-    for asked in MODEL:
-        if hasattr(mpu, asked):
-            others: dist.ProcessGroup = getattr(mpu, asked)()
-            return group, others if len(ranks_of(f"mpu.{asked}()", others)) > 1 else None
+    for method in MODEL:
+        if hasattr(mpu, method):
+            model_group: dist.ProcessGroup = getattr(mpu, method)()
+            return group, model_group if len(ranks_of(f"mpu.{method}()", model_group)) > 1 else None
     return group, None
 
 
 def mesh_of(
-    plan: Plan, device: torch.device, group: dist.ProcessGroup | None, others: dist.ProcessGroup | None
+    plan: Plan, device: torch.device, group: dist.ProcessGroup | None, model_group: dist.ProcessGroup | None
 ) -> Mesh:
     """Return the mesh of these groups. Collective over both."""
     mesh = Mesh.create(plan.mesh, device, plan.comm, group)
     try:
-        if others is not None:
-            mesh.join_model_parallel(others, plan.comm.shared_memory)
+        if model_group is not None:
+            mesh.join_model_parallel(model_group, plan.comm.shared_memory)
     except BaseException:
         mesh.close()
         raise
@@ -155,7 +155,7 @@ def get_data_parallel_group() -> ProcessGroup:
     axis = "dp_shard" if mesh.replicate.size == 1 else "dp_replicate"
     if mesh.shard.size > 1 and mesh.replicate.size > 1:
         raise NotImplementedError(
-            f"the data-parallel group of {mesh!r}: it is of two axes and torch has none; session.mesh has both"
+            f"the data-parallel group of {mesh!r} has two axes and is no process group; use the axes of session.mesh"
         )
     return mesh.device_mesh.get_group(axis)
 

@@ -21,7 +21,7 @@ class Accelerator:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"get_accelerator().{name} is not available: call what torch has for {self.device_name()!r}",
+            f"get_accelerator().{name} is not available: call torch's function for {self.device_name()!r}",
             name=name,
             obj=self,
         )

@@ -70,8 +70,8 @@ def set_z3_leaf_modules_by_name(
         ValueError: there are no such modules, and ``raise_if_not_found``.
     """
     known = dict(model.named_modules())
-    found = [known[name] for name in module_names if name in known]
-    return _flag(found, flag, module_names, raise_if_not_found), [name for name in module_names if name not in known]
+    modules = [known[name] for name in module_names if name in known]
+    return _flag(modules, flag, module_names, raise_if_not_found), [name for name in module_names if name not in known]
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -83,23 +83,23 @@ def set_z3_leaf_modules_by_suffix(
         ValueError: there are no such modules, and ``raise_if_not_found``.
     """
     known = dict(model.named_modules())
-    found = [module for name, module in known.items() if name.endswith(tuple(module_name_suffixes))]
+    modules = [module for name, module in known.items() if name.endswith(tuple(module_name_suffixes))]
     missing = [ending for ending in module_name_suffixes if not any(name.endswith(ending) for name in known)]
-    return _flag(found, flag, module_name_suffixes, raise_if_not_found), missing
+    return _flag(modules, flag, module_name_suffixes, raise_if_not_found), missing
 
 
-def _of_classes(model: nn.Module, wanted: Classes) -> list[nn.Module]:
-    kinds = tuple(each for each in wanted if isinstance(each, type))
+def _of_classes(model: nn.Module, classes: Classes) -> list[nn.Module]:
+    kinds = tuple(each for each in classes if isinstance(each, type))
     return [
         module
         for module in model.modules()
-        if isinstance(module, kinds) or {type(module).__name__, class_name(type(module))} & set(wanted)
+        if isinstance(module, kinds) or {type(module).__name__, class_name(type(module))} & set(classes)
     ]
 
 
-def _flag(found: list[nn.Module], flag: bool, asked: object, needed: bool) -> list[nn.Module]:
-    if not found and needed:
-        raise ValueError(f"no module of the model is one of {asked!r}: give classes, or names, that it has")
-    for module in found:
+def _flag(modules: list[nn.Module], flag: bool, names: object, needed: bool) -> list[nn.Module]:
+    if not modules and needed:
+        raise ValueError(f"no module of the model is one of {names!r}: give classes, or names, that it has")
+    for module in modules:
         set_z3_leaf_module(module, flag)
-    return found
+    return modules

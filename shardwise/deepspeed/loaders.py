@@ -57,5 +57,5 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """Return ``item`` with its tensors, or those that ``criterion_func`` accepts, on ``device``."""
-    wanted = criterion_func or (lambda _: True)
-    return _each(item, lambda tensor: tensor.to(device) if wanted(tensor) else tensor)
+    expected = criterion_func or (lambda _: True)
+    return _each(item, lambda tensor: tensor.to(device) if expected(tensor) else tensor)

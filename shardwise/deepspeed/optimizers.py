@@ -92,8 +92,8 @@ def _by_name(name: str) -> Any:
         known = {each: cls for each, cls in known.items() if each not in ("LBFGS", "SparseAdam")}
         known |= {"Lamb": FusedLamb, "Lion": Lion}
         near = difflib.get_close_matches(name.lower(), [n.lower() for n in known], 1, 0.4)
-        found = [n for n in known if near and n.lower() == near[0]]
-        hint = f"did you mean {found[0]!r}?" if found else f"known: {', '.join(known)}"
+        names = [n for n in known if near and n.lower() == near[0]]
+        hint = f"did you mean {names[0]!r}?" if names else f"known: {', '.join(known)}"
         raise ValueError(f"optimizer.type={name!r} is not known; {hint}")
     return known[name]
 
@@ -102,12 +102,12 @@ def _adam(kind: str, parameters: Iterable[Any], params: dict[str, Any], wide: bo
     mode = params.pop("adam_w_mode", params.pop("adamw_mode", True))
     decoupled = kind == "adamw" or bool(mode)
     cls: type[torch.optim.Optimizer] = torch.optim.AdamW if decoupled else torch.optim.Adam
-    given = params.pop("fp32_optimizer_states", None)
+    wide_states = params.pop("fp32_optimizer_states", None)
     if not params.pop("torch_adam", False):
         params.setdefault("weight_decay", 0.0)
-        if wide is not None or given is not None:
+        if wide is not None or wide_states is not None:
             cls, params["adamw_mode"] = DeepSpeedCPUAdam, decoupled
-            params["fp32_optimizer_states"] = False if wide is False else given is not False
+            params["fp32_optimizer_states"] = False if wide is False else wide_states is not False
         elif not params.get("bias_correction", True):  # torch always corrects the bias
             cls, params["adam_w_mode"] = FusedAdam, decoupled
         else:
@@ -150,8 +150,8 @@ def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim
             near = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise ValueError(f"optimizer.params.{name}={value!r:.60}: Muon has no such parameter; {hint}")
-    held = [param for param in _flat(parameters) if param.requires_grad]
-    unmarked = [tuple(param.shape) for param in held if not isinstance(getattr(param, "use_muon", None), bool)]
+    trained = [param for param in _flat(parameters) if param.requires_grad]
+    unmarked = [tuple(param.shape) for param in trained if not isinstance(getattr(param, "use_muon", None), bool)]
     if unmarked:
         raise ValueError(
             f"optimizer.type='Muon' with parameters of shapes {unmarked[:3]} that have no mark: set param.use_muon to "
@@ -159,7 +159,7 @@ def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim
         )
     groups = []
     for use_muon, title in ((True, "muon-params"), (False, "adam-params")):
-        mine = [param for param in held if param.use_muon is use_muon]
+        mine = [param for param in trained if param.use_muon is use_muon]
         options = {key: params[key] for key in KEYS[use_muon] if key in params}
         if OWN_RATES[use_muon] in params:
             options["lr"] = params[OWN_RATES[use_muon]]
@@ -171,10 +171,10 @@ def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim
 
 
 def _flat(parameters: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
+    params: list[Any] = []
     for each in parameters:
         if not isinstance(each, dict):
-            found.append(each)
+            params.append(each)
             continue
         options = sorted(set(each) - {"params", "name"})
         if options:
@@ -182,8 +182,8 @@ def _flat(parameters: Iterable[Any]) -> list[Any]:
                 f"model_parameters has a group with {', '.join(options)}, and Muon makes groups of its own: give "
                 "muon_lr, adam_lr and the like in optimizer.params, or parameters without groups"
             )
-        found += [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
-    return found
+        params += [each["params"]] if isinstance(each["params"], torch.Tensor) else list(each["params"])
+    return params
 
 
 # ---- DeepSpeed's own optimizers by name and arguments. Each runs wherever its shards are; what offloads them is the
@@ -192,8 +192,8 @@ def _flat(parameters: Iterable[Any]) -> list[Any]:
 Betas = tuple[float, float]
 
 
-def _only(cls: type, name: str, value: Any, wanted: Any, instead: str) -> None:
-    if value != wanted:
+def _only(cls: type, name: str, value: Any, available: Any, instead: str) -> None:
+    if value != available:
         raise NotImplementedError(f"{cls.__name__}({name}={value!r}) is not available; {instead}")
 
 
@@ -387,7 +387,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def _own(self) -> DeepSpeedEngine:
         engine = self._of()
         if engine is None:
-            raise RuntimeError(f"the engine of this {type(self).__name__} is gone: keep it")
+            raise RuntimeError(f"the engine of this {type(self).__name__} was deleted: keep a reference to the engine")
         return engine
 
     @property

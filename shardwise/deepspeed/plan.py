@@ -92,22 +92,22 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         )
     if str(s["optimizer.type"]).lower() == "muon" and s["gradient_clipping"] > 0.0:
         s.findings.note(
-            f"gradient_clipping={s['gradient_clipping']:g} with Muon: gradients are clipped before Muon makes steps of "
-            "them. DeepSpeed clips the steps, which are smaller then: choose the learning rate anew"
+            f"gradient_clipping={s['gradient_clipping']:g} with Muon: gradients are clipped before Muon computes its "
+            "steps. DeepSpeed clips the steps, which makes them smaller. Adjust the learning rate"
         )
     tiers = _tiers(s, shard_ranks, numels)
     if mesh.secondary is not None and tiers.param_disk_fraction > 0.0:
         raise ValueError(
-            f"{HPZ}={mesh.secondary} with {PARAM}.device='nvme': secondary shards are a second copy in memory of what "
-            "memory does not hold; give device 'cpu' or 'none', or leave zero_hpz_partition_size out"
+            f"{HPZ}={mesh.secondary} with {PARAM}.device='nvme': secondary shards need parameters in memory; "
+            "give device 'cpu' or 'none', or leave zero_hpz_partition_size out"
         )
     overlap = s[f"{ZERO}.overlap_comm"]
     tensor, sequence = parallel_sizes(s)
     over_ranks = s["gradient_allreduce_op"]
     if over_ranks == "sum" and sequence > 1:
         raise ValueError(
-            f"gradient_allreduce_op={over_ranks!r} with sequence_parallel_size={sequence}: gradients of parts of one "
-            "sequence are a mean; give 'mean', and multiply the loss by what the sum should have more"
+            f"gradient_allreduce_op={over_ranks!r} with sequence_parallel_size={sequence}: gradients of the parts "
+            "of a sequence are averaged; give 'mean', and multiply the loss by the factor between sum and mean"
         )
     return Plan(
         mesh=replace(mesh, tp=tensor, sp=sequence),
@@ -123,18 +123,18 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
 
 
 def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
-    asked = [path for path in QUANTIZED if s.stage == 3 and s[path]]
-    if asked and tiers.disk is not None:
+    quantized = [path for path in QUANTIZED if s.stage == 3 and s[path]]
+    if quantized and tiers.disk is not None:
         raise ValueError(
-            f"{asked[0]}=True with offloading to 'nvme': what travels in 8 bits or less is rounded behind its update, "
-            "which data on a disk is not; give device 'cpu' or 'none', or leave it False"
+            f"{quantized[0]}=True with offloading to 'nvme': compressed parameters are rounded after their update, and "
+            "parameters on a disk are not; give device 'cpu' or 'none', or leave it False"
         )
     weights, gradients = QUANTIZED  # qwZ and qgZ of ZeRO++, in the number formats of its paper
     return replace(
         usual_exchange(),
         overlap=overlap,
-        compress_weights="int8" if weights in asked else None,
-        compress_gradients="int4" if gradients in asked else None,
+        compress_weights="int8" if weights in quantized else None,
+        compress_gradients="int4" if gradients in quantized else None,
         compress_frozen="int8" if s.stage == 3 and s[FROZEN] else None,  # MixZ++
         same_order=False if s.stage == 3 and any(s[path] for path in LEAVES) else None,  # see leaf_modules
     )
@@ -208,15 +208,15 @@ def data_ranks(settings: Settings, world_size: int) -> int:
     if world_size % (tensor * sequence):
         raise ValueError(
             f"tensor_parallel.autotp_size={tensor} x sequence_parallel_size={sequence} does not divide the "
-            f"{world_size} ranks: give sizes whose product does"
+            f"{world_size} ranks: give sizes whose product divides it"
         )
-    found = world_size // (tensor * sequence)
-    if named not in (None, found):
+    ranks = world_size // (tensor * sequence)
+    if named not in (None, ranks):
         raise ValueError(
             f"data_parallel_size={named}: {world_size} ranks with tensor_parallel.autotp_size={tensor} and "
-            f"sequence_parallel_size={sequence} are {found} x {tensor} x {sequence}; give {found}, or leave it out"
+            f"sequence_parallel_size={sequence} are {ranks} x {tensor} x {sequence}; give {ranks}, or leave it out"
         )
-    return found
+    return ranks
 
 
 def data_parallel(settings: Settings, rank: int, world_size: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ def _mesh(s: Settings, world_size: int) -> MeshPlan:
         return MeshPlan(dp_shard=1, dp_replicate=-1)
     hpz, mics = (s[path] if s.stage == 3 else 0 for path in (HPZ, MICS))
     if hpz > 1 and mics > 0:
-        raise ValueError(f"{HPZ}={hpz} with {MICS}={mics}: gathers stay in groups of {mics} ranks then; give one")
+        raise ValueError(f"{HPZ}={hpz} with {MICS}={mics}: both set the group in which gathers stay; give one")
     hpz = min(hpz, world_size)
     for path, size in ((HPZ, hpz), (MICS, mics)):
         if size > 0 and world_size % size:
@@ -260,19 +260,19 @@ def _autocast(s: Settings) -> torch.dtype | None:
     """
     if not s["torch_autocast.enabled"]:
         return None
-    found, own = s["torch_autocast.dtype"], number_format(s)
-    if found not in HALF_DTYPES:
-        raise ValueError(f"torch_autocast.dtype={found} with torch_autocast.enabled: give 'bfloat16' or 'float16'")
-    if own not in (None, found):
-        raise ValueError(f"torch_autocast.dtype={found} with {NAMES[own]}.enabled: give the same, or one of the blocks")
-    return found  # type: ignore[no-any-return]
+    dtype, own = s["torch_autocast.dtype"], number_format(s)
+    if dtype not in HALF_DTYPES:
+        raise ValueError(f"torch_autocast.dtype={dtype} with torch_autocast.enabled: give 'bfloat16' or 'float16'")
+    if own not in (None, dtype):
+        raise ValueError(f"torch_autocast.dtype={dtype} with {NAMES[own]}.enabled: give the same, or one of the blocks")
+    return dtype  # type: ignore[no-any-return]
 
 
 def _precision(s: Settings) -> PrecisionPlan:
     dtype = number_format(s)
-    name, wanted = NAMES[dtype], s["data_types.param_dtype"]
-    if wanted is not None and wanted != (dtype or torch.float32):
-        raise ValueError(f"data_types.param_dtype={wanted} with {name} parameters: set fp16.enabled or bf16.enabled")
+    name, expected = NAMES[dtype], s["data_types.param_dtype"]
+    if expected is not None and expected != (dtype or torch.float32):
+        raise ValueError(f"data_types.param_dtype={expected} with {name} parameters: set fp16.enabled or bf16.enabled")
     half_masters = s["fp16.fp16_master_weights_and_grads"] if name == "fp16" else False
     if name == "bf16":
         half_masters = s["bf16.bf16_master_weights_and_grads"]

@@ -131,22 +131,22 @@ class Saving:
         """Return the model's state in its compute dtype on rank 0, and ``{}`` on other ranks."""
         module = self._session.module
         frozen = {n for n, p in module.unwrap().named_parameters(remove_duplicate=False) if not p.requires_grad}
-        kept: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for name, value in module.full_state(masters=False):
             if self._run.rank == 0 and not (exclude_frozen and name in frozen):
-                kept[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-        return {name: kept[name] for name in module.state_layout() if name in kept}
+                state[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        return {name: state[name] for name in module.state_layout() if name in state}
 
     def save_16bit(self, directory: str, filename: str, exclude_frozen: bool) -> None:
         """Write the model's state as one torch file, which replaces an existing one atomically."""
         path = Path(self._run.directory(as_path("save_dir", directory, "a directory"))) / filename
-        rank, kept = self._run.rank, self.state_16bit(exclude_frozen)
+        rank, state = self._run.rank, self.state_16bit(exclude_frozen)
 
         def write() -> None:
             if rank != 0:
                 return
             with output_file(path) as unfinished:
-                write_torch(unfinished, kept)
+                write_torch(unfinished, state)
 
         agree(self._run.gather, f"write {path}", write)
 
@@ -170,11 +170,11 @@ def take_over(
     ``check`` is called with the client state before the session changes; its error on one rank is raised on all.
     """
     run = PartRun(session)
-    wanted: LoadPart = "all" if optimizer_states else "model"
-    strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, wanted)))
+    part: LoadPart = "all" if optimizer_states else "model"
+    strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, part)))
 
     def look() -> tuple[LoadPlan, _Rest]:
-        match = LoadPlan(open_it(), run.local_state(), strict, wanted)
+        match = LoadPlan(open_it(), run.local_state(), strict, part)
         rest = _Rest(run, session, match, schedules, path, strict)
         if check is not None:
             check(rest.found.client_state)
@@ -186,21 +186,21 @@ def take_over(
     return rest.found
 
 
-def _saved_schedules(match: LoadPlan, wanted: int) -> list[SavedScheduler]:
+def _saved_schedules(match: LoadPlan, count: int) -> list[SavedScheduler]:
     """Return the saved states of ``wanted`` schedules; DeepSpeed's checkpoints have at most one."""
-    if not wanted:
+    if not count:
         return []
     if isinstance(match.source, NativeSource):
         saved = saved_schedulers(match)
-        if len(saved) != wanted:
+        if len(saved) != count:
             raise ValueError(
-                f"the checkpoint has {len(saved)} learning-rate schedulers and the engine {wanted}; "
+                f"the checkpoint has {len(saved)} learning-rate schedulers and the engine {count}; "
                 "leave the schedule out with load_lr_scheduler_states=False"
             )
         return saved
     other = match.state.get("other") or {}
     saved_schedule = tree.decode(other["lr_scheduler"], None) if other.get("lr_scheduler") is not None else None
-    return [SavedScheduler(saved_schedule)] * wanted if saved_schedule else []
+    return [SavedScheduler(saved_schedule)] * count if saved_schedule else []
 
 
 class _Rest:
@@ -247,11 +247,11 @@ class _Rest:
 
 
 def _buffers(match: LoadPlan) -> dict[str, torch.Tensor]:
-    found = {}
+    buffers = {}
     for name, value in match.local_state.buffers().items():
         if f"model/{name}" in match.infos and name in match.local_state.others:
-            found[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
-    return found
+            buffers[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
+    return buffers
 
 
 def _scale(session: Session, match: LoadPlan) -> dict[str, float] | None:
@@ -264,9 +264,9 @@ def _scale(session: Session, match: LoadPlan) -> dict[str, float] | None:
     used = int(scale.get("delayed_shift", 1)) - int(scale.get("cur_hysteresis", 1))
     since = int(scale.get("cur_iter", 0)) - int(scale.get("last_overflow_iter", -1)) - 1
     good = good_steps(since, scaler.plan.growth_interval)
-    found = {"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good}
-    type(scaler)(scaler.plan).load_state_dict(found)
-    return found
+    state = {"scale": float(scale["cur_scale"]), "overflows": used, "good_steps": good}
+    type(scaler)(scaler.plan).load_state_dict(state)
+    return state
 
 
 def good_steps(since: int, window: int) -> int:
@@ -297,13 +297,13 @@ class PartRun(EngineRun):
     @property
     def speaks(self) -> bool:
         """Return True if this rank warns: rank 0 of the first part."""
-        others = self._session.mesh.joined
-        return self.rank == 0 and (others is None or others.rank == 0)
+        model_axis = self._session.mesh.joined
+        return self.rank == 0 and (model_axis is None or model_axis.rank == 0)
 
     def directory(self, root: str) -> str:
         """Return the directory of this part; ``root`` itself if the model has one part."""
-        others = self._session.mesh.joined
-        return root if others is None else str(Path(root) / _name(others.rank))
+        model_axis = self._session.mesh.joined
+        return root if model_axis is None else str(Path(root) / _name(model_axis.rank))
 
     def gather(self, value: object, /) -> list[Any]:
         """Return the ``value`` of every rank of this part, for :func:`agree`. Collective over all parts.
@@ -311,12 +311,12 @@ class PartRun(EngineRun):
         A failure of the same rank of another part replaces a success.
         """
         rows = super().gather(value)
-        others = self._session.mesh.joined
-        if others is None:
+        model_axis = self._session.mesh.joined
+        if model_axis is None:
             return rows
         failed: dict[int, Any] = {}
         own = [[rank, row] for rank, row in enumerate(rows) if isinstance(row, dict) and "error" in row]
-        parts: list[Any] = others.exchange_object(own)
+        parts: list[Any] = model_axis.exchange_object(own)
         for number, part in enumerate(parts):
             for rank, row in part:
                 failed.setdefault(rank, {**row, "error": f"in {_name(number)}: {row['error']}"})
@@ -325,8 +325,8 @@ class PartRun(EngineRun):
     def everybody(self, value: object) -> list[Any]:
         """Return the ``value`` of every rank of every part. Collective over all parts."""
         rows = super().gather(value)
-        others = self._session.mesh.joined
-        parts: list[Any] = [rows] if others is None else others.exchange_object(rows)
+        model_axis = self._session.mesh.joined
+        parts: list[Any] = [rows] if model_axis is None else model_axis.exchange_object(rows)
         return [row for part in parts for row in part]
 
     def find(self, root: str, tag: str | None, latest: str = LATEST) -> str | None:
@@ -336,20 +336,20 @@ class PartRun(EngineRun):
             CheckpointError: on every rank, if the parts have different checkpoints.
             NotImplementedError: it is a universal checkpoint, and there are several parts.
         """
-        own, others = Path(self.directory(root)), self._session.mesh.joined
+        own, model_axis = Path(self.directory(root)), self._session.mesh.joined
         _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
         path: str | None = next((place for (place,) in places if place is not None), None)
-        if others is None:
+        if model_axis is None:
             return path
         if latest != LATEST and (Path(root) / latest).exists():
             raise NotImplementedError(
                 f"{root}: a universal checkpoint cannot be loaded with a model-parallel mpu. Use "
                 "tensor_parallel.autotp_size in the configuration, or leave checkpoint.load_universal out"
             )
-        found: list[Any] = others.exchange_object(None if path is None else _tag_and_step(Path(path)))
-        if any(each != found[0] for each in found):
+        checkpoints: list[Any] = model_axis.exchange_object(None if path is None else _tag_and_step(Path(path)))
+        if any(each != checkpoints[0] for each in checkpoints):
             raise CheckpointError(
-                f"{root}: the parts of the model have different checkpoints, by part [tag, step] {found}. Give a "
+                f"{root}: the parts of the model have different checkpoints, by part [tag, step] {checkpoints}. Give a "
                 "tag= that all parts have, or restore the missing directories"
             )
         return path
@@ -370,8 +370,8 @@ def _place(root: Path, tag: str | None, latest: str) -> str | None:
     tag = tag or read_name(root / latest) or read_name(root / LATEST)
     if tag:
         return str(root / tag) if (root / tag).is_dir() else None
-    found = scan(str(root)) if root.is_dir() else []
-    return str(found[0].path) if found else None  # if the newest is damaged, loading reports it
+    result = scan(str(root)) if root.is_dir() else []
+    return str(result[0].path) if result else None  # if the newest is damaged, loading reports it
 
 
 # ---- Checkpoints without frozen parameters.
@@ -387,8 +387,8 @@ class WithoutFrozen(PartRun):
 
 def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all") -> bool:
     """Return whether the checkpoint fits except for missing frozen parameters, which then keep their values."""
-    held = WithoutFrozen(session).local_state()
-    if not held.left_out:
+    local = WithoutFrozen(session).local_state()
+    if not local.left_out:
         return False
     try:
         source = open_checkpoint(path)
@@ -400,4 +400,4 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all
         return False
     finally:
         source.close()
-    return bool(match.missing) and held.left_out.issuperset(match.missing) and not match.unexpected
+    return bool(match.missing) and local.left_out.issuperset(match.missing) and not match.unexpected

@@ -90,8 +90,8 @@ class PassesApart:
             raise NoSyncError(
                 f"coalesce_grad_reduction() inside {self._open}() is not allowed: leave {self._open}() first"
             )
-        kept = self._session.plan.shard.reduce == "last"
-        with self._entered("coalesce_grad_reduction"), self._session.no_sync() if kept else nullcontext():
+        unsharded = self._session.plan.shard.reduce == "last"
+        with self._entered("coalesce_grad_reduction"), self._session.no_sync() if unsharded else nullcontext():
             yield
         self._session.reduce_rest()
 

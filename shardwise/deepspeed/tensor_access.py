@@ -39,19 +39,19 @@ def _one(param: nn.Parameter) -> OneParameter | None:
 
 
 def _trained(param: nn.Parameter, what: str) -> OneParameter:
-    found = _one(param)
-    if found is None:
+    state = _one(param)
+    if state is None:
         raise ValueError(
             f"{what} of a parameter of shape {tuple(param.shape)} (requires_grad={param.requires_grad}) without an "
             "engine; give a parameter that deepspeed.initialize trains"
         )
-    return found
+    return state
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the fp32 master in the parameter's shape, or the parameter if it has no master."""
-    found = _one(param)
-    return None if found is None else found.value()
+    owner = _one(param)
+    return None if owner is None else owner.value()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -65,8 +65,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         KeyError: the optimizer has no state of that name.
     """
-    found = _one(param)
-    return None if found is None else found.state(optim_state_key)
+    owner = _one(param)
+    return None if owner is None else owner.state(optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -88,10 +88,10 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         RuntimeError: between the passes of an accumulation at stages 0 and 1, before gradients are averaged.
     """
     session = session_of(param) if param.requires_grad else None
-    found = None if session is None else session.one(param)
-    if session is None or found is None:
+    owner = None if session is None else session.one(param)
+    if session is None or owner is None:
         return None
-    return found.unreduced() if PassesApart.has(session) else found.gradient()
+    return owner.unreduced() if PassesApart.has(session) else owner.gradient()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -104,10 +104,10 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Replace the gradient of each parameter by ``update_func(gradient, parameter)``."""
     for param in param_list:
-        found = safe_get_full_grad(param)
-        if found is not None:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
             with torch.no_grad():
-                safe_set_full_grad(param, update_func(found, param))
+                safe_set_full_grad(param, update_func(grad, param))
 
 
 # The local shard of a parameter, which may be empty.
@@ -115,8 +115,8 @@ def safe_update_full_grad_vectorized(
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the local shard of :func:`safe_get_full_fp32_param`, 1-D."""
-    found = _one(param)
-    return None if found is None else found.value(own=True)
+    owner = _one(param)
+    return None if owner is None else owner.value(own=True)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -126,8 +126,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the local shard of :func:`safe_get_full_optimizer_state`, 1-D."""
-    found = _one(param)
-    return None if found is None else found.state(optim_state_key, own=True)
+    owner = _one(param)
+    return None if owner is None else owner.state(optim_state_key, own=True)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -137,8 +137,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return the local shard of :func:`safe_get_full_grad`, 1-D."""
-    found = _one(param)
-    return None if found is None else found.gradient(own=True)
+    owner = _one(param)
+    return None if owner is None else owner.gradient(own=True)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:

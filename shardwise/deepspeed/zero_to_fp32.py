@@ -98,7 +98,7 @@ def _opened(
         frozen = _frozen(state, directory) if exclude_frozen else set()
         entries = {n: e for n, e in model_entries(source, dtype).items() if n not in frozen}
         if not entries:
-            raise CheckpointError(f"{directory} holds no model, or none but frozen parameters: name another checkpoint")
+            raise CheckpointError(f"{directory} has no model, or only frozen parameters: name another checkpoint")
         return source, entries, {n: first for n, first in state.get("aliases", {}).items() if first in entries}
     except BaseException:
         source.close()
@@ -106,14 +106,14 @@ def _opened(
 
 
 def _frozen(state: Mapping[str, Any], directory: str | Path) -> set[str]:
-    kept = state.get("user_state", state)
-    found = kept.get(FROZEN) if isinstance(kept, Mapping) else None
-    if not isinstance(found, list):
+    user_state = state.get("user_state", state)
+    names = user_state.get(FROZEN) if isinstance(user_state, Mapping) else None
+    if not isinstance(names, list):
         raise CheckpointError(
             f"exclude_frozen_parameters: {directory} does not say which parameters were frozen; give "
             "exclude_frozen_parameters=True to save_checkpoint, which leaves them out"
         )
-    return set(found)
+    return set(names)
 
 
 def convert_zero_checkpoint_to_state_dict(
@@ -139,11 +139,11 @@ def convert_zero_checkpoint_to_state_dict(
         ValueError: an unsupported dtype, or an invalid size.
         OSError: the directory cannot be written; earlier files in it are unchanged.
     """
-    wanted = DTYPES.get(str(dtype).removeprefix("torch."))
-    if wanted is None:
+    float_dtype = DTYPES.get(str(dtype).removeprefix("torch."))
+    if float_dtype is None:
         raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}")
     limit = parse_size(str(max_shard_size)) if max_shard_size is not None else float("inf")
-    source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, wanted)
+    source, entries, tied = _opened(checkpoint_dir, tag, exclude_frozen_parameters, float_dtype)
     base, kind = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     weight_map: dict[str, str] = {}
     target = Path(output_dir)
@@ -196,10 +196,10 @@ def load_state_dict_from_zero_checkpoint(
         CheckpointError: ``checkpoint_dir`` has no checkpoint that can be read.
     """
     model = model.cpu()
-    found = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
-    if found.missing_keys or found.unexpected_keys:
+    keys = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    if keys.missing_keys or keys.unexpected_keys:
         warn_user(
-            f"{checkpoint_dir}: not in it {_some(found.missing_keys)}; not in the model {_some(found.unexpected_keys)}"
+            f"{checkpoint_dir}: not in it {_some(keys.missing_keys)}; not in the model {_some(keys.unexpected_keys)}"
         )
     return model
 
@@ -230,12 +230,12 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def _numbered(folder: str | Path, pattern: str) -> list[str]:
-    found = [str(path) for path in Path(folder).glob(pattern)]
-    if not found:
+    paths = [str(path) for path in Path(folder).glob(pattern)]
+    if not paths:
         raise FileNotFoundError(
             f"{folder} has no {pattern}; get_fp32_state_dict_from_zero_checkpoint reads shardwise's own checkpoints"
         )
-    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
 def write_program(directory: str | Path) -> None:
@@ -260,18 +260,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="which checkpoint; by default what latest names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what nobody trained")
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir,
-            given.output_dir,
-            given.max_shard_size,
-            given.safe_serialization,
-            given.tag,
-            given.exclude_frozen_parameters,
+            options.checkpoint_dir,
+            options.output_dir,
+            options.max_shard_size,
+            options.safe_serialization,
+            options.tag,
+            options.exclude_frozen_parameters,
         )
     except (CheckpointError, OSError, ValueError) as error:
-        if given.debug:
+        if options.debug:
             raise
         parser.exit(1, f"{parser.prog}: {error}\n")
 

@@ -76,19 +76,19 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             raise ValueError(f"a plan with average={plan.grad.average!r}: give 'sum', accelerate divides the loss")
         sizes = {name: getattr(plan.mesh, name) for name in ("tp", "pp", "sp")}
         if max(sizes.values()) > 1:
-            given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise NotImplementedError(
-                f"a plan with {given} is not available here, where every rank is given batches of its own: leave them "
-                "1, or use shardwise.shard or the Booster's HybridParallelPlugin"
+                f"a plan with {shown} is not available here, because every rank gets batches of its own: leave them 1, "
+                "or use shardwise.shard or the Booster's HybridParallelPlugin"
             )
-        wanted = mixed_precision or read_variable("ACCELERATE_MIXED_PRECISION")
-        self.plan = with_precision(plan, wanted)
+        precision = mixed_precision or read_variable("ACCELERATE_MIXED_PRECISION")
+        self.plan = with_precision(plan, precision)
         super().__init__(mixed_precision="no", **options)
         if self.distributed_type in OWN_SHARDING:
-            raise ValueError(f"distributed_type={self.distributed_type} shards by itself: leave it out, or the plan")
+            raise ValueError(f"distributed_type={self.distributed_type} shards, too: leave it out, or the plan")
         backend = self.state.dynamo_plugin.backend
         if backend != DynamoBackend.NO:
-            raise NotImplementedError(f"dynamo_backend={backend} is not available: compile the model's blocks before")
+            raise NotImplementedError(f"dynamo_backend={backend} is not available: compile the model's blocks first")
         parallel = self.parallelism_config
         if parallel is not None and (parallel.tp_enabled or parallel.cp_enabled or parallel.sp_enabled):
             raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
@@ -104,9 +104,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         met = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.num_processes != met:
             raise RuntimeError(
-                f"{met} ranks have met, but accelerate takes this process for one of {self.num_processes}, so each "
-                "rank would be given the batches of all: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT "
-                "before the first use of accelerate (TrainingArguments is one), as torchrun and 'shardwise run' do"
+                f"torch.distributed has {met} ranks, but accelerate knows of {self.num_processes}, so each rank would "
+                "get all batches. Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the first use "
+                "of accelerate (TrainingArguments is one), as torchrun and 'shardwise run' do"
             )
 
     # ---- prepare
@@ -152,18 +152,18 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         owners: dict[int, list[Optimizer]] = {id(model): [] for model in models}
         parameters = {id(model): {id(p) for p in model.parameters()} for model in models}
         for optimizer in optimizers:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            mine = [key for key, own in parameters.items() if held & own]
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = [key for key, own in parameters.items() if ids & own]
             if len(mine) != 1:
                 raise ValueError(
                     f"prepare() got {type(optimizer).__name__} with parameters of {len(mine)} of the {len(models)} "
-                    "models beside it: give each optimizer together with its one model"
+                    "models in the call: pass each optimizer together with its one model"
                 )
             on_disk = getattr(optimizer, "nvme_offload_fraction", 0.0)
             if on_disk:
                 raise NotImplementedError(
-                    f"nvme_offload_fraction={on_disk} of {type(optimizer).__name__} is not available: say where "
-                    "state is in the plan (state_disk_fraction)"
+                    f"nvme_offload_fraction={on_disk} of {type(optimizer).__name__} is not available: set "
+                    "state_disk_fraction in the plan"
                 )
             owners[mine[0]].append(optimizer)
         made: dict[int, Any] = {}
@@ -175,8 +175,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             session.module.__dict__[SESSION] = session
             self._watch_passes(session)
             made[id(model)] = self._adopt(session.module, self._models)
-            for given, sharded in zip(own, session.optimizers, strict=True):
-                made[id(given)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)
+            for plain, sharded in zip(own, session.optimizers, strict=True):
+                made[id(plain)] = self._adopt(PreparedOptimizer(sharded, session), self._optimizers)
         return made
 
     @staticmethod
@@ -193,8 +193,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         if session is not None:
             return self._adopt_again(session)
         if evaluation_mode:
-            whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-            return whole
+            full_model: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            return full_model
         sharded: nn.Module = self._shard([model], [])[id(model)]
         return sharded
 
@@ -242,8 +242,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     def _prepared(self) -> list[Session]:
         """Return the sessions of the models in accelerate's list."""
-        found = {id(session.module): session for session in self._sessions}
-        return [found[id(each)] for each in self._models if id(each) in found]
+        by_module = {id(session.module): session for session in self._sessions}
+        return [by_module[id(each)] for each in self._models if id(each) in by_module]
 
     # ---- passes
 
@@ -279,15 +279,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         with session.no_sync() if session is not None and keeps_whole else nullcontext():
             yield
 
-    def _owners(self, given: Mapping[int, Tensor]) -> list[Session]:
+    def _owners(self, params: Mapping[int, Tensor]) -> list[Session]:
         """Return the sessions with optimizers that have trained parameters among ``given`` (by id)."""
         return [
             session
             for session in self._sessions
-            if session.optimizers and any(id(p) in given and p.requires_grad for p in session.params)
+            if session.optimizers and any(id(p) in params and p.requires_grad for p in session.params)
         ]
 
-    def _only(self, given: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
+    def _only(self, params: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
         """Return the only optimizer that steps by the gradients of ``given``, or ``None``.
 
         With ``None`` torch's functions clip them, because ``.grad`` of a sharded parameter gives the result for all
@@ -297,15 +297,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             return None
         session = owners[0]
         trained = {id(p) for p in session.params if p.requires_grad}
-        others = [p for key, p in given.items() if key not in trained and p.grad is not None]
-        if len(owners) == len(session.optimizers) == 1 and not trained - given.keys() and not others:
+        foreign = [p for key, p in params.items() if key not in trained and p.grad is not None]
+        if len(owners) == len(session.optimizers) == 1 and not trained - params.keys() and not foreign:
             return session.optimizers[0]
         if any(each.plan.precision.scaler is not None for each in owners):
             number = sum(len(each.optimizers) for each in owners)
             raise NotImplementedError(
-                f"{call} of {len(trained & given.keys())} of {len(trained)} parameters, {len(others)} others, "
-                f"{len(owners)} models and {number} optimizers, with a loss scale, is not available: each optimizer "
-                "would skip other steps; give model.parameters() of one model with one optimizer, or train in bf16"
+                f"{call} of {len(trained & params.keys())} of {len(trained)} parameters, {len(foreign)} others, "
+                f"{len(owners)} models and {number} optimizers, with a loss scale, is not available: optimizers "
+                "would skip different steps; give model.parameters() of one model with one optimizer, or train in bf16"
             )
         return None
 
@@ -324,15 +324,15 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             NotImplementedError: with a loss scale, parameters other than those of a complete model with one optimizer.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        given = {id(p): p for p in parameters}
-        owners = self._owners(given)
-        optimizer = self._only(given, owners, "clip_grad_norm_")
+        params = {id(p): p for p in parameters}
+        owners = self._owners(params)
+        optimizer = self._only(params, owners, "clip_grad_norm_")
         limit = float(max_norm) if self.sync_gradients or not owners else math.inf
         if optimizer is None:
             for each in owners:
                 each.reduce_rest()
-            found: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
-            return found
+            norm: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
+            return norm
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -343,9 +343,9 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             clip_value: the largest absolute value.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        given = {id(p): p for p in parameters}
-        owners = self._owners(given)
-        optimizer = self._only(given, owners, "clip_grad_value_")
+        params = {id(p): p for p in parameters}
+        owners = self._owners(params)
+        optimizer = self._only(params, owners, "clip_grad_value_")
         if owners and not self.sync_gradients:
             return
         if optimizer is None:
@@ -369,10 +369,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
                 self._in_block = False
 
     def _watch_passes(self, session: Session) -> None:
-        found = weakref.WeakMethod(self._passes_lost)  # a session has the lifetime of its model, which may be longer
+        counter = weakref.WeakMethod(self._passes_lost)  # a session has the lifetime of its model, which may be longer
 
         def lost() -> None:
-            tell = found()
+            tell = counter()
             if tell is not None:
                 tell()
 
@@ -454,8 +454,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             self._told_unprepared = True
             warn_user(
                 f"save_state() without {', '.join(trained)}: no model is prepared any more since free_memory() or "
-                "clear(), which drops all of them, whatever it is given. Give those that go on, with their optimizers, "
-                "to prepare(...) again"
+                "clear(), which drop all models, with or without arguments. Call prepare(...) again for the models and "
+                "optimizers that you continue with"
             )
 
     def load_state(
@@ -534,9 +534,9 @@ def prepare(
     accelerator = ShardwiseAccelerator(plan=plan, **options)
     given = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]
     made = accelerator.prepare(*given)
-    found = dict(zip(map(id, given), made if len(given) > 1 else (made,), strict=True))
-    others = (found.get(id(each)) for each in (optimizer, dataloader, scheduler))
-    return Prepared(accelerator, found[id(model)], *others)
+    result = dict(zip(map(id, given), made if len(given) > 1 else (made,), strict=True))
+    others = (result.get(id(each)) for each in (optimizer, dataloader, scheduler))
+    return Prepared(accelerator, result[id(model)], *others)
 
 
 # ---- ``mixed_precision`` of accelerate as the number formats of a plan.

@@ -67,8 +67,8 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
         counts = _counts(sessions, hooks)
         if len(set(counts)) > 1:
             raise ValueError(
-                f"load_state with {counts} hooks on ranks 0 to {len(counts) - 1}: what one of them loads would be in "
-                "that rank's part of the models alone; call register_load_state_pre_hook on every rank"
+                f"load_state with {counts} hooks on ranks 0 to {len(counts) - 1}: a hook changes only the "
+                "shards of its own rank; call register_load_state_pre_hook on every rank"
             )
         load(directory)
         if not hooks:
@@ -119,10 +119,10 @@ def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], wri
         agree(job.gather, f"run the hooks of {call}", run, share=False)
 
 
-def _leave(given: list[Any], kept: Sequence[Any]) -> None:
+def _leave(states: list[Any], weights: Sequence[Any]) -> None:
     """Remove from ``given``, accelerate's list, the items that the hooks have removed."""
-    left = {id(each) for each in kept}
-    given[:] = [each for each in given if id(each) in left]
+    left = {id(each) for each in weights}
+    states[:] = [each for each in states if id(each) in left]
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, int]:
@@ -136,7 +136,7 @@ def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[A
         return
     if before is None or before != _outline(state):
         raise ValueError(
-            f"a hook of save_state changed weights of a sharded model (one state has {len(state)} entries now), which "
-            "are saved as a checkpoint of ours, as they are: write them to a file in the hook, and take them out of "
-            "the list (weights.pop())"
+            f"a hook of save_state changed weights of a sharded model (one state has {len(state)} entries now), but "
+            "the checkpoint saves the model's own weights. Write the weights to a file in the hook, and remove them "
+            "from the list (weights.pop())"
         )

@@ -85,8 +85,8 @@ class ShardwiseTrainer(Trainer):
     @property
     def session(self) -> Session | None:
         """Return the session of the model; ``None`` before training."""
-        found: Session | None = self.accelerator.session_of(self.model)
-        return found
+        result: Session | None = self.accelerator.session_of(self.model)
+        return result
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.session is None:
@@ -198,20 +198,20 @@ def _check(args: TrainingArguments, plan: Plan) -> None:
         "bf16_full_eval": args.bf16_full_eval,
         "save_on_each_node": args.save_on_each_node,
     }
-    given = {name: value for name, value in refused.items() if value}
-    if given:
-        raise ValueError(f"{given} does not go with a plan: leave it out")
+    unavailable = {name: value for name, value in refused.items() if value}
+    if unavailable:
+        raise ValueError(f"{unavailable} is not available with a plan: leave it out")
     if args.n_gpu > 1:
-        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process a GPU (shardwise run, or torchrun)")
+        raise ValueError(f"{args.n_gpu} GPUs in one process: start one process per GPU (shardwise run or torchrun)")
     served = getattr(args, "use_vllm", False)  # an argument of TRL
     if served and not plan.shard.always_gathered:
         raise ValueError(
-            f"use_vllm={served} with parameters that are not there between passes: TRL would send NaN in their "
-            "place. Leave it out, or use a plan that keeps them gathered, such as zero(2)"
+            f"use_vllm={served} with sharded parameters: TRL would send NaN to its server. Leave it out, or use a plan "
+            "that keeps parameters gathered, such as zero(2)"
         )
     if plan.grad.update == "backward":
         raise ValueError(
-            f"a plan with update={plan.grad.update!r} keeps no gradients, whose norm Trainer logs: use update='step'"
+            f"a plan with update={plan.grad.update!r} keeps no gradients for the logged norm: use update='step'"
         )
 
 
@@ -260,8 +260,8 @@ def loads_adapters(session: Session) -> Iterator[nn.Module]:
 
     def state_dict(**how: Any) -> dict[str, Any]:
         # Calls with arguments come from the sharded model itself.
-        found: dict[str, Any] = own(**how) if how else dict(outline)
-        return found
+        state: dict[str, Any] = own(**how) if how else dict(outline)
+        return state
 
     answers |= {"state_dict": state_dict, "load_state_dict": session.module.load_state_dict}
     with _answered(model, answers):

@@ -128,27 +128,27 @@ def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: 
     Raises:
         ValueError: a parameter is not the model's.
     """
-    wanted = {id(param): param for param in params}
-    wanted |= {id(param): param for module in modules for param in module.parameters()}
-    found = {id(param): name for name, param in model.named_parameters()}
-    strange = [tuple(param.shape) for key, param in wanted.items() if key not in found]
+    ignored = {id(param): param for param in params}
+    ignored |= {id(param): param for module in modules for param in module.parameters()}
+    names = {id(param): name for name, param in model.named_parameters()}
+    strange = [tuple(param.shape) for key, param in ignored.items() if key not in names]
     if strange:
         raise ValueError(f"ignored parameters of shapes {strange} are not the model's: give some of model.parameters()")
-    trained = [found[key] for key, param in wanted.items() if param.requires_grad]
+    trained = [names[key] for key, param in ignored.items() if param.requires_grad]
     if trained:
         warn_user(
             f"{', '.join(trained[:3])}: {len(trained)} ignored parameters stay whole on every rank, and their "
             "gradients are averaged all the same, which torch leaves to you"
         )
-    return tuple(found[key] for key in found if key in wanted)
+    return tuple(names[key] for key in names if key in ignored)
 
 
 def _sizes(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None) -> MeshPlan:
     pair = group if isinstance(group, tuple) else None
     if (pair is not None or (mesh is not None and mesh.ndim == 2)) != (strategy in HYBRID) and (group or mesh):
-        given = f"process_group={group!r:.60}, device_mesh={mesh!r:.60}"
+        shown = f"process_group={group!r:.60}, device_mesh={mesh!r:.60}"
         raise ValueError(
-            f"{given} with {strategy}: two groups, or dimensions, are for HYBRID_SHARD, one for the others"
+            f"{shown} with {strategy}: two groups, or dimensions, are for HYBRID_SHARD, one for the others"
         )
     if mesh is not None:
         sizes = mesh_of(mesh)
@@ -207,11 +207,11 @@ def plan_of_fully_shard(
     stays = reshard_after_forward is False or kept_by == 1
     ranks = all_ranks() if mesh is None else mesh_of(mesh)
     name_of = {module: name for name, module in model.named_modules()}
-    given = list(units)
-    strange = [type(each).__name__ for each in given if each not in name_of]
+    modules = list(units)
+    strange = [type(each).__name__ for each in modules if each not in name_of]
     if strange:
         raise ValueError(f"units={strange} are no modules of the {type(model).__name__}: give some of model.modules()")
-    names = tuple(name_of[each] for each in given if each is not model)
+    names = tuple(name_of[each] for each in modules if each is not model)
     plan = zero(3).but(
         mesh=ranks if stays else replace(ranks, secondary=kept_by),
         gathered_fraction=1.0 if stays else 0.0,
@@ -296,8 +296,8 @@ def plan_of_ddp(
     for name, flag in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
         if flag:
             warn_user(
-                f"{name}={flag}: buffers are rank 0's at the beginning, and each rank's own from then on; make running "
-                "statistics alike with nn.SyncBatchNorm, or before an evaluation"
+                f"{name}={flag}: buffers are rank 0's at the beginning, and separate afterwards. Synchronise "
+                "running statistics with nn.SyncBatchNorm, or before an evaluation"
             )
     check_all_ranks("process_group", process_group)
     plan = replicated()
@@ -348,12 +348,12 @@ def check_full_precision(model: nn.Module, policy: Any) -> None:
         NotImplementedError: the policy keeps modules of some classes in fp32, and the model has one.
     """
     classes = tuple(getattr(policy, "_module_classes_to_ignore", ()) or ())
-    found = next((name for name, module in model.named_modules() if classes and isinstance(module, classes)), None)
-    if policy.param_dtype is not None and found is not None:
+    norm = next((name for name, module in model.named_modules() if classes and isinstance(module, classes)), None)
+    if policy.param_dtype is not None and norm is not None:
         refuse(
             "mixed_precision.param_dtype",
             policy.param_dtype,
-            f"{found} ({type(model.get_submodule(found)).__name__}) would be computed in fp32 by torch: use a norm "
+            f"{norm} ({type(model.get_submodule(norm)).__name__}) would be computed in fp32 by torch: use a norm "
             "without running statistics, or fp32",
         )
 
@@ -414,10 +414,10 @@ def name_device(name: str, value: Any) -> None:
     Raises:
         NotImplementedError: several devices in one process.
     """
-    given = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
-    if len(given) > 1:
+    devices = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
+    if len(devices) > 1:
         refuse(name, value, "start one process a GPU")
-    if given and not _is_current(given[0]):
+    if devices and not _is_current(devices[0]):
         warn_user(
             f"{name}={value!r} is not in the plan, which names no device: shard(..., device=...) takes it; by default "
             "that is this rank's GPU"
@@ -425,7 +425,7 @@ def name_device(name: str, value: Any) -> None:
 
 
 def _is_current(device: Any) -> bool:
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type != "cuda":
+    gpu = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if gpu.type != "cuda":
         return not torch.cuda.is_available()
-    return torch.cuda.is_available() and found.index in (None, int(read_variable("LOCAL_RANK") or 0))
+    return torch.cuda.is_available() and gpu.index in (None, int(read_variable("LOCAL_RANK") or 0))

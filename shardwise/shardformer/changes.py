@@ -117,13 +117,13 @@ def _checkpoint(
             f"gradient_checkpoint_config={config!r} for a {type(model).__name__}: it has no layers of transformers' "
             f"{LAYER}; leave it None, and use torch.utils.checkpoint in the model"
         )
-    wanted: list[tuple[nn.Module, bool]] = []
+    expected: list[tuple[nn.Module, bool]] = []
     for layers in stacks.values():
         counts = layers_of_stages(len(layers), division.stages, division.layers)
         of_stages = zip(counts, config.layers_of(counts), strict=True)
-        wanted += zip(layers, [at < again for count, again in of_stages for at in range(count)], strict=True)
+        expected += zip(layers, [at < again for count, again in of_stages for at in range(count)], strict=True)
     function = partial(checkpoint, use_reentrant=False)
-    for layer, again in wanted:
+    for layer, again in expected:
         before += [(layer, name, vars(layer).get(name, _ABSENT)) for name in (FUNCTION, FLAG)]
         if not hasattr(layer, FUNCTION):  # a program that enabled it has set the function
             setattr(layer, FUNCTION, function)
@@ -141,10 +141,10 @@ def _take_flash(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
             choose(FLASH)
         except (ValueError, ImportError) as refusal:
             error = refusal
-    kept = {str(config._attn_implementation) for config in known} - {FLASH}
-    if kept or error is not None or not known:
+    attention = {str(config._attn_implementation) for config in known} - {FLASH}
+    if attention or error is not None or not known:
         reason = f" ({error})" if error is not None else ""
-        kinds = f" is {', '.join(sorted(kept))}" if kept else ""
+        kinds = f" is {', '.join(sorted(attention))}" if attention else ""
         warn_user(
             f"enable_flash_attention=True without effect in a {type(model).__name__}, whose attention{kinds} is its own"
             f"{reason}"

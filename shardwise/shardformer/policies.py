@@ -123,7 +123,7 @@ class Policy(ABC):
 
     def get_held_layers(self) -> list[nn.Module]:
         """Return the layers of a pipeline stage. Not used yet."""
-        raise NotImplementedError(f"{type(self).__name__}.get_held_layers: a model is in one piece here; call it never")
+        raise NotImplementedError(f"{type(self).__name__}.get_held_layers: the model is not split; remove the call")
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
         """Return the parameters that stages share: none."""
@@ -163,13 +163,13 @@ class PolicyArchitecture:
         policy.set_model(model)
         policy.set_shard_config(config_over(tp_plan.axis.size, self.plan))
         _same(model, before, policy.preprocess)
-        found = 0
+        result = 0
         for key, description in policy.module_policy().items():
             for name, module in model.named_modules():
                 if type(module) is key or type(module).__name__ == key:
-                    found += 1
+                    result += 1
                     _describe(ModuleRules(tp_plan, self.plan, module), name or type(model).__name__, description)
-        if not found:
+        if not result:
             raise ValueError(f"{self!r} names no class that a {type(model).__name__} has: give one for this model")
         left = tp_plan.uncovered(model)
         if left:
@@ -181,8 +181,8 @@ class PolicyArchitecture:
 
 def _things(model: nn.Module) -> dict[str, int]:
     """Return the ids of the model's modules and parameters by name."""
-    found: dict[str, int] = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
-    return found | {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    result: dict[str, int] = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    return result | {name: id(param) for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Module]) -> None:
@@ -191,10 +191,10 @@ def _same(model: nn.Module, before: dict[str, int], process: Callable[[], nn.Mod
     Raises:
         ValueError: it changed the model.
     """
-    given = process()
+    returned = process()
     step = getattr(process, "__qualname__", repr(process))
-    if given is not model:
-        raise ValueError(f"{step}() returned {type(given).__name__}, not the model that the policy was given")
+    if returned is not model:
+        raise ValueError(f"{step}() returned {type(returned).__name__}, not the model that the policy was given")
     after = _things(model)
     changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     if changed:
@@ -234,16 +234,16 @@ def _at(module: nn.Module, path: str, where: str, missing_is_none: bool = False)
     Raises:
         ValueError: there is no such object; the message has ``where``.
     """
-    found: Any = module
+    result: Any = module
     for step in path.split("."):
         match = STEP.fullmatch(step)
         if match is None:
             raise ValueError(f"{where}: {step!r} is no name; give names with dots, and numbers in brackets")
-        found = getattr(found, match["name"], None)
+        result = getattr(result, match["name"], None)
         for index in re.findall(r"\d+", match["indices"]):
-            found = found[int(index)] if found is not None and int(index) < len(found) else None
-        if found is None:
+            result = result[int(index)] if result is not None and int(index) < len(result) else None
+        if result is None:
             break
-    if found is None and not missing_is_none:
+    if result is None and not missing_is_none:
         raise ValueError(f"{where}: a {type(module).__name__} has no {path!r}")
-    return found
+    return result

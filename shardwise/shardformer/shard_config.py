@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import ProcessGroup
 
@@ -140,6 +140,8 @@ class ShardConfig:
     moe_dp_group: ProcessGroup | None = None
     ep_group: ProcessGroup | None = None
     fp8_communication: bool = False
+    sequence_parallel_size: ClassVar[int] = 1
+    expert_parallel_size: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name, instead in NOT_YET.items():
@@ -159,16 +161,6 @@ class ShardConfig:
     def tensor_parallel_size(self) -> int:
         """Return the number of ranks that layers are sharded over."""
         return self._tensor_parallel_size
-
-    @property
-    def sequence_parallel_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    @property
-    def expert_parallel_size(self) -> int:
-        """Return 1."""
-        return 1
 
 
 def config_over(ranks: int, plan: TensorPlan) -> ShardConfig:

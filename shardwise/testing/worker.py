@@ -209,16 +209,16 @@ def _store(where: Rendezvous, timeout: timedelta) -> Store:
 
     A file store would be polled every 10 ms, several times for every group that a task creates.
     """
-    found = Path(where.directory) / "port"
+    result = Path(where.directory) / "port"
     if where.rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        part = found.with_suffix(".part")
+        part = result.with_suffix(".part")
         part.write_text(str(store.port))
-        part.rename(found)
+        part.rename(result)
         return store
-    while not found.exists():  # the pool ends this rank if rank 0 never writes it
+    while not result.exists():  # the pool ends this rank if rank 0 never writes it
         time.sleep(0.001)
-    return TCPStore("127.0.0.1", int(found.read_text()), is_master=False, timeout=timeout, wait_for_workers=False)
+    return TCPStore("127.0.0.1", int(result.read_text()), is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 class _Garbage:

@@ -36,7 +36,7 @@ def convert_to_zero_v2(
 
     ``model_config`` has arguments of :class:`ShardedModelV2`, ``optimizer_config`` those of the optimizer.
     """
-    for name, given in (("model_config", model_config), ("optimizer_config", optimizer_config)):
-        as_mapping(name, given or {}, "a dict of arguments, or None")
+    for name, config in (("model_config", model_config), ("optimizer_config", optimizer_config)):
+        as_mapping(name, config or {}, "a dict of arguments, or None")
     sharded = ShardedModelV2(model, **(model_config or {}))
     return sharded, ShardedOptimizerV2(sharded, optimizer, **(optimizer_config or {}))

@@ -54,17 +54,19 @@ class ModelArguments:
         number("reduce_scatter_bucket_size_mb", size, f"[{-most}, {most}]", "a size in MiB")
         for name in ("fp32_reduce_scatter", "use_memory_tracer", "reuse_fp16_shard"):
             boolean(name, getattr(self, name))
-        given = self.offload_config
-        if given is not None and (set(given) != {"device"} or given["device"] not in ("cpu", "cuda", "none", None)):
-            raise ValueError(f"offload_config={given!r}: give {{'device': 'cpu'}}, or None to offload nothing")
+        offload = self.offload_config
+        if offload is not None and (
+            set(offload) != {"device"} or offload["device"] not in ("cpu", "cuda", "none", None)
+        ):
+            raise ValueError(f"offload_config={offload!r}: give {{'device': 'cpu'}}, or None to offload nothing")
         policy = self.tensor_placement_policy
         if policy is None:
             return
         if policy not in POLICIES:
             raise ValueError(f"tensor_placement_policy={policy!r}: give one of {', '.join(map(repr, POLICIES))}")
-        if given is not None or self.use_memory_tracer:
+        if offload is not None or self.use_memory_tracer:
             raise ValueError(
-                f"tensor_placement_policy={policy!r} with offload_config={given!r}, use_memory_tracer="
+                f"tensor_placement_policy={policy!r} with offload_config={offload!r}, use_memory_tracer="
                 f"{self.use_memory_tracer}: it took their place; give one of them"
             )
 
@@ -202,22 +204,22 @@ def _tiers(model: ModelArguments, optimizer: OptimizerArguments | None, facts: M
 
 def without_effect(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> list[str]:
     """Return the arguments without effect, each with the reason."""
-    found: list[str] = []
+    result: list[str] = []
     bucket = model.reduce_scatter_bucket_size_mb
     if facts.packing is not None and bucket != DEFAULT_BUCKET_MB:
-        found.append(f"reduce_scatter_bucket_size_mb={bucket}: sharded parameters are reduced as they are gathered")
+        result.append(f"reduce_scatter_bucket_size_mb={bucket}: sharded parameters are reduced as they are gathered")
     if model.fp32_reduce_scatter and facts.dtype not in HALF_DTYPES:
-        found.append(f"fp32_reduce_scatter={model.fp32_reduce_scatter}: gradients are not 16-bit")
+        result.append(f"fp32_reduce_scatter={model.fp32_reduce_scatter}: gradients are not 16-bit")
     if optimizer is not None:
-        asked = model.offload_config is not None and model.cpu_offload
-        if asked and not optimizer.cpu_offload:
-            found.append(
+        offloads = model.offload_config is not None and model.cpu_offload
+        if offloads and not optimizer.cpu_offload:
+            result.append(
                 f"offload_config={model.offload_config!r} with cpu_offload=False of the optimizer: gradients are "
                 "where their update reads them"
             )
         ratio = optimizer.gpu_margin_mem_ratio
         if ratio > 0.0 and not (model.traces and model.cpu_offload):
-            found.append(
+            result.append(
                 f"gpu_margin_mem_ratio={ratio}: it needs use_memory_tracer=True and offload_config={{'device': 'cpu'}}"
             )
-    return found
+    return result

@@ -122,7 +122,7 @@ class ZeroInitContext:
 
     def __enter__(self) -> ZeroInitContext:
         if self in _ACTIVE:
-            raise RuntimeError(f"{self!r} is entered already: make another context for a part inside")
+            raise RuntimeError(f"{self!r} is active already: create another context for a nested part")
         with ExitStack() as stack:
             if self._seed is not None:
                 devices = [self.target_device] if self.target_device.type == "cuda" else []

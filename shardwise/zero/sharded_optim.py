@@ -128,7 +128,7 @@ class ShardedOptimizerV2(OptimizerFront):
     def get_memory_usage(self) -> tuple[int, int]:
         """Return the bytes of masters and state of this rank: (on its GPU, in host memory)."""
         session = self.model.session
-        kept = ("masters", "optimizer state")
+        kinds = ("masters", "optimizer state")
         by_tier = session.memory().by_tier
-        device, host = (sum(by_tier.get(tier, {}).get(kind, 0) for kind in kept) for tier in ("device", "host"))
+        device, host = (sum(by_tier.get(tier, {}).get(kind, 0) for kind in kinds) for tier in ("device", "host"))
         return (device, host) if session.mesh.device.type == "cuda" else (0, device + host)

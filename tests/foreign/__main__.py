@@ -1,6 +1,6 @@
 """``python -m tests.foreign [PROGRAM ...]``: programs written for other libraries, ported and run on two ranks.
 
-Each prints its last loss, which has to be plain PyTorch's. ``--write`` puts the table into ``docs/porting.md``.
+Each prints its last loss, which has to be plain PyTorch's. ``--write`` puts the table into ``docs/inside/porting.md``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tests.foreign.cases import CASES
 from tests.foreign.running import REPOSITORY, Outcome, outcome
 
-PAGE = REPOSITORY / "docs" / "porting.md"
+PAGE = REPOSITORY / "docs" / "inside" / "porting.md"
 START, END = "<!-- what runs -->\n", "<!-- end of what runs -->\n"
 
 
@@ -20,7 +20,7 @@ def main() -> int:
     """Print a line for each program and its output where it is wrong; 1 if one is."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign", description=__doc__)
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help="how their names begin (default: all)")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/porting.md (of all programs)")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/inside/porting.md (all programs)")
     args = parser.parse_args()
     chosen = [case for case in CASES if not args.programs or case.name.startswith(tuple(args.programs))]
     if not chosen or (args.write and args.programs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,10 +118,3 @@ def step_with(model: ShardedModelV2, optimizer: ShardedOptimizerV2, inputs: list
     optimizer.backward(model(torch.tensor([inputs])).sum())
     optimizer.step()
     return model.state_dict()["weight"].flatten()
-
-
-def begin_with(said: Sequence[str], wanted: Sequence[str]) -> None:
-    """Each message is there and begins as it should."""
-    assert len(said) == len(wanted)
-    for found, start in zip(said, wanted, strict=True):
-        assert found.startswith(start), found

@@ -185,11 +185,22 @@ def saved_16bit(tree: Tree, root: Path, _: Any) -> bool:
 TB, CSV, WANDB = ({name: {"enabled": True}} for name in ("tensorboard", "csv_monitor", "wandb"))
 
 
+TB_WRITER = "SummaryWriter {'log_dir': 'DeepSpeedJobName'}"
+WANDB_RUN = {"project": "deepspeed", "group": None, "entity": None}
+AUTOCAST: Tree = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+SCALED: Tree = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+ON_NVME: Tree = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}}
+MASTERS: Tree = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Adam"}}
+WARMING = ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)])
+
+
 def of_file(name: str) -> list[str]:
     """A directory, and the lines of two steps in it."""
     return [name, *(f"{name}/Train_Samples_{each}.csv" for each in ("lr", "train_loss"))]
 
 
+NARROW = "data_types.param_dtype=torch.bfloat16 with fp32 parameters"
+F32, BF16 = torch.float32, torch.bfloat16
 MB, ALL = "train_micro_batch_size_per_gpu", "train_batch_size"
 # By key: what looks, what else is configured, the value, what is seen without the key and with it.
 EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
@@ -201,95 +212,35 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "dataloader_drop_last": (batches, {}, True, 2, 1),
     "checkpoint.load_universal": (loaded, {}, True, "second", "first"),
     "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
-    "fp16.consecutive_hysteresis": (
-        last_scale,
-        {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}},
-        True,
-        8.0,
-        16.0,
-    ),
-    "torch_autocast.enabled": (
-        dtype_of_outputs,
-        {"torch_autocast": {"dtype": "bf16"}},
-        True,
-        torch.float32,
-        torch.bfloat16,
-    ),
-    "torch_autocast.dtype": (
-        dtype_of_outputs,
-        {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-        "fp16",
-        torch.bfloat16,
-        torch.float16,
-    ),
+    "fp16.consecutive_hysteresis": (last_scale, SCALED, True, 8.0, 16.0),
+    "torch_autocast.enabled": (dtype_of_outputs, {"torch_autocast": {"dtype": "bf16"}}, True, F32, BF16),
+    "torch_autocast.dtype": (dtype_of_outputs, AUTOCAST, "fp16", BF16, torch.float16),
     "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
     "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),
-    "scheduler.type": (schedule, {}, "WarmupLR", ("NoneType", [0.5]), ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)])),
+    "scheduler.type": (schedule, {}, "WarmupLR", ("NoneType", [0.5]), WARMING),
     "scheduler.params": (
         schedule,
         {"scheduler": {"type": "WarmupLR"}},
         {"warmup_num_steps": 4, "warmup_type": "linear"},
-        ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)]),
+        WARMING,
         ("WarmupLR", [0.125]),
     ),
-    "tensorboard.enabled": (
-        written,
-        {},
-        True,
-        [],
-        ["SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
-    ),
-    "tensorboard.output_path": (
-        written,
-        TB,
-        "x",
-        ["SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
-        ["SummaryWriter {'log_dir': 'x/DeepSpeedJobName'}"],
-    ),
-    "tensorboard.job_name": (
-        written,
-        TB,
-        "x",
-        ["SummaryWriter {'log_dir': 'DeepSpeedJobName'}"],
-        ["SummaryWriter {'log_dir': 'x'}"],
-    ),
+    "tensorboard.enabled": (written, {}, True, [], [TB_WRITER]),
+    "tensorboard.output_path": (written, TB, "x", [TB_WRITER], ["SummaryWriter {'log_dir': 'x/DeepSpeedJobName'}"]),
+    "tensorboard.job_name": (written, TB, "x", [TB_WRITER], ["SummaryWriter {'log_dir': 'x'}"]),
     "csv_monitor.enabled": (written, {}, True, [], of_file("DeepSpeedJobName")),
     "csv_monitor.output_path": (written, CSV, "x", of_file("DeepSpeedJobName"), ["x", *of_file("x/DeepSpeedJobName")]),
     "csv_monitor.job_name": (written, CSV, "x", of_file("DeepSpeedJobName"), of_file("x")),
-    "wandb.enabled": (written, {}, True, [], ["init {'project': 'deepspeed', 'group': None, 'entity': None}"]),
+    "wandb.enabled": (written, {}, True, [], [f"init {WANDB_RUN}"]),
     **{
-        f"wandb.{key}": (
-            written,
-            WANDB,
-            "x",
-            ["init {'project': 'deepspeed', 'group': None, 'entity': None}"],
-            [f"init { {'project': 'deepspeed', 'group': None, 'entity': None} | {name: 'x'} }"],
-        )
+        f"wandb.{key}": (written, WANDB, "x", [f"init {WANDB_RUN}"], [f"init {WANDB_RUN | {name: 'x'}}"])
         for key, name in (("project", "project"), ("group", "group"), ("team", "entity"))
     },
-    "bf16.bf16_optimizer_states": (
-        moments,
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Adam"}},
-        True,
-        torch.float32,
-        torch.bfloat16,
-    ),
-    "data_types.param_dtype": (
-        refusal,
-        {},
-        "bf16",
-        "none",
-        "data_types.param_dtype=torch.bfloat16 with fp32 parameters",
-    ),
+    "bf16.bf16_optimizer_states": (moments, MASTERS, True, F32, BF16),
+    "data_types.param_dtype": (refusal, {}, "bf16", "none", NARROW),
     "data_parallel_size": (refusal, {}, 3, "none", "data_parallel_size=3"),
     "tensor_parallel.tp.tp_size": (parts, {}, 2, 1, 2),
-    "zero_optimization.offload_param.max_in_cpu": (
-        on_disk,
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}},
-        50,
-        0.0,
-        0.75,
-    ),
+    "zero_optimization.offload_param.max_in_cpu": (on_disk, ON_NVME, 50, 0.0, 0.75),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
         saved_16bit,
         {"zero_optimization": {"stage": 3}},

@@ -78,12 +78,9 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
         ({"optimizer": {"type": "Muon", "params": {"ns_method": "x"}}}, ValueError, "give one of 'gram', 'standard'"),
         ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS works on all parameters"),
         ({"optimizer": {"type": "SparseAdam"}}, ValueError, "SparseAdam works on all parameters"),
-        ({"optimizer": {"type": "AdemW"}}, ValueError, "did you mean 'AdamW'"),
-        ({"optimizer": {"type": "SGD", "params": {"lrr": 1}}}, ValueError, "did you mean 'lr'"),
         ({"optimizer": {"type": "SGD", "params": {"capturable": True}}}, ValueError, "capturable"),
         ({"optimizer": {"type": "AdamW", "params": {"capturable": True}}}, ValueError, "capturable=True"),
         ({"scheduler": {"type": "WarmupLr"}}, ValueError, "did you mean 'WarmupLR'"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, ValueError, "needs 'total_num_steps'"),
     ],
 )
 def test_what_cannot_be_made_is_refused(block: Tree, error: type[Exception], message: str) -> None:
@@ -116,7 +113,7 @@ def test_an_automatic_peak_is_the_optimizers_rate(name: str) -> None:
         deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **config})
 
 
-@pytest.mark.parametrize("value", [True, 1, 1.0, "true"])
+@pytest.mark.parametrize("value", [True, 1, 4, 1.0, "true"])
 @pytest.mark.parametrize("path", [path for path, block in BLOCKS.items() if block.role == "refused"])
 def test_every_way_to_turn_a_refused_block_on_is_refused(path: str, value: Any) -> None:
     switch = BLOCKS[path].switch or "enabled"
@@ -124,7 +121,7 @@ def test_every_way_to_turn_a_refused_block_on_is_refused(path: str, value: Any) 
     if switch == "stages":  # of which one is none
         value, off = 2, [*off, {"stages": 1}]
     for each in off:
-        read_config(_nested(path, each))
+        assert not read_config(_nested(path, each)).findings.ignored
     with pytest.raises(NotImplementedError, match=f"^{path}=.* is not available"):
         read_config(_nested(path, {switch: value}))
 

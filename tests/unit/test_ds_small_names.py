@@ -17,11 +17,6 @@ def found(path: str, name: str) -> Any:
     return getattr(importlib.import_module(f"shardwise.deepspeed.{path}".rstrip(".")), name)
 
 
-def test_the_release_in_parts() -> None:
-    parts = [getattr(deepspeed, f"__version_{part}__") for part in ("major", "minor")]
-    assert ".".join(map(str, [*parts, deepspeed.__version_patch__])) == deepspeed.__version__  # type: ignore[attr-defined]
-
-
 def test_one_process_is_all_of_its_groups() -> None:
     groups = importlib.import_module("shardwise.deepspeed.utils.groups")
     assert groups.get_tensor_model_parallel_src_rank() == groups.get_sequence_parallel_rank() == 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import runpy
 import sys
 import tarfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ds_setup import Recorded, close, ds_config, optimizer_block, start
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_state_dict,
@@ -23,26 +22,6 @@ from shardwise.deepspeed.zero_to_fp32 import (
     main,
 )
 from shardwise.testing import assert_close
-
-
-class Net(nn.Module):
-    """Tied weights, a frozen parameter, buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed, self.back = nn.Embedding(7, 3), nn.Linear(5, 3)
-        self.middle = nn.Linear(3, 5)
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.register_buffer("offset", torch.randn(3))
-        self.register_buffer("count", torch.tensor(3))
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        inside = torch.tanh(self.middle(self.embed(tokens)) + self.frozen)
-        loss: Tensor = self.head(self.back(inside) + self.offset.to(inside.dtype)).float().logsumexp(-1).mean()
-        return loss
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +35,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, di
         truth = load_file(folder / "ds" / case / "truth.safetensors")
         model = {n.removeprefix("model/"): v for n, v in truth.items() if n.startswith("model/")}
         found[case] = (folder / "ds" / case, model)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3},
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = deepspeed.initialize(model=Net(), config=config)[0]
+    engine = start(Recorded(), ds_config(3, bf16={"enabled": True}, optimizer=optimizer_block("AdamW", lr=0.1)))
     for step in range(2):
         engine.backward(engine(torch.tensor([step, 2])))
         engine.step()
         engine.save_checkpoint(str(folder / "ours"), client_state={"tensor": torch.ones(2)})
-    state = engine.state_dict()
-    found["ours"] = (folder / "ours", {n: v for n, v in state.items() if n != "head.weight"})
-    engine.destroy()
+    found["ours"] = (folder / "ours", {n: v for n, v in close(engine).items() if n != "head.weight"})
     return found
 
 
@@ -91,7 +59,7 @@ def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
     assert_close({name: each.contiguous() for name, each in lazy.items()}, wanted, 0.0, case)
     trained = get_fp32_state_dict_from_zero_checkpoint(place, exclude_frozen_parameters=True)
     assert set(wanted) - set(trained) == {"frozen"}
-    model = load_state_dict_from_zero_checkpoint(Net(), place)
+    model = load_state_dict_from_zero_checkpoint(Recorded(), place)
     assert_close(dict(model.state_dict()), wanted, 0.0, case)
     with pytest.warns(UserWarning, match=r"not in it nothing; not in the model .*embed.weight.* and \d more"):
         load_state_dict_from_zero_checkpoint(nn.ReLU(), place)
@@ -140,6 +108,6 @@ def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: A
         convert_zero_checkpoint_to_state_dict(place, tmp_path / "out", "int8")
     with pytest.raises(ValueError, match="'many' is not a size"):
         convert_zero_checkpoint_to_state_dict(place, tmp_path / "out", max_shard_size="many")
-    torch.save(Net().state_dict(), tmp_path / "model.bin")
+    torch.save(Recorded().state_dict(), tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="does not say which parameters were frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "model.bin", exclude_frozen_parameters=True)

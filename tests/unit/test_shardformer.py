@@ -386,10 +386,7 @@ def test_flash_attention_is_torchs_own() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)),
-        lambda: nn.Linear(1, 1),
-    ],
+    [lambda: BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)), lambda: nn.Linear(1, 1)],
     ids=["bloom", "plain"],
 )
 def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module]) -> None:

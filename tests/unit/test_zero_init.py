@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -24,61 +25,38 @@ from shardwise.zero import (
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
 
-REQUIRED = inspect.Parameter.empty
-SIGNATURES: list[tuple[Any, dict[str, Any]]] = [
+SIGNATURES: list[tuple[Any, str]] = [
     (
         ShardedModelV2.__init__,
-        {
-            "module": REQUIRED,
-            "shard_strategy": REQUIRED,
-            "process_group": None,
-            "reduce_scatter_process_group": None,
-            "reduce_scatter_bucket_size_mb": 25,
-            "fp32_reduce_scatter": False,
-            "offload_config": None,
-            "gradient_predivide_factor": 1.0,
-            "use_memory_tracer": False,
-            "reuse_fp16_shard": False,
-        },
+        "self, module, shard_strategy, process_group=None, reduce_scatter_process_group=None, "
+        "reduce_scatter_bucket_size_mb=25, fp32_reduce_scatter=False, offload_config=None, "
+        "gradient_predivide_factor=1.0, use_memory_tracer=False, reuse_fp16_shard=False, ",
     ),
     (
         ShardedOptimizerV2.__init__,
-        {
-            "sharded_model": REQUIRED,
-            "optimizer": REQUIRED,
-            "cpu_offload": False,
-            "gpu_margin_mem_ratio": 0.0,
-            "initial_scale": 2**32,
-            "min_scale": 1,
-            "growth_factor": 2,
-            "backoff_factor": 0.5,
-            "growth_interval": 1000,
-            "hysteresis": 2,
-            "max_scale": 2**32,
-            "keep_unsharded": False,
-            "dp_process_group": None,
-            "mp_process_group": None,
-        },
+        "self, sharded_model, optimizer, cpu_offload=False, gpu_margin_mem_ratio=0.0, initial_scale=4294967296, "
+        "min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2, max_scale=4294967296, "
+        "keep_unsharded=False, dp_process_group=None, mp_process_group=None",
     ),
     (
         ZeroInitContext.__init__,
-        {"target_device": REQUIRED, "shard_strategy": REQUIRED, "shard_param": False}
-        | {"rm_torch_payload_on_the_fly": False, "model_numel_tensor": None, "dp_process_group": None},
+        "self, target_device, shard_strategy, shard_param=False, rm_torch_payload_on_the_fly=False, "
+        "model_numel_tensor=None, dp_process_group=None, ",
     ),
-    (ShardedModelV2.dump_memory_stats, {"filename": "dump_mem_stats.log"}),
-    (ReduceScatterBucketer.__init__, {"bucket_size_mb": 25}),
-    (
-        ReduceScatterBucketer.reduce_scatter_async,
-        {"input_list": REQUIRED, "group": None, "callback_fn": None},
-    ),
-    (no_shard_zero_context, {"is_replicated": True}),
+    (ShardedModelV2.dump_memory_stats, "self, filename='dump_mem_stats.log'"),
+    (ReduceScatterBucketer.__init__, "self, bucket_size_mb=25"),
+    (ReduceScatterBucketer.reduce_scatter_async, "self, input_list, group=None, callback_fn=None"),
+    (no_shard_zero_context, "is_replicated=True"),
 ]
 
 
 @pytest.mark.parametrize(("function", "published"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", None))
-def test_published_arguments_in_name_order_and_default(function: Any, published: dict[str, Any]) -> None:
-    found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    assert [(p.name, p.default) for p in found][: len(published)] == list(published.items())
+def test_published_arguments_in_name_order_and_default(function: Any, published: str) -> None:
+    found, expected = (
+        [(each.name, each.default) for each in inspect.signature(of).parameters.values()]
+        for of in (function, eval(f"lambda {published}: None"))
+    )
+    assert found[: len(expected)] == expected
 
 
 def test_module_paths() -> None:
@@ -227,14 +205,6 @@ def plan(
 CPU = {"offload_config": {"device": "cpu"}}
 
 
-def test_sharded_and_whole_parameters() -> None:
-    sharded, whole = plan(), plan(packing=None)
-    assert (sharded.shard.gathered_fraction, whole.shard.gathered_fraction) == (0.0, 1.0)
-    assert sharded.shard.reduce == whole.shard.reduce == "every"
-    assert whole.shard.packing == ByNumel(chunk_numel=25 * 2**20 // 2, min_chunks=8)
-    assert plan({"reduce_scatter_bucket_size_mb": 0}, packing=None).shard.packing == ByTensor(persist_numel=0)
-
-
 def test_strategies_are_packings() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2)), nn.Tanh())
     assert TensorShardStrategy().packing(model) == ByTensor(persist_numel=0)
@@ -242,36 +212,44 @@ def test_strategies_are_packings() -> None:
     assert BucketTensorShardStrategy().packing(nn.Linear(2, 2)) == ByModule(unit_classes=())
 
 
-def test_formats() -> None:
-    assert plan().precision.accumulate_dtype is torch.float32 and plan().precision.reduce_dtype is None
-    assert plan({"fp32_reduce_scatter": True}).precision.reduce_dtype is torch.float32
-    assert plan({"reuse_fp16_shard": True}).precision.accumulate_dtype is None
-    assert plan(optimizer={}, dtype=torch.bfloat16).precision.scaler is None
-    assert plan(optimizer={}, dtype=None).precision.accumulate_dtype is None
-    scaler = plan(optimizer={"initial_scale": 2**20}).precision.scaler
-    assert scaler is not None and scaler.initial_scale == 2**20
+TRACED = {"use_memory_tracer": True}
+PLANS: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], str, Any]] = [
+    ({}, None, {}, "shard.gathered_fraction", 0.0),
+    ({}, None, {}, "shard.reduce", "every"),
+    ({}, None, {"packing": None}, "shard.gathered_fraction", 1.0),
+    ({}, None, {"packing": None}, "shard.reduce", "every"),
+    ({}, None, {"packing": None}, "shard.packing", ByNumel(chunk_numel=25 * 2**20 // 2, min_chunks=8)),
+    ({"reduce_scatter_bucket_size_mb": 0}, None, {"packing": None}, "shard.packing", ByTensor(persist_numel=0)),
+    ({}, None, {}, "precision.accumulate_dtype", torch.float32),
+    ({}, None, {}, "precision.reduce_dtype", None),
+    ({"fp32_reduce_scatter": True}, None, {}, "precision.reduce_dtype", torch.float32),
+    ({"reuse_fp16_shard": True}, None, {}, "precision.accumulate_dtype", None),
+    ({}, {}, {"dtype": torch.bfloat16}, "precision.scaler", None),
+    ({}, {}, {"dtype": None}, "precision.accumulate_dtype", None),
+    ({}, {"initial_scale": 2**20}, {}, "precision.scaler.initial_scale", 2**20),
+    *(
+        ({"gradient_predivide_factor": None}, None, {"ranks": ranks}, "comm.predivide", factor)
+        for ranks, factor in [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4), (64, 8)]
+    ),
+    ({"gradient_predivide_factor": 3.0}, None, {"ranks": 8}, "comm.predivide", 3.0),
+    ({}, None, {}, "tiers.all_on_device", True),
+    ({}, None, {"params_on_host": True}, "tiers.param_host_fraction", 1.0),
+    ({}, None, {"params_on_host": True, "packing": None}, "tiers.param_host_fraction", 0.0),
+    (CPU, {"cpu_offload": True}, {}, "tiers.state_host_fraction", 1.0),
+    (CPU, {"cpu_offload": True}, {}, "tiers.param_host_fraction", 0.0),
+    (CPU, {}, {}, "tiers.all_on_device", True),
+    (TRACED, None, {}, "tiers.device_capacity_bytes", 2**30),
+    (CPU | TRACED, {"cpu_offload": True, "gpu_margin_mem_ratio": 0.5}, {}, "tiers.auto.margin_ratio", 0.5),
+    ({"tensor_placement_policy": "cpu"}, {}, {}, "tiers.param_host_fraction", 1.0),
+    ({"tensor_placement_policy": "cpu"}, {}, {}, "tiers.state_host_fraction", 1.0),
+    ({"tensor_placement_policy": "auto"}, {}, {}, "tiers.auto.margin_ratio", 0.0),
+    ({"tensor_placement_policy": "cuda"}, {}, {}, "tiers.all_on_device", True),
+]
 
 
-@pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4), (64, 8)])
-def test_the_automatic_factor_is_a_power_of_two_near_the_root(ranks: int, factor: int) -> None:
-    assert plan({"gradient_predivide_factor": None}, ranks=ranks).comm.predivide == factor
-    assert plan({"gradient_predivide_factor": 3.0}, ranks=ranks).comm.predivide == 3.0
-
-
-def test_tiers() -> None:
-    assert plan().tiers.all_on_device
-    assert plan(params_on_host=True).tiers.param_host_fraction == 1.0
-    assert plan(params_on_host=True, packing=None).tiers.param_host_fraction == 0.0
-    offloaded = plan(CPU, {"cpu_offload": True}).tiers
-    assert (offloaded.state_host_fraction, offloaded.param_host_fraction) == (1.0, 0.0)
-    assert plan(CPU, {}).tiers.all_on_device
-    assert plan({"use_memory_tracer": True}).tiers.device_capacity_bytes == 2**30
-    margin = plan(CPU | {"use_memory_tracer": True}, {"cpu_offload": True, "gpu_margin_mem_ratio": 0.5}).tiers
-    assert margin.auto is not None and margin.auto.margin_ratio == 0.5
-    placed = plan({"tensor_placement_policy": "cpu"}, {}).tiers
-    assert (placed.param_host_fraction, placed.state_host_fraction) == (1.0, 1.0)
-    assert plan({"tensor_placement_policy": "auto"}, {}).tiers.auto is not None
-    assert plan({"tensor_placement_policy": "cuda"}, {}).tiers.all_on_device
+@pytest.mark.parametrize(("model", "optimizer", "facts", "path", "value"), PLANS)
+def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, path: str, value: Any) -> None:
+    assert attrgetter(path)(plan(model, optimizer, **facts)) == value
 
 
 def test_offloading_state_needs_a_model_that_offloads() -> None:

@@ -96,14 +96,14 @@ class ShardedModelV2(ModelFront):
         *,
         tensor_placement_policy: str | None = None,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         super().__init__()
         if isinstance(module, ShardedModelV2):
             raise TypeError(f"module is a {type(module).__name__} already: give the plain module")
         if not isinstance(shard_strategy, BaseShardStrategy):
             raise TypeError(f"shard_strategy={shard_strategy!r:.80}: give a TensorShardStrategy() or another instance")
         own: dict[str, Any] = self.__dict__
-        own["arguments"] = picked(ModelArguments, given)
+        own["arguments"] = picked(ModelArguments, arguments)
         marks = _marks(module)
         init_distributed()
         ranks = ranks_of("process_group", process_group)
@@ -240,17 +240,17 @@ def _trace(session: Session) -> MemStats | None:
 
 
 def _marks(module: nn.Module) -> dict[str, ParameterMark]:
-    found: dict[str, ParameterMark] = {}
+    result: dict[str, ParameterMark] = {}
     for name, parameter in module.named_parameters():
         mark = mark_of(parameter)
         if mark is None:
             raise ValueError(f"parameter {name!r} was made outside of ZeroInitContext: build the whole module inside")
-        found[name] = mark
+        result[name] = mark
     for attribute in ("dtype", "target_device"):
-        given = {getattr(mark, attribute) for mark in found.values()}
-        if len(given) > 1:
-            raise ValueError(f"parameters of one model with {attribute} {sorted(map(str, given))}: give one")
-    return found
+        values = {getattr(mark, attribute) for mark in result.values()}
+        if len(values) > 1:
+            raise ValueError(f"parameters of one model with {attribute} {sorted(map(str, values))}: give one")
+    return result
 
 
 def _check_ranks(marks: Mapping[str, ParameterMark], ranks: tuple[int, ...]) -> None:

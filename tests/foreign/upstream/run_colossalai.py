@@ -2,8 +2,8 @@
 
 They are copied with ``colossalai.testing``, and their imports are changed by ``shardwise port``; those over several
 models go on after one that fails. ``without_gpu`` makes their GPU this machine's CPU, and what they catch fail.
-``--write`` puts the table into ``docs/porting.md``, with the reasons of ``colossalai_reasons.py``. ``--results FILE``
-keeps outcomes, so that it can be made of several runs.
+``--write`` puts the table into ``docs/inside/porting.md``, with the reasons of ``colossalai_reasons.py``.
+``--results FILE`` keeps outcomes, so that it can be made of several runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.foreign.running import REPOSITORY
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher
 
-PAGE = REPOSITORY / "docs" / "porting.md"
+PAGE = REPOSITORY / "docs" / "inside" / "porting.md"
 START, END = "<!-- what ran of ColossalAI -->\n", "<!-- end of what ran of ColossalAI -->\n"
 FOLDERS = (
     "test_booster",
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--zoo", action="store_true", help="all models of their zoo, where a few stand for them else")
     parser.add_argument("--keep", type=Path, help="a folder for ported tests and what each file printed")
     parser.add_argument("--results", type=Path, help="a file of outcomes that this run adds to, a line of JSON each")
-    parser.add_argument("--write", action="store_true", help="put the table of all results into docs/porting.md")
+    parser.add_argument("--write", action="store_true", help="put the table of all results into docs/inside/porting.md")
     args = parser.parse_intermixed_args()
     if not (args.checkout / "tests" / "kit").is_dir():
         parser.error(f"{args.checkout} has no tests/kit: give a checkout of the repository, not an installed package")

@@ -11,12 +11,14 @@ import runpy
 import sys
 import tarfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from ds_setup import Recorded, close, start
+from on_ranks import on_ranks
 from safetensors.torch import load_file
 from sets import full
 from shardwise.deepspeed.utils import safe_get_full_grad
@@ -76,25 +78,43 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation: int = 
     return loss / accumulation
 
 
+SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+CLIP_SUMS = 2.5
+"""Of three ranks' sums some are clipped and some are not; of their means none would be."""
+
+
+class Case(NamedTuple):
+    """One configuration; with ``total`` gradients are summed over ranks, and the optimizer is SGD."""
+
+    stage: int
+    accumulation: int
+    precision: str
+    clip: float = CLIP
+    total: bool = False
+
+
+@functools.cache
+def plain(ranks: int, accumulation: int, precision: str, clip: float = CLIP, total: bool = False) -> PlainRun:
+    """The sum over ranks is the mean of losses that are ``ranks`` times as large."""
+    recipe = PlainRecipe(max_norm=clip, param_dtype=DTYPES[precision], loss_scale=SCALE if precision == "fp16" else 1.0)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(model, batch, accumulation) * (ranks if total else 1)
+
+    return train_plain(net, loss, _sgd if total else _adamw, batches(accumulation, ranks), recipe)
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.0)
 
 
-@functools.cache
-def plain(accumulation: int, precision: str) -> tuple[dict[str, Tensor], list[float]]:
-    recipe = PlainRecipe(max_norm=CLIP, param_dtype=DTYPES[precision], loss_scale=SCALE if precision == "fp16" else 1.0)
-    loss = functools.partial(loss_of, accumulation=accumulation)
-    run = train_plain(net, loss, _adamw, batches(accumulation), recipe)
-    return run.masters[-1], run.norms
-
-
-def start(ds_config: dict[str, Any], **arguments: Any) -> deepspeed.DeepSpeedEngine:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return deepspeed.initialize(model=net(), config=ds_config, **arguments)[0]
-
-
-def train(engine: deepspeed.DeepSpeedEngine, steps: Any, rank: int) -> list[float]:
+def train(
+    engine: deepspeed.DeepSpeedEngine, steps: Any, rank: int, before_step: Callable[[], None] = lambda: None
+) -> list[float]:
     norms = []
     for step in steps:
         for index, micro in enumerate(step):
@@ -102,120 +122,71 @@ def train(engine: deepspeed.DeepSpeedEngine, steps: Any, rank: int) -> list[floa
             loss = loss_of(engine, micro[rank])
             returned = engine.backward(loss)
             assert torch.equal(returned, loss.detach() / len(step))
+            if engine.is_gradient_accumulation_boundary():
+                before_step()
             engine.step()
             assert engine.was_step_applied() == (index == len(step) - 1)
         norms.append(engine.get_global_grad_norm() or math.nan)
     return norms
 
 
-def close(engine: deepspeed.DeepSpeedEngine) -> None:
-    engine.destroy()
-    engine.session.mesh.close()
+Trained = tuple[dict[str, Tensor], list[float], list[dict[str, Tensor]]]
 
 
-Result = dict[tuple[int, int, str], tuple[dict[str, Tensor], list[float]]]
+def trained(cases: Sequence[Case]) -> list[Trained]:
+    """The last state, and the norms and gradients of each step."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    results: list[Trained] = []
+    for stage, accumulation, precision, clip, total in cases:
+        changes = {"gradient_allreduce_op": "SUM", "optimizer": SGD} if total else {}
+        engine = start(net(), config(stage, accumulation, precision, gradient_clipping=clip, **changes))
+        gradients: list[dict[str, Tensor]] = []
 
+        def note(engine: deepspeed.DeepSpeedEngine = engine, gradients: Any = gradients) -> None:
+            named = engine.module.named_parameters()
+            gradients.append({name: safe_get_full_grad(param).clone() for name, param in named})
 
-def _every_stage(rank: int, cases: list[tuple[int, int, str]]) -> Result:
-    results = {}
-    for stage, accumulation, precision in cases:
-        engine = start(config(stage, accumulation, precision))
-        norms = train(engine, batches(accumulation), rank)
+        norms = train(engine, batches(accumulation, ranks), rank, note)
         assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
-        assert engine.get_batch_info() == (4 * accumulation * RANKS, 4, accumulation)
-        results[stage, accumulation, precision] = (engine.state_dict(), norms)
-        close(engine)
+        assert engine.get_batch_info() == (4 * accumulation * ranks, 4, accumulation)
+        results.append((close(engine), norms, gradients))
     return results
 
 
-def every_stage(cases: list[tuple[int, int, str]]) -> Result:
-    return _every_stage(torch.distributed.get_rank(), cases)
+def check_trained(ranks: int, cases: Sequence[Case]) -> None:
+    for results in run_ranks(ranks, trained, cases, timeout=120.0):
+        for case, (state, norms, gradients) in zip(cases, results, strict=True):
+            expected = plain(ranks, *case[1:])
+            # 16 bits round a sum over passes before and after it is one over ranks.
+            tolerance = 2e-6 if case.precision == "fp32" else 1e-2 if case.total else 5e-3
+            assert_close(state, expected.masters[-1], tolerance, str(case))
+            assert norms == pytest.approx(expected.norms, rel=1e-5 if case.precision == "fp32" else 2e-2), case
+            assert case.total or min(expected.norms) > CLIP
+            for got, want in zip(gradients, expected.gradients, strict=True):
+                assert_close(got, want, 2e-6 if case.precision == "fp32" else 3e-2, str(case))
 
 
 @pytest.mark.parametrize("turn", [0, *full(1, 2)])
 def test_every_stage_equals_plain_torch(turn: int) -> None:
     # Every stage with every precision, a third of the pairs a turn; one pass and three of them take turns.
     places = [(stage, (stage + turn) % len(DTYPES)) for stage in range(4)]
-    cases = [(stage, 1 if (stage + place) % 2 else 3, list(DTYPES)[place]) for stage, place in places]
-    for results in run_ranks(RANKS, every_stage, cases, timeout=120.0):
-        for (stage, accumulation, precision), (state, norms) in results.items():
-            expected, expected_norms = plain(accumulation, precision)
-            # Stages 0 and 1 add the passes up before they reduce, which 16 bits round differently.
-            tolerance = 2e-6 if precision == "fp32" else 5e-3
-            where = f"stage {stage}, {accumulation} passes, {precision}"
-            assert_close(state, expected, tolerance, where)
-            for norm, expected_norm in zip(norms, expected_norms, strict=True):
-                assert norm == pytest.approx(expected_norm, rel=2e-2 if precision != "fp32" else 1e-5), where
-                assert expected_norm > CLIP
-
-
-# ---- gradient_allreduce_op="sum": gradients summed over ranks equal plain torch's of the summed loss
-
-CLIP_SUMS = 2.5
-"""Of three ranks' sums some are clipped and some are not; of their means none would be."""
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
-SumCase = tuple[int, int, str, float]
-
-
-@functools.cache
-def plain_sums(ranks: int, accumulation: int, precision: str, clip: float) -> PlainRun:
-    """The mean over ranks of losses that are ``ranks`` times as large."""
-    recipe = PlainRecipe(max_norm=clip, param_dtype=DTYPES[precision], loss_scale=SCALE if precision == "fp16" else 1.0)
-    return train_plain(
-        net,
-        lambda model, batch: loss_of(model, batch) * ranks / accumulation,
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
-        batches(accumulation, ranks),
-        recipe,
-    )
-
-
-Found = tuple[dict[str, Tensor], list[float], list[dict[str, Tensor]]]
-
-
-def summed(cases: Sequence[SumCase]) -> list[Found]:
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found: list[Found] = []
-    for stage, accumulation, precision, clip in cases:
-        changes = {"gradient_allreduce_op": "SUM", "gradient_clipping": clip, "optimizer": SGD}
-        engine = start(config(stage, accumulation, precision, **changes))
-        norms, gradients = [], []
-        for step in batches(accumulation, ranks):
-            for micro in step:
-                engine.backward(loss_of(engine, micro[rank]))
-                if engine.is_gradient_accumulation_boundary():
-                    named = engine.module.named_parameters()
-                    gradients.append({name: safe_get_full_grad(p).clone() for name, p in named})
-                engine.step()
-            norms.append(engine.get_global_grad_norm())
-        found.append((engine.state_dict(), norms, gradients))
-        close(engine)
-    return found
+    check_trained(RANKS, [Case(stage, 1 if (stage + place) % 2 else 3, list(DTYPES)[place]) for stage, place in places])
 
 
 @pytest.mark.parametrize(("ranks", "turn"), [(2, 0), *full((2, 1), (2, 2), (3, None))])
 def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
     """On two ranks every stage has another precision each turn; on three, fp32 alone."""
-    cases: list[SumCase] = [
-        (stage, 1 + (stage + place) % 2, list(DTYPES)[place], CLIP_SUMS if clipped else 0.0)
+    cases = [
+        Case(stage, 1 + (stage + place) % 2, list(DTYPES)[place], clip, total=True)
         for stage in range(4)
         for place in ([0] if turn is None else [(stage + turn) % len(DTYPES)])
-        for clipped in (False, True)
+        for clip in (0.0, CLIP_SUMS)
     ]
-    for found in run_ranks(ranks, summed, cases, timeout=120.0):
-        for (stage, accumulation, precision, clip), (state, norms, gradients) in zip(cases, found, strict=True):
-            where = f"stage {stage}, {accumulation} passes, {precision}, clipped to {clip}"
-            expected = plain_sums(ranks, accumulation, precision, clip)
-            # 16 bits round a sum over passes before and after it is one over ranks.
-            tolerance = 2e-6 if precision == "fp32" else 1e-2
-            assert_close(state, expected.masters[-1], tolerance, where)
-            assert norms == pytest.approx(expected.norms, rel=1e-5 if precision == "fp32" else 2e-2), where
-            for got, want in zip(gradients, expected.gradients, strict=True):
-                assert_close(got, want, 2e-6 if precision == "fp32" else 3e-2, where)
+    check_trained(ranks, cases)
 
 
 def test_some_sums_are_clipped_and_no_mean_would_be() -> None:
-    norms = [norm for accumulation in (1, 2) for norm in plain_sums(3, accumulation, "fp32", CLIP_SUMS).norms]
+    norms = [norm for accumulation in (1, 2) for norm in plain(3, accumulation, "fp32", CLIP_SUMS, True).norms]
     assert max(norms) > CLIP_SUMS > min(norms) and max(norms) / 3 < CLIP_SUMS
 
 
@@ -233,32 +204,26 @@ def test_what_is_no_sum_and_no_mean() -> None:
 # ---- offload, checkpoints and zero.*
 
 
-def offloaded(directory: str) -> dict[str, list[Tensor]]:
-    """The parameters with parameters and state on the device, on the host, on a disk, and in shard groups of one."""
-    rank = torch.distributed.get_rank()
-    nvme = {"device": "nvme", "nvme_path": directory}
+@on_ranks(RANKS)
+def test_offloading_changes_no_bit(tmp_path: Path) -> None:
+    """Parameters and state on the device, on the host and on a disk."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     cases = {
+        "device": {},
         "host": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
         "disk": {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}},
         "part": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-        "device": {},
     }
-    results = {}
+    first: dict[str, Tensor] = {}
     for name, zero in cases.items():
-        engine = start(config(3, zero_optimization={"stage": 3, "stage3_max_live_parameters": 50, **zero}))
-        train(engine, batches(1), rank)
-        state = dict(engine.session.memory().by_tier)
-        assert name not in state or sum(state[name].values()) > 0
-        results[name] = list(engine.state_dict().values())
-        close(engine)
-    return results
-
-
-def test_offloading_changes_no_bit(tmp_path: Path) -> None:
-    results = run_ranks(RANKS, offloaded, str(tmp_path))[0]
-    for name, values in results.items():
-        assert all(map(torch.equal, values, results["device"])), name
-    assert_close(dict(zip(net().state_dict(), results["device"], strict=True)), plain(1, "fp32")[0], 2e-6, "offloaded")
+        engine = start(net(), config(3, zero_optimization={"stage": 3, "stage3_max_live_parameters": 50, **zero}))
+        train(engine, batches(1), torch.distributed.get_rank())
+        tiers = dict(engine.session.memory().by_tier)
+        assert name not in tiers or sum(tiers[name].values()) > 0
+        state = close(engine)
+        first = first or state
+        assert_close(state, first, 0.0, name)
+    assert_close(first, plain(RANKS, 1, "fp32").masters[-1], 2e-6, "on the device")
 
 
 def scheduled(**changes: Any) -> dict[str, Any]:
@@ -266,16 +231,18 @@ def scheduled(**changes: Any) -> dict[str, Any]:
     return config(3, 1, scheduler=schedule, **changes)
 
 
-def checkpoints(directory: str) -> None:
+@on_ranks(RANKS)
+def test_checkpoints_resume_exactly_and_change_stage(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     rank = torch.distributed.get_rank()
     steps = batches(1) + batches(1)
-    straight = start(scheduled())
+    straight = start(net(), scheduled())
     train(straight, steps[:2], rank)
     rates = [straight.get_lr()]
     assert straight.save_checkpoint(directory, client_state={"epoch": 4, "names": ["a"]})
     train(straight, steps[2:], rank)
     for stage in (3, 1):
-        again = start(scheduled() | {"zero_optimization": {"stage": stage}})
+        again = start(net(), scheduled() | {"zero_optimization": {"stage": stage}})
         path, client = again.load_checkpoint(directory)
         assert path == f"{directory}/global_step2" and client == {"epoch": 4, "names": ["a"]}
         assert (again.global_steps, again.global_samples) == (2, 16)
@@ -285,7 +252,7 @@ def checkpoints(directory: str) -> None:
         for name, value in straight.state_dict().items():
             assert torch.equal(again.state_dict()[name], value), (stage, name)
         close(again)
-    alone = start(scheduled())
+    alone = start(net(), scheduled())
     before = alone.get_lr()
     _, client = alone.load_checkpoint(directory, "global_step2", load_module_only=True)
     assert client == {"epoch": 4, "names": ["a"]}
@@ -294,10 +261,7 @@ def checkpoints(directory: str) -> None:
     # Another optimizer than the one that was saved: its states are not wanted, nor compared.
     model = net()
     other = [{"params": [p]} for p in model.parameters()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        arguments: dict[str, Any] = {"optimizer": torch.optim.SGD(other, lr=0.5), "config": config(3)}
-        second = deepspeed.initialize(model=model, **arguments)[0]
+    second = start(model, config(3), optimizer=torch.optim.SGD(other, lr=0.5))
     for engine, kept in ((alone, rates[0]), (second, [0.5] * len(other))):
         path, client = engine.load_checkpoint(directory, "global_step2", load_optimizer_states=False)
         assert path == f"{directory}/global_step2" and client == {"epoch": 4, "names": ["a"]}
@@ -310,33 +274,13 @@ def checkpoints(directory: str) -> None:
     assert not alone.save_16bit_model(directory)
     close(alone)
     close(straight)
-    engine = start(config(2, 1, "bf16"))
+    engine = start(net(), config(2, 1, "bf16"))
     assert engine.save_16bit_model(directory)
     torch.distributed.barrier()
     saved = torch.load(f"{directory}/pytorch_model.bin", weights_only=True)
     assert list(saved) == list(net().state_dict())
     assert all(torch.equal(saved[name], value.bfloat16()) for name, value in net().state_dict().items())
     close(engine)
-
-
-def test_checkpoints_resume_exactly_and_change_stage(tmp_path: Path) -> None:
-    run_ranks(RANKS, checkpoints, str(tmp_path))
-
-
-class Recorded(nn.Module):
-    """The model of tests/data/make_deepspeed.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.middle = nn.Linear(3, 5)
-        self.back = nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.register_buffer("offset", torch.randn(3))
-        self.register_buffer("count", torch.tensor(3))
-        self.register_buffer("hidden", torch.randn(2), persistent=False)
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def foreign(
@@ -346,17 +290,13 @@ def foreign(
     names = dict(model.named_parameters())
     held = [{"params": [names[name] for name in group]} for group in groups]
     optimizer = torch.optim.AdamW(held, lr=0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        arguments: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "config": ds_config}
-        engine = deepspeed.initialize(model=model, **arguments)[0]
-        path, client = engine.load_checkpoint(directory)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    engine = start(model, ds_config, optimizer=optimizer, lr_scheduler=schedule)
+    path, client = engine.load_checkpoint(directory)
     assert path is not None
     counted = [engine.global_steps, engine.global_samples, schedule.last_epoch, client, engine.optimizer.loss_scale]
-    result = engine.state_dict(), engine.optimizer.state_dict(), counted  # type: ignore[union-attr]
-    close(engine)
-    return result
+    moments = engine.optimizer.state_dict()
+    return close(engine), moments, counted
 
 
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
@@ -383,7 +323,8 @@ def test_checkpoints_of_deepspeed_are_read(case: str, tmp_path: Path) -> None:
     assert len(optimizer["state"]) == sum(map(len, groups)) and optimizer["param_groups"][0]["lr"] != 0.5
 
 
-def zero_contexts() -> None:
+@on_ranks(RANKS)
+def test_zero_init_and_gathered_parameters() -> None:
     rank = torch.distributed.get_rank()
     some = [torch.distributed.new_group([each]) for each in range(RANKS)][rank]
     with pytest.raises(NotImplementedError, match=r"no argument for zero_optimization\.zero_hpz_partition_size"):
@@ -412,10 +353,6 @@ def zero_contexts() -> None:
     close(engine)
 
 
-def test_zero_init_and_gathered_parameters() -> None:
-    run_ranks(RANKS, zero_contexts)
-
-
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +363,9 @@ class Frozen(nn.Module):
         return self.head(torch.tanh(self.base(x)))
 
 
-def frozen(directory: str) -> None:
+@on_ranks(RANKS)
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     rank = torch.distributed.get_rank()
 
     def begin(seed: int, stage: int) -> deepspeed.DeepSpeedEngine:
@@ -454,7 +393,8 @@ def frozen(directory: str) -> None:
     assert engine.global_steps == again.global_steps == 3
     close(engine)
     again.module.base.requires_grad_(True)
-    close(again)
+    again.destroy()
+    again.session.mesh.close()
     more = Frozen()
     more.extra = nn.Linear(2, 2)
     for model, name in ((Frozen().requires_grad_(True), r"base\.weight"), (more, r"extra\.weight")):
@@ -464,39 +404,30 @@ def frozen(directory: str) -> None:
         close(other)
 
 
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    run_ranks(RANKS, frozen, str(tmp_path))
-
-
-def overflow() -> list[float]:
-    scales = []
+@on_ranks(RANKS)
+def test_overflow_skips_the_schedule_too_and_stops_at_the_lowest_scale() -> None:
     changes = {"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 2}}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    engine = start(config(2, scheduler=schedule, **changes))
+    engine = start(net(), config(2, scheduler=schedule, **changes))
     before = engine.state_dict()
-    for attempt in range(2):
-        loss = engine(torch.randn(4, 5).half()).float().sum() * math.inf
-        engine.backward(loss)
-        if attempt == 1:
-            with pytest.raises(RuntimeError, match="at its minimum"):
-                engine.step()
-        else:
+    flags = [engine.optimizer.overflow]
+    for factor, refused in ((math.inf, False), (math.inf, True), (math.inf, False), (1.0, False)):
+        engine.backward(engine(torch.ones(4, 5).half()).float().sum() * factor)
+        engine.optimizer.loss_scaler.raise_error_at_min_scale = refused
+        with pytest.raises(RuntimeError, match="at its minimum") if refused else contextlib.nullcontext():
             engine.step()
-        scales.append(engine.optimizer.cur_scale)
-    assert (engine.skipped_steps, engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (2, 2, -1)
-    assert not engine.was_step_applied()
-    assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+        assert engine.optimizer.cur_scale == 2.0
+        flags.append(engine.optimizer.overflow)
+        if factor == math.inf:
+            assert not engine.was_step_applied()
+            assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    assert flags == [False, True, True, True, False]
+    assert (engine.skipped_steps, engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 4, 0)
     close(engine)
-    safe = start(config(3, precision="bf16"))
-    safe.backward(safe(torch.randn(4, 5).bfloat16()).float().sum() * math.nan)
+    safe = start(net(), config(3, precision="bf16"))
+    safe.backward(safe(torch.ones(4, 5).bfloat16()).float().sum() * math.nan)
     safe.step()
-    assert safe.skipped_steps == 1 and all(bool(v.isfinite().all()) for v in safe.state_dict().values())
-    close(safe)
-    return scales
-
-
-def test_overflow_skips_the_schedule_too_and_stops_at_the_lowest_scale() -> None:
-    assert run_ranks(RANKS, overflow) == [[2.0, 2.0]] * RANKS
+    assert safe.skipped_steps == 1 and all(bool(v.isfinite().all()) for v in close(safe).values())
 
 
 def tutorial(stage: int, directory: str | None, epochs: int) -> str:

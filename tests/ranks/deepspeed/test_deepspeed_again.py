@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 
 class Net(nn.Module):
@@ -33,12 +35,7 @@ class Net(nn.Module):
 
 
 def config(stage: int, half: bool) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": half},
-    }
+    return ds_config(stage, 2, optimizer=optimizer_block("AdamW", lr=1e-2), bf16={"enabled": half})
 
 
 def train(engine: deepspeed.DeepSpeedEngine, first: int) -> dict[str, Tensor]:
@@ -50,7 +47,15 @@ def train(engine: deepspeed.DeepSpeedEngine, first: int) -> dict[str, Tensor]:
     return state
 
 
-def again(stages: tuple[int, int], half: bool) -> list[str]:
+def texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(each.message) for each in caught if "already has an engine" in str(each.message)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stages", "half"), [*full(((1, 1), True)), ((2, 3), False), *full(((3, 3), True)), ((3, 0), False)]
+)
+def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = Net()
@@ -60,25 +65,18 @@ def again(stages: tuple[int, int], half: bool) -> list[str]:
         assert engine.module is model and first.session.closed
         assert_close(engine.state_dict(), weights, 0.0, "the first one's weights, unrounded")
         assert model.head.weight is model.embed.weight and not model.inner.bias.requires_grad
-        found = train(engine, 2)
+        trained = train(engine, 2)
         engine.destroy()
         other = Net()
         other.load_state_dict(weights)
         expected = deepspeed.initialize(model=other, config=config(stages[1], half))[0]
-        assert_close(found, train(expected, 2), 0.0, "as an engine that is made of these weights")
+        assert_close(trained, train(expected, 2), 0.0, "as an engine that is made of these weights")
         expected.destroy()
         if stages[1] < 3:  # whose parameters stay readable; no word, since the other had ended
             deepspeed.initialize(model=other, config=config(stages[0], half))[0].destroy()
-    return [str(each.message) for each in caught if "already has an engine" in str(each.message)]
-
-
-@pytest.mark.parametrize(
-    ("stages", "half"), [*full(((1, 1), True)), ((2, 3), False), *full(((3, 3), True)), ((3, 0), False)]
-)
-def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None:
-    told, nothing = run_ranks(2, again, stages, half)
-    assert nothing == [] and len(told) == 1
-    assert told[0].startswith("initialize() of a Net that already has an engine: that engine and its")
+    assert len(texts(caught)) == (dist.get_rank() == 0)
+    begin = "initialize() of a Net that already has an engine: that engine and its"
+    assert all(text.startswith(begin) for text in texts(caught))
 
 
 def asked(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
@@ -100,13 +98,21 @@ def asked(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
     return found
 
 
-def destroyed(stage: int, half: bool, ends: bool) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("stage", "half", "ends", "ranks"),
+    [
+        *full((1, True, True, 1), (2, True, False, 1)),
+        (3, True, False, 1),
+        (1, True, True, 2),
+        *full((2, True, False, 2), (3, True, False, 2)),
+    ],
+)
+def test_utilities_answer_for_the_newer_engine(stage: int, half: bool, ends: bool, ranks: int) -> None:
     """An engine, of which the program keeps its optimizer, and another one of the same model."""
     model, kept = Net(), []
     for _ in range(3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            engine = deepspeed.initialize(model=model, config=config(stage, half))[0]
+        engine = start(model, config(stage, half))
         kept.append(engine)
         other = Net()
         other.load_state_dict(engine.state_dict())
@@ -128,28 +134,12 @@ def destroyed(stage: int, half: bool, ends: bool) -> None:
         assert not model.inner.weight.any()
 
 
-@pytest.mark.parametrize(
-    ("stage", "half", "ends", "ranks"),
-    [
-        *full((1, True, True, 1), (2, True, False, 1)),
-        (3, True, False, 1),
-        (1, True, True, 2),
-        *full((2, True, False, 2), (3, True, False, 2)),
-    ],
-)
-def test_utilities_answer_for_the_newer_engine(stage: int, half: bool, ends: bool, ranks: int) -> None:
-    run_ranks(ranks, destroyed, stage, half, ends)
-
-
-def advised(stage: int) -> str:
-    model = Net()
-    deepspeed.initialize(model=model, config=config(stage, False))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        deepspeed.initialize(model=model, config=config(stage, False))[0].destroy()
-    return next((str(each.message) for each in caught if "already has an engine" in str(each.message)), "")
-
-
+@on_ranks(2)
 def test_destroy_is_advised_where_it_leaves_the_values() -> None:
     for stage in (0, 2, 3):
-        assert ("destroy()" in run_ranks(2, advised, stage)[0]) is (stage < 3)
+        model = Net()
+        deepspeed.initialize(model=model, config=config(stage, False))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            deepspeed.initialize(model=model, config=config(stage, False))[0].destroy()
+        assert ["destroy()" in text for text in texts(caught)] == [stage < 3] * (dist.get_rank() == 0)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import ds_config, start
+from on_ranks import on_ranks
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import PeerError
-from shardwise.testing import run_ranks
 
 Call = Callable[[deepspeed.DeepSpeedEngine, str], object]
 
 
 def engine_of(stage: int) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage},
-    }
-    return deepspeed.initialize(model=nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), config=config)[0]
+    return start(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), ds_config(stage))
 
 
 def train(engine: deepspeed.DeepSpeedEngine, _: str) -> object:
@@ -58,43 +53,28 @@ CALLS: dict[Call, str] = {
 }
 
 
-def alone(stage: int, call: Call, folder: str) -> str:
-    """Rank 0 makes the call, rank 1 goes on training."""
-    engine = engine_of(stage)
-    train(engine, folder)
-    engine.save_checkpoint(folder, tag="before")
-    told = ""
-    try:
-        (call if dist.get_rank() == 0 else train)(engine, folder)
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(("call", "stage"), [(save, 3), (load, 3), (save_16bit, 2), (read, 3)])
 def test_a_rank_that_trains_on_and_one_that_is_alone_in_a_call_are_told_which(
     call: Call, stage: int, tmp_path: Path
 ) -> None:
-    for told in run_ranks(2, alone, stage, call, str(tmp_path)):
-        assert CALLS[call] in told and "every rank has to make such a call" in told, told
+    """Rank 0 makes the call, rank 1 goes on training."""
+    folder = str(tmp_path)
+    engine = engine_of(stage)
+    train(engine, folder)
+    engine.save_checkpoint(folder, tag="before")
+    with pytest.raises(PeerError) as told:
+        (call if dist.get_rank() == 0 else train)(engine, folder)
+    dist.barrier()
+    assert CALLS[call] in str(told.value) and "every rank has to make such a call" in str(told.value)
 
 
-def apart(folder: str) -> tuple[str, list[str]]:
-    engine, mine = engine_of(3), os.path.join(folder, f"of-{dist.get_rank()}")
-    said = ""
-    try:
-        engine.save_checkpoint(mine)
-    except CheckpointError as error:
-        said = str(error)
-    there = os.listdir(mine) if os.path.isdir(mine) else []
-    engine.save_checkpoint(os.path.join(folder, "all"))
-    engine.destroy()
-    return said, there
-
-
+@on_ranks(2)
 def test_directories_that_differ_are_named_and_nothing_is_saved(tmp_path: Path) -> None:
-    for said, there in run_ranks(2, apart, str(tmp_path)):
-        assert "does not see" in said and "use the same directory on every rank" in said, said
-        assert there == []
+    engine, mine = engine_of(3), tmp_path / f"of-{dist.get_rank()}"
+    with pytest.raises(CheckpointError, match=r"does not see.* use the same directory on every rank"):
+        engine.save_checkpoint(str(mine))
+    assert not mine.exists() or not list(mine.iterdir())
+    engine.save_checkpoint(str(tmp_path / "all"))
+    engine.destroy()
     assert (tmp_path / "all" / "latest").exists()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
@@ -73,56 +75,39 @@ def plain(dtype: torch.dtype, scale: float) -> tuple[dict[str, Tensor], list[flo
 
 
 def engine_at(stage: int, block: dict[str, Any], **more: Any) -> deepspeed.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": PASSES,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-2, "weight_decay": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "torch_autocast": block,
-        **more,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=Net(), config=config)[0]
-    return engine
+    adamw = optimizer_block("AdamW", lr=1e-2, eps=1e-2, weight_decay=1e-2)
+    passes = {"gradient_accumulation_steps": PASSES, "gradient_clipping": CLIP}
+    return start(Net(), ds_config(stage, 5, optimizer=adamw, torch_autocast=block, **passes, **more))
 
 
-def trained(stage: int, dtype: str) -> tuple[dict[str, Tensor], list[float], list[float], int]:
-    engine = engine_at(stage, {"enabled": True, "dtype": dtype})
-    assert engine.torch_autocast_enabled()
-    assert engine.torch_autocast_dtype() == getattr(torch, dtype.removeprefix("torch."))
-    losses, scales = [], []
-    for step in batches():
-        for micro in step:
-            loss = engine(*micro[dist.get_rank()])
-            with torch.autocast("cpu", torch.float16 if "b" in dtype else torch.bfloat16):  # has no say
-                assert torch.equal(loss, engine(*micro[dist.get_rank()]))
-            assert engine.module.seen == [engine.torch_autocast_dtype()] * 2 + [torch.float32]
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        scales.append(engine.optimizer.loss_scale)
-    state, skipped = engine.state_dict(), engine.skipped_steps
-    engine.destroy()
-    return state, losses, scales, skipped
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("dtype", "stage"),
     [("bfloat16", 0), ("torch.float16", 3), *full(("torch.float16", 1), ("bfloat16", 2), ("bfloat16", 3))],
 )
 def test_as_plain_torch_under_autocast(dtype: str, stage: int) -> None:
-    found = run_ranks(RANKS, trained, stage, dtype)
-    expected, losses, scales = plain(getattr(torch, dtype.removeprefix("torch.")), 2.0**16)
-    for rank, (state, own, own_scales, skipped) in enumerate(found):
-        assert own == pytest.approx(losses[rank::RANKS], rel=LIMIT)
-        assert_close(state, expected, LIMIT, f"stage {stage}, {dtype}")
-        assert own_scales == scales
-        assert skipped == sum(a != b for a, b in zip([2.0**16, *scales], scales, strict=False) if dtype != "bfloat16")
+    kind, rank = getattr(torch, dtype.removeprefix("torch.")), dist.get_rank()
+    expected, losses, scales = plain(kind, 2.0**16)
+    engine = engine_at(stage, {"enabled": True, "dtype": dtype})
+    assert engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == kind
+    own, own_scales = [], []
+    for step in batches():
+        for micro in step:
+            loss = engine(*micro[rank])
+            with torch.autocast("cpu", torch.float16 if "b" in dtype else torch.bfloat16):  # has no say
+                assert torch.equal(loss, engine(*micro[rank]))
+            assert engine.module.seen == [kind] * 2 + [torch.float32]
+            engine.backward(loss)
+            engine.step()
+            own.append(loss.item())
+        own_scales.append(engine.optimizer.loss_scale)
+    assert own == pytest.approx(losses[rank::RANKS], rel=LIMIT) and own_scales == scales
+    skipped = sum(a != b for a, b in zip([2.0**16, *scales], scales, strict=False) if dtype != "bfloat16")
+    assert engine.skipped_steps == skipped
     assert dtype == "bfloat16" or (scales[0] < 2.0**16 and scales[-1] == scales[-2]), "some steps overflow, some do not"
-    apart = Net().state_dict()
-    assert max(float((expected[name] - apart[name]).abs().max()) for name in expected) > 100 * LIMIT, "it has trained"
+    assert_close(close(engine), expected, LIMIT, f"stage {stage}, {dtype}")
+    first = Net().state_dict()
+    assert max(float((expected[name] - first[name]).abs().max()) for name in expected) > 100 * LIMIT, "it has trained"
 
 
 def outside(stage: int) -> list[str]:
@@ -147,7 +132,8 @@ def test_an_autocast_of_the_program_has_no_say(stage: int) -> None:
     assert second == [], "one rank warns"
 
 
-def refused() -> None:
+@on_ranks(1)
+def test_what_does_not_go_together_is_named() -> None:
     with pytest.raises(ValueError, match=r"torch_autocast\.dtype=None with torch_autocast\.enabled: give 'bfloat16'"):
         engine_at(1, {"enabled": True})
     with pytest.raises(ValueError, match=r"torch_autocast\.dtype=torch\.float16 with bf16\.enabled: give the same"):
@@ -155,7 +141,3 @@ def refused() -> None:
     engine = engine_at(2, {"enabled": True, "dtype": "bf16"}, bf16={"enabled": True})
     assert engine(*batches()[0][0][0]).isfinite() and engine.module.seen[-1] is torch.bfloat16
     engine.destroy()
-
-
-def test_what_does_not_go_together_is_named() -> None:
-    run_ranks(1, refused)

@@ -11,65 +11,46 @@ from typing import Any
 
 import pytest
 import torch
-from launching import SECONDS, forked, start
+from ds_setup import close, start
+from launching import SECONDS, forked
+from launching import start as start_process
+from on_ranks import on_ranks
 from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
 
 RANKS = 2
 
 
-def collectives() -> dict[str, Any]:
+@on_ranks(RANKS)
+def test_collectives_by_hand() -> None:
     comm = importlib.import_module("shardwise.deepspeed.comm")
     rank = comm.get_rank()
-    found: dict[str, Any] = {}
-    one = torch.ones(1) * (rank + 1)
+    one, part, mine, both = torch.ones(1) * (rank + 1), torch.empty(1), torch.empty(1), torch.zeros(RANKS)
+    log = {"prof": False, "log_name": "x", "debug": "y"}
     comm.all_reduce(one)
-    found["one"] = float(one)
-    part = torch.empty(1)
-    comm.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]) * (rank + 1))
-    found["part"] = float(part)
-    mine = torch.empty(1)
     comm.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, src=0)
-    found["mine"] = float(mine)
+    comm.reduce_scatter_tensor(part, tensor=torch.tensor([1.0, 2.0]) * (rank + 1), **log)
+    comm.all_gather_into_tensor(both, tensor=torch.tensor(float(rank)), **log)
+    assert (one.item(), mine.item(), part.item(), both.tolist()) == (3.0, 5.0 + rank, [3.0, 6.0][rank], [0.0, 1.0])
+    comm.all_to_all_single(both, tensor=torch.tensor([10.0, 20.0]) + rank, **log)
+    assert both.tolist() == [10.0 * (rank + 1), 10.0 * (rank + 1) + 1.0]
     comm.monitored_barrier()
-    turned = comm.new_group([1])
+    group = comm.new_group([1])
     if rank == 1:
-        assert comm.get_global_rank(turned, 0) == 1 and comm.get_all_ranks_from_group(turned) == [1]
-    found["all"] = comm.get_all_ranks_from_group(comm.get_world_group())
-    assert comm.get_all_ranks_from_group() == found["all"]
-    return found
+        assert comm.get_global_rank(group, 0) == 1 and comm.get_all_ranks_from_group(group) == [1]
+    assert comm.get_all_ranks_from_group(comm.get_world_group()) == comm.get_all_ranks_from_group() == [0, 1]
 
 
-def test_collectives_by_hand() -> None:
-    for rank, found in enumerate(run_ranks(RANKS, collectives)):
-        assert found == {
-            "one": 3.0,
-            "part": [3.0, 6.0][rank],
-            "mine": [5.0, 6.0][rank],
-            "all": [0, 1],
-        }
-
-
-def groups_of_an_engine() -> tuple[Any, ...]:
-    groups = importlib.import_module("shardwise.deepspeed.utils.groups")
-    engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})[0]
-    found = (
-        groups.get_data_parallel_rank(),
-        groups.get_data_parallel_world_size(),
-        groups.get_tensor_model_parallel_src_rank(),
-        groups.get_sequence_parallel_rank(),
-    )
-    engine.destroy()
-    engine.session.mesh.close()
-    return found
-
-
+@on_ranks(RANKS)
 def test_groups_of_an_engine() -> None:
-    assert run_ranks(RANKS, groups_of_an_engine) == [(rank, RANKS, rank, 0) for rank in range(RANKS)]
+    groups, rank = importlib.import_module("shardwise.deepspeed.utils.groups"), torch.distributed.get_rank()
+    engine = start(nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1})
+    assert (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()) == (rank, RANKS)
+    assert (groups.get_tensor_model_parallel_src_rank(), groups.get_sequence_parallel_rank()) == (rank, 0)
+    close(engine)
 
 
 def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
@@ -91,7 +72,7 @@ def test_ranks_that_are_given_meet(how: str, tmp_path: Path) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             given, variables = {}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-    ranks = [start(forked(meets, rank, given, variables)) for rank in range(2)]
+    ranks = [start_process(forked(meets, rank, given, variables)) for rank in range(2)]
     for each in ranks:
         each.join(SECONDS)
     assert [each.exitcode for each in ranks] == [0, 0]

@@ -9,25 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from ds_setup import close, ds_config, start
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import run_ranks
 
 RANKS, MICRO = 2, 3
 
 
 def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2},
-        **changes,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return deepspeed.initialize(model=nn.Linear(4, 2), config=config)[0]
+    return start(nn.Linear(4, 2), ds_config(2, MICRO, **changes))
 
 
 def loss(engine: deepspeed.DeepSpeedEngine) -> Tensor:
@@ -35,21 +28,20 @@ def loss(engine: deepspeed.DeepSpeedEngine) -> Tensor:
     return value
 
 
-def close(engine: deepspeed.DeepSpeedEngine) -> list[int]:
-    counts = [engine.global_steps, engine.global_samples]
-    engine.destroy()
-    engine.session.mesh.close()
-    return counts
+def counts(engine: deepspeed.DeepSpeedEngine) -> list[float]:
+    """Steps, and samples in micro-batches of all ranks."""
+    return [engine.global_steps, engine.global_samples / (MICRO * RANKS)]
 
 
-def unmanaged() -> list[list[int]]:
+@on_ranks(RANKS)
+def test_samples_are_those_of_the_passes_of_each_step() -> None:
     engine = started(managed_gradient_accumulation=False)
     seen = []
     for passes in (3, 1, 2):
         for _ in range(passes):
             engine.backward(loss(engine))
         engine.step()
-        seen.append([engine.global_steps, engine.global_samples])
+        seen.append(counts(engine))
     engine.backward(loss(engine))
     engine.zero_grad()  # which keeps it, at stage 2
     engine.optimizer.zero_grad()  # that pass is of no step
@@ -60,21 +52,22 @@ def unmanaged() -> list[list[int]]:
     engine.backward(value, retain_graph=True)
     engine.backward(value)
     engine.step()
-    return [*seen, close(engine)]
+    assert [*seen, counts(engine)] == [[1, 3], [2, 4], [3, 6], [4, 8]]
+    close(engine)
 
 
-def managed() -> list[list[int]]:
+@on_ranks(RANKS)
+def test_samples_of_steps_whose_end_the_program_sets() -> None:
     engine = started(gradient_accumulation_steps=2)
     for _ in range(4):
         engine.backward(loss(engine))
         engine.step()
-    seen = [[engine.global_steps, engine.global_samples]]
-    engine.set_gradient_accumulation_boundary(False)
+    seen = [counts(engine)]
     for passes_left in (2, 1, 0):
         engine.set_gradient_accumulation_boundary(passes_left == 0)
         engine.backward(loss(engine))
         engine.step()
-    seen.append([engine.global_steps, engine.global_samples])
+    seen.append(counts(engine))
     for last in (False, False, False, True):  # one step for all of them
         engine.set_gradient_accumulation_boundary(last)
         if last:
@@ -82,10 +75,13 @@ def managed() -> list[list[int]]:
         else:
             engine.backward(loss(engine))
     engine.step()
-    return [*seen, close(engine)]
+    assert [*seen, counts(engine)] == [[2, 4], [3, 7], [4, 11]]
+    close(engine)
 
 
-def dropped(how: str) -> list[list[int]]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("how", ["optimizer", "module", "engine", "failed"])
+def test_passes_that_are_dropped_are_of_no_step(how: str) -> None:
     """Windows whose end the program sets, with two passes that it drops on its way."""
     engine = started(gradient_accumulation_steps=2, zero_optimization={"stage": 1 if how == "engine" else 2})
 
@@ -97,39 +93,23 @@ def dropped(how: str) -> list[list[int]]:
             engine.backward(value)
 
     drops = {"optimizer": engine.optimizer.zero_grad, "module": engine.module.zero_grad, "engine": engine.zero_grad}
-    drop = drops.get(how, fail)
-    seen = []
-    for _ in range(2):
+    for step in range(2):
         engine.set_gradient_accumulation_boundary(False)
         for _ in range(2):
             engine.backward(loss(engine))
-        drop()
+        drops.get(how, fail)()
         engine.backward(loss(engine))
         engine.set_gradient_accumulation_boundary(True)
         engine.scale(loss(engine)).backward()
         engine.step()
-        seen.append([engine.global_steps, engine.global_samples])
-    return [*seen, close(engine)]
+        assert counts(engine) == [step + 1, 2 * step + 2]
+    close(engine)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "module", "engine", "failed"])
-def test_passes_that_are_dropped_are_of_no_step(how: str) -> None:
-    each = MICRO * RANKS
-    for counts in run_ranks(RANKS, dropped, how):
-        assert counts == [[1, 2 * each], [2, 4 * each], [2, 4 * each]]
-
-
-def test_samples_are_those_of_the_passes_of_each_step() -> None:
-    each = MICRO * RANKS
-    for counts in run_ranks(RANKS, unmanaged):
-        assert counts == [[1, 3 * each], [2, 4 * each], [3, 6 * each], [4, 8 * each]]
-    for counts in run_ranks(RANKS, managed):
-        assert counts == [[2, 4 * each], [3, 7 * each], [4, 11 * each]]
-
-
-def losses(root: str) -> list[float]:
-    """Means over the first rank's passes of each step, however these are made."""
-    block = {"enabled": True, "output_path": root, "job_name": "job"}
+@on_ranks(RANKS)
+def test_losses_of_steps_are_means_over_their_passes(tmp_path: Path) -> None:
+    """Of the first rank's passes, however these are made."""
+    block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = started(gradient_accumulation_steps=4, csv_monitor=block)
     expected = []
     for how in ("backward", "scale", "undivided", "mixed"):
@@ -146,10 +126,6 @@ def losses(root: str) -> list[float]:
             engine.step()
         expected.append(mean)
     close(engine)
-    return expected
-
-
-def test_losses_of_steps_are_means_over_their_passes(tmp_path: Path) -> None:
-    expected, _ = run_ranks(RANKS, losses, str(tmp_path))
-    lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text("utf-8").splitlines()[1:]
-    assert [float(line.split(",")[1]) for line in lines] == pytest.approx(expected, rel=1e-6)
+    if torch.distributed.get_rank() == 0:
+        lines = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text("utf-8").splitlines()[1:]
+        assert [float(line.split(",")[1]) for line in lines] == pytest.approx(expected, rel=1e-6)

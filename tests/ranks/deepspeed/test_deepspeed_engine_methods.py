@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, start
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, MICRO, STEPS = 2, 3, 3
 
@@ -46,24 +47,8 @@ def plain(accumulation: int) -> tuple[dict[str, Tensor], list[float]]:
     return model.state_dict(), losses
 
 
-def start(stage: int, **changes: Any) -> deepspeed.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **changes,
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return deepspeed.initialize(model=net(), config=config)[0]
-
-
-def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    state = engine.module_state_dict()
-    engine.destroy()
-    engine.session.mesh.close()
-    return state
+def start_at(stage: int, **changes: Any) -> deepspeed.DeepSpeedEngine:
+    return start(net(), ds_config(stage, MICRO, **changes))
 
 
 HALVES: dict[str | None, dict[str, Any]] = {
@@ -71,12 +56,14 @@ HALVES: dict[str | None, dict[str, Any]] = {
     "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
     "bf16": {"bf16": {"enabled": True}},
 }
-FP16 = HALVES["fp16"]
+QUICK: list[tuple[int, str | None]] = [(0, None), (1, "fp16"), (2, None), (3, "fp16"), (1, "bf16"), (3, "bf16")]
 
 
-def _own_backward(stage: int, rank: int, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """The program calls ``loss.backward()`` itself, in two passes a step."""
-    engine = start(stage, gradient_accumulation_steps=2, **changes)
+@on_ranks(RANKS)
+@pytest.mark.parametrize(("stage", "half"), QUICK)
+def test_backward_passes_of_the_program_itself(stage: int, half: str | None) -> None:
+    """The program calls ``loss.backward()``, in two passes a step."""
+    rank, engine = dist.get_rank(), start_at(stage, gradient_accumulation_steps=2, **HALVES[half])
     with contextlib.suppress(ValueError):
         engine.scale(torch.ones(2))
     for step in range(STEPS):
@@ -95,28 +82,29 @@ def _own_backward(stage: int, rank: int, changes: dict[str, Any]) -> dict[str, T
             engine.step()
             engine.step()
     assert engine.global_steps == STEPS
-    return close(engine)
+    tolerance = {None: 1e-6, "fp16": 4e-3, "bf16": 2e-2}[half]
+    assert_close(close(engine), plain(2)[0], tolerance, f"stage {stage}, {half}", floor=0.05)
 
 
-def _cache(rank: int) -> tuple[int, int]:
-    engine = start(3)
+@on_ranks(RANKS)
+def test_what_is_gathered_is_freed() -> None:
+    engine, rank = start_at(3), dist.get_rank()
     engine.eval()
     engine(samples(0, rank))
-    before = engine.session.memory().gathered_bytes
+    assert engine.session.memory().gathered_bytes > 0
     engine.empty_partition_cache()
-    after = engine.session.memory().gathered_bytes
+    assert engine.session.memory().gathered_bytes == 0
     assert torch.isfinite(engine(samples(0, rank))).all()
     close(engine)
-    return before, after
 
 
-def _watched(rank: int, root: str) -> str:
-    """A run with a monitor; what the rank printed."""
-    here = io.StringIO()
-    engine = start(
+@on_ranks(RANKS)
+def test_the_first_rank_prints_and_writes_metrics(tmp_path: Path) -> None:
+    rank, here, (_, losses) = dist.get_rank(), io.StringIO(), plain(2)
+    engine = start_at(
         3,
         gradient_accumulation_steps=2,
-        csv_monitor={"enabled": True, "output_path": root, "job_name": f"job{rank}"},
+        csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": f"job{rank}"},
         steps_per_print=2,
         fp16={"enabled": True, "loss_scale": 64.0},
     )
@@ -127,11 +115,20 @@ def _watched(rank: int, root: str) -> str:
                 engine.backward(loss_of(engine, samples(step, rank, micro)))
                 engine.step()
     close(engine)
-    return here.getvalue()
+    assert "step=2, skipped=0, lr=[0.1]" in here.getvalue() if rank == 0 else here.getvalue() == ""
+    assert not (tmp_path / "job1").exists()
+    columns = {"lr": [0.1] * 3, "loss_scale": [64.0] * 3, "train_loss": losses}
+    for name, values in columns.items() if rank == 0 else ():
+        head, *lines = (tmp_path / "job0" / f"Train_Samples_{name}.csv").read_text("utf-8").splitlines()
+        assert head == f"step,{name}"
+        assert [int(line.split(",")[0]) for line in lines] == [RANKS * 2 * MICRO * n for n in (1, 2, 3)]
+        assert [float(line.split(",")[1]) for line in lines] == pytest.approx(values, rel=4e-3)
 
 
-def _names(rank: int) -> None:
-    engine = start(
+@on_ranks(RANKS)
+def test_getters_and_other_methods() -> None:
+    rank = dist.get_rank()
+    engine = start_at(
         2,
         fp16={"enabled": True, "loss_scale_window": 5},
         zero_optimization={"stage": 2, "reduce_bucket_size": 70, "offload_optimizer": {"device": "cpu"}},
@@ -142,7 +139,6 @@ def _names(rank: int) -> None:
     assert engine.zero_optimization() and engine.zero_optimization_partition_gradients()
     assert not engine.zero_optimization_partition_weights() and not engine.is_first_weights_partition_group()
     assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_offload_param() is None  # type: ignore[union-attr]
-    assert engine.zero_sub_group_size() is None
     assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 0
     assert engine.optimizer.dynamic_loss_scale and engine.optimizer.cur_scale == 65536
     scaler = engine.optimizer.loss_scaler
@@ -153,10 +149,6 @@ def _names(rank: int) -> None:
     assert engine.train_batch_size() == 2 * MICRO
     assert (engine.get_data_parallel_rank(), engine.dp_world_size, engine.mp_world_size) == (rank, 2, 1)
     assert not engine.monitor.enabled and isinstance(engine.basic_optimizer, torch.optim.SGD)
-    for name, advice in (("allreduce_bucket", "torch.distributed"), ("timers", "torch.profiler")):
-        assert not hasattr(engine, name)
-        with pytest.raises(AttributeError, match=f"'{name}' of DeepSpeed's engine is not available: .*{advice}"):
-            getattr(engine, name)
     engine.module[0].bias.requires_grad_(False)
     state = engine.module_state_dict(prefix="m.", exclude_frozen_parameters=True)
     assert sorted(state) == ["m.0.weight", "m.2.bias", "m.2.weight"]
@@ -177,36 +169,3 @@ def _names(rank: int) -> None:
     with pytest.raises(NotImplementedError, match="custom_load_fn"):
         engine.load_module_state_dict(whole, custom_load_fn=print)
     close(engine)
-
-
-def _all(root: str) -> dict[str, Any]:
-    rank = dist.get_rank()
-    _names(rank)
-    return {
-        "own": {(stage, half): _own_backward(stage, rank, HALVES[half]) for stage, half in OWN},
-        "cache": _cache(rank),
-        "printed": _watched(rank, root),
-    }
-
-
-OWN = [(0, None), (1, "fp16"), (2, None), (3, "fp16"), (1, "bf16"), (3, "bf16")]
-
-
-def test_methods_beside_training(tmp_path: Path) -> None:
-    first, second = run_ranks(RANKS, _all, str(tmp_path))
-    twice, losses = plain(2)
-    for (stage, half), state in first["own"].items():
-        tolerance = {None: 1e-6, "fp16": 4e-3, "bf16": 2e-2}[half]
-        assert_close(state, twice, tolerance, f"stage {stage}, {half}", floor=0.05)
-    assert first["cache"][0] > 0 and first["cache"][1] == second["cache"][1] == 0
-    assert "step=2, skipped=0, lr=[0.1]" in first["printed"] and second["printed"] == ""
-    assert not (tmp_path / "job1").exists()  # the first rank writes alone
-    wanted = ("lr", "train_loss", "loss_scale")
-    found = {}
-    for name in wanted:
-        lines = (tmp_path / "job0" / f"Train_Samples_{name}.csv").read_text("utf-8").splitlines()
-        assert lines[0] == f"step,{name}"
-        found[name] = [float(line.split(",")[1]) for line in lines[1:]]
-        assert [int(line.split(",")[0]) for line in lines[1:]] == [RANKS * 2 * MICRO * n for n in (1, 2, 3)]
-    assert found["lr"] == [0.1] * 3 and found["loss_scale"] == [64.0] * 3
-    assert found["train_loss"] == pytest.approx(losses, rel=4e-3)

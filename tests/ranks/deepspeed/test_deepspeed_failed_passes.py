@@ -8,10 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from ds_setup import close, start
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import run_ranks
 
 PASSES = 4
 RATE = 0.5
@@ -30,10 +31,7 @@ def started(stage: int, passes: int = PASSES, **more: Any) -> deepspeed.DeepSpee
     nn.init.zeros_(model.weight)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, lr_scheduler=schedule, config=config)
-    return engine
+    return start(model, config, optimizer=sgd, lr_scheduler=schedule)
 
 
 def loss(engine: deepspeed.DeepSpeedEngine, number: float) -> Tensor:
@@ -53,11 +51,6 @@ def seen(engine: deepspeed.DeepSpeedEngine) -> list[float]:
     return [float(engine.state_dict()["weight"][0, 0]), engine.get_lr()[0], *map(float, counted)]
 
 
-def close(engine: deepspeed.DeepSpeedEngine) -> None:
-    engine.destroy()
-    engine.session.mesh.close()
-
-
 def failing(engine: deepspeed.DeepSpeedEngine) -> None:
     value = loss(engine, 3.0)
     value.register_hook(lambda grad: grad.item() + "")
@@ -65,7 +58,10 @@ def failing(engine: deepspeed.DeepSpeedEngine) -> None:
         engine.backward(value)
 
 
-def after_a_failed_pass(stage: int, clears: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
     engine = started(stage)
     make(engine, 1, 2)
     failing(engine)
@@ -85,12 +81,6 @@ def after_a_failed_pass(stage: int, clears: bool) -> None:
     close(engine)
 
 
-@pytest.mark.parametrize("clears", [False, True])
-@pytest.mark.parametrize("stage", [0, 2])
-def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
-    run_ranks(2, after_a_failed_pass, stage, clears)
-
-
 class Uncounted:
     """A schedule that does not say how often it was stepped."""
 
@@ -101,7 +91,8 @@ class Uncounted:
         self.steps += 1
 
 
-def untold() -> None:
+@on_ranks(2)
+def test_a_step_that_cannot_be_told_steps_the_schedule_once() -> None:
     engine = started(1, passes=1)
     engine.lr_scheduler = schedule = Uncounted()
     with (
@@ -116,11 +107,8 @@ def untold() -> None:
     close(engine)
 
 
-def test_a_step_that_cannot_be_told_steps_the_schedule_once() -> None:
-    run_ranks(2, untold)
-
-
-def repeated() -> None:
+@on_ranks(2)
+def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
     """A step that raises before its update counts nothing."""
     engine = started(2)
     make(engine, 1, 2, 3)
@@ -135,11 +123,8 @@ def repeated() -> None:
     close(engine)
 
 
-def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
-    run_ranks(2, repeated)
-
-
-def interrupted() -> None:
+@on_ranks(2)
+def test_an_update_counts_whatever_is_raised_behind_it() -> None:
     """An exception behind the update, as Ctrl-C is raised when it is over."""
     engine = started(2)
     make(engine, 1, 2, 3)
@@ -156,7 +141,3 @@ def interrupted() -> None:
     make(engine, 1, 2, 3, 4)
     assert engine.global_steps == 2
     close(engine)
-
-
-def test_an_update_counts_whatever_is_raised_behind_it() -> None:
-    run_ranks(2, interrupted)

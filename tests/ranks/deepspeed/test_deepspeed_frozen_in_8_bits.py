@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.comm import INT8
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, STEPS, WIDTH = 2, 3, 24
 RTOL = 2e-5  # all is fp32
@@ -74,32 +75,6 @@ def train(engine: Any, rank: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def on_rank(folder: str, zero: dict[str, Any]) -> dict[str, Any]:
-    rank = torch.distributed.get_rank()
-    with deepspeed.zero.Init():
-        model = net()
-    engine = deepspeed.initialize(model=model, config=config(**zero))[0]
-    found: dict[str, Any] = {}
-    with deepspeed.zero.GatheredParameters([model[1].base.weight]):
-        found["shown"] = model[1].base.weight.detach().clone()
-    found["losses"], found["norms"] = train(engine, rank)
-    engine.optimizer.quantize_nontrainable_params()
-    engine.save_checkpoint(folder, "three")
-    engine.save_16bit_model(folder)
-    found["state"] = engine.state_dict()
-    with torch.no_grad():
-        found["evaluated"] = loss_of(engine.eval(), 0, 9).item()
-    again = deepspeed.initialize(model=net(), config=config(**zero))[0]
-    again.load_checkpoint(folder, "three")
-    assert all(torch.equal(value, found["state"][name]) for name, value in again.state_dict().items())
-    with torch.no_grad():
-        loss = loss_of(again.eval(), 0, 9).item()
-    assert loss == found["evaluated"], (loss, found["evaluated"])
-    again.destroy()
-    engine.destroy()
-    return found
-
-
 def plainly() -> dict[str, Any]:
     model = net()
     for layer in model:
@@ -126,33 +101,48 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["alone", *full("second copies", "host", "disk")])
 def test_adapters_train_as_on_a_rounded_base(name: str, tmp_path: Path) -> None:
-    zero = MORE[name]
+    rank, folder, zero = torch.distributed.get_rank(), str(tmp_path / "saved"), MORE[name]
     if name == "disk":
         zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}}
     expected, exact = plainly(), net().state_dict()
-    for rank, found in enumerate(run_ranks(RANKS, on_rank, str(tmp_path / "saved"), zero)):
-        assert found["losses"] == pytest.approx([each[rank] for each in expected["losses"]], rel=RTOL)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=RTOL)
-        assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=RTOL)
-        assert torch.equal(found["shown"], rounded(exact["1.base.weight"]))
-        frozen = {key for key in exact if ".base." in key}
-        assert all(torch.equal(found["state"][key], exact[key]) for key in frozen)
-        trained = {key: value for key, value in expected["state"].items() if key not in frozen}
-        assert_close({key: found["state"][key] for key in trained}, trained, RTOL, f"{name}, rank {rank}")
-    saved = torch.load(tmp_path / "saved" / "pytorch_model.bin")
-    assert all(torch.equal(saved[key], exact[key]) for key in frozen)
+    with deepspeed.zero.Init():
+        model = net()
+    engine = deepspeed.initialize(model=model, config=config(**zero))[0]
+    with deepspeed.zero.GatheredParameters([model[1].base.weight]):
+        assert torch.equal(model[1].base.weight.detach(), rounded(exact["1.base.weight"]))
+    losses, norms = train(engine, rank)
+    engine.optimizer.quantize_nontrainable_params()
+    engine.save_checkpoint(folder, "three")
+    engine.save_16bit_model(folder)
+    state = engine.state_dict()
+    with torch.no_grad():
+        evaluated = loss_of(engine.eval(), 0, 9).item()
+    again = deepspeed.initialize(model=net(), config=config(**zero))[0]
+    again.load_checkpoint(folder, "three")
+    assert_close(again.state_dict(), state, 0.0, "loaded")
+    with torch.no_grad():
+        assert loss_of(again.eval(), 0, 9).item() == evaluated
+    again.destroy()
+    engine.destroy()
+    assert losses == pytest.approx([each[rank] for each in expected["losses"]], rel=RTOL)
+    assert norms == pytest.approx(expected["norms"], rel=RTOL)
+    assert evaluated == pytest.approx(expected["evaluated"], rel=RTOL)
+    frozen = {key: value for key, value in exact.items() if ".base." in key}
+    trained = {key: value for key, value in expected["state"].items() if key not in frozen}
+    assert_close({key: state[key] for key in trained}, trained, RTOL, name)
+    saved = torch.load(Path(folder, "pytorch_model.bin"))
+    for values in (state, saved):
+        assert_close({key: values[key] for key in frozen}, frozen, 0.0, "frozen weights are as they were loaded")
 
 
-def without_the_key() -> None:
+@on_ranks(RANKS)
+def test_without_the_key_and_below_stage_3_nothing_is_rounded() -> None:
     engine = deepspeed.initialize(model=net(), config=config(zero_quantized_nontrainable_weights=False))[0]
     assert engine.session.plan.comm.compress_frozen is None and not engine.zero_quantized_nontrainable_weights()
     engine.destroy()
     at_2 = deepspeed.initialize(model=net(), config=config(stage=2))[0]
     assert at_2.session.plan.comm.compress_frozen is None
     at_2.destroy()
-
-
-def test_without_the_key_and_below_stage_3_nothing_is_rounded() -> None:
-    run_ranks(RANKS, without_the_key)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 QUICK = [(1, False), (3, True)]
 OTHERS = [(1, True), (3, False)]
@@ -18,14 +20,7 @@ OTHERS = [(1, True), (3, False)]
 def engine_of(stage: int, half: bool) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": half},
-        "gradient_clipping": 0.0,
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return start(model, ds_config(stage, optimizer=optimizer_block("SGD", lr=0.5), bf16={"enabled": half}))
 
 
 def given(stage: int, half: bool, everywhere: bool, rank: int) -> None:
@@ -60,34 +55,22 @@ def given(stage: int, half: bool, everywhere: bool, rank: int) -> None:
         each.destroy()
 
 
-def given_on_all_ways(ranks: int, where: list[tuple[int, bool]]) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "where"), [(2, QUICK), *full((2, OTHERS), (1, QUICK), (1, OTHERS))])
+def test_data_that_is_given_reaches_all_ranks(ranks: int, where: list[tuple[int, bool]]) -> None:
     for stage, half in where:
         for everywhere in (False, True):
             given(stage, half, everywhere, ranks - 1)
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(2, QUICK), *full((2, OTHERS), (1, QUICK), (1, OTHERS))])
-def test_data_that_is_given_reaches_all_ranks(ranks: int, where: list[tuple[int, bool]]) -> None:
-    run_ranks(ranks, given_on_all_ways, ranks, where)
-
-
-def refused(stage: int) -> tuple[str, bool]:
-    engine = engine_of(stage, False)
-    before = engine.state_dict()
-    found = ""
-    try:
-        with deepspeed.zero.GatheredParameters(engine.module, modifier_rank=0):
-            if dist.get_rank() == 0:
-                engine.module[0].weight.data = torch.ones(2, 3)
-    except RuntimeError as error:
-        found = str(error)
-    after = engine.state_dict()
-    engine.destroy()
-    return found, all(torch.equal(after[name], value) for name, value in before.items())
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_data_of_another_kind_is_an_error_on_every_rank(stage: int) -> None:
-    (own, kept), (told, also) = run_ranks(2, refused, stage)
-    assert "0.weight (now torch.float32 of shape (2, 3)" in own and kept and also
-    assert "given data of another shape on ranks [0]" in told
+    engine, rank = engine_of(stage, False), dist.get_rank()
+    before = engine.state_dict()
+    told = [r"0.weight \(now torch.float32 of shape \(2, 3\)", r"given data of another shape on ranks \[0\]"][rank]
+    with pytest.raises(RuntimeError, match=told), deepspeed.zero.GatheredParameters(engine.module, modifier_rank=0):
+        if rank == 0:
+            engine.module[0].weight.data = torch.ones(2, 3)
+    assert_close(engine.state_dict(), before, 0.0, "what was refused")
+    engine.destroy()

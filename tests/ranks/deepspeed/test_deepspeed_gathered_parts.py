@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed.zero import ZeroParamStatus
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS = 3
 WIDTH, LR = 48, 0.5  # sizes that divide by the ranks and need no padding
@@ -28,30 +30,16 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
 
-def config(stage: int, half: bool = False, live: int = 0, persist: int = 0, **zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": persist,
-            "stage3_max_live_parameters": live,
-            **zero,
-        },
-        "bf16": {"enabled": half},
-        "gradient_clipping": 0.0,
-    }
-
-
 @contextmanager
 def engine_of(
-    stage: int, model: nn.Module | None = None, **changes: Any
+    stage: int, model: nn.Module | None = None, half: bool = False, live: int = 0, persist: int = 0, **zero: Any
 ) -> Iterator[tuple[deepspeed.DeepSpeedEngine, Any]]:
     model = net() if model is None else model
-    engine = deepspeed.initialize(model=model, config=config(stage, **changes))[0]
+    limits = {"stage3_param_persistence_threshold": persist, "stage3_max_live_parameters": live}
+    sgd = optimizer_block("SGD", lr=LR)
+    engine = start(model, ds_config(stage, 2, limits | zero, optimizer=sgd, bf16={"enabled": half}))
     yield engine, model
-    engine.destroy()
-    engine.session.mesh.close()
+    close(engine)
 
 
 def inputs(rank: int, step: int = 0) -> Tensor:
@@ -84,9 +72,10 @@ def whole(params: Sequence[nn.Parameter]) -> list[bool]:
 # ---- what is gathered
 
 
-def looped(live: int) -> list[int]:
-    """Bytes that each block of a loop over all parameters sent, and the most that was gathered."""
-    expected, sent = dict(net().named_parameters()), list[int]()
+@on_ranks(RANKS)
+@pytest.mark.parametrize("live", [0, *full(10**9)])
+def test_a_loop_gathers_each_parameter_once(live: int) -> None:
+    expected = dict(net().named_parameters())
     with engine_of(3, live=live) as (engine, model):
         pool = engine.session.engine.pool
         pool.peak_gathered_bytes = 0
@@ -101,25 +90,19 @@ def looped(live: int) -> list[int]:
             assert not any(whole(params)) and param.ds_status is ZeroParamStatus.NOT_AVAILABLE
             assert pool.gathered_bytes == 0
             traffic = engine.session.traffic()
-            sent.append(traffic["all_gather"])
-            assert sum(traffic.values()) - sent[-1] <= 1024, traffic  # what ranks tell each other besides
+            sent = traffic["all_gather"]
+            assert sent == 4 * param.numel() * (RANKS - 1) // RANKS
+            assert sum(traffic.values()) - sent <= 1024, traffic  # what ranks tell each other besides
         assert pool.peak_gathered_bytes == 4 * max(param.numel() for param in params)
         assert_close(engine.state_dict(), net().state_dict(), 0.0, "behind the loop")
         one_step(engine)
         expected_step = net()
         plain_step(expected_step, RANKS)
         assert_close(engine.state_dict(), expected_step.state_dict(), 1e-5, "a step behind the loop")
-    return sent
 
 
-@pytest.mark.parametrize("live", [0, *full(10**9)])
-def test_a_loop_gathers_each_parameter_once(live: int) -> None:
-    per_param = [4 * param.numel() * (RANKS - 1) // RANKS for param in net().parameters()]
-    for sent in run_ranks(RANKS, looped, live):
-        assert sent == per_param
-
-
-def kept_by_others() -> None:
+@on_ranks(2)
+def test_what_else_is_gathered_stays() -> None:
     """What a forward pass has left gathered stays so, and so does what is resident."""
     with engine_of(3, live=10**9, persist=WIDTH) as (engine, model):
         last = model[2].bias
@@ -136,14 +119,23 @@ def kept_by_others() -> None:
             assert torch.equal(engine(inputs(0)), net()(inputs(0)))
 
 
-def test_what_else_is_gathered_stays() -> None:
-    run_ranks(2, kept_by_others)
-
-
 # ---- changes
 
 
-def changed(stage: int, half: bool, zero: dict[str, Any]) -> None:
+DISK, HOST = ({"offload_param": {"device": where}, "offload_optimizer": {"device": where}} for where in ("nvme", "cpu"))
+BEFORE, OTHER = [(1, {}), (3, {}), (3, DISK)], [(0, {}), (2, {}), (3, HOST)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "zero", "half"),
+    [
+        *((*each, True) for each in BEFORE),
+        *full(*((*each, False) for each in BEFORE), *((*each, half) for each in OTHER for half in (False, True))),
+    ],
+)
+def test_a_change_of_one_parameter_is_trained(stage: int, zero: dict[str, Any], half: bool, tmp_path: Path) -> None:
+    zero = {key: value | {"nvme_path": str(tmp_path)} for key, value in zero.items()}
     rank, dtype = dist.get_rank(), torch.bfloat16 if half else torch.float32
     expected = net()
     with engine_of(stage, half=half, **zero) as (engine, model):
@@ -168,24 +160,8 @@ def changed(stage: int, half: bool, zero: dict[str, Any]) -> None:
     assert_close(state, expected.state_dict(), rtol, "training goes on with it")
 
 
-@pytest.mark.parametrize("half", [*full(False), True])
-def test_a_change_of_one_parameter_is_trained(half: bool, tmp_path: Path) -> None:
-    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
-    for stage in (1, 3):
-        run_ranks(2, changed, stage, half, {})
-    run_ranks(2, changed, 3, half, {"offload_param": disk, "offload_optimizer": disk})
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("half", [False, True])
-def test_a_change_of_one_parameter_is_trained_at_other_stages(half: bool) -> None:
-    host = {"device": "cpu"}
-    for stage in (0, 2):
-        run_ranks(2, changed, stage, half, {})
-    run_ranks(2, changed, 3, half, {"offload_param": host, "offload_optimizer": host})
-
-
-def lost() -> None:
+@on_ranks(2)
+def test_changes_without_a_modifier_rank_are_lost() -> None:
     with engine_of(3) as (engine, model):
         with Gathered([model[0].bias]), torch.no_grad():
             model[0].bias.add_(1.0)
@@ -205,14 +181,11 @@ def lost() -> None:
         one_step(engine)
 
 
-def test_changes_without_a_modifier_rank_are_lost() -> None:
-    run_ranks(2, lost)
-
-
 # ---- blocks inside each other, and inside of passes
 
 
-def nested() -> None:
+@on_ranks(2)
+def test_blocks_inside_each_other() -> None:
     rank = dist.get_rank()
     with engine_of(3) as (engine, model):
         a, b, c, d = params = list(model.parameters())
@@ -258,11 +231,9 @@ def nested() -> None:
         one_step(engine)
 
 
-def test_blocks_inside_each_other() -> None:
-    run_ranks(2, nested)
-
-
-def lost_around_kept(stage3: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stage3", [True, *full(False)], ids=["DeepSpeed", "session"])
+def test_a_block_keeps_its_own_changes_alone(stage3: bool) -> None:
     """A block that keeps what is written to its parameters keeps nothing of a block around it."""
     with engine_of(3) as (engine, model):
         a, b, *_ = model.parameters()
@@ -284,11 +255,6 @@ def lost_around_kept(stage3: bool) -> None:
         one_step(engine)
 
 
-@pytest.mark.parametrize("stage3", [True, *full(False)], ids=["DeepSpeed", "session"])
-def test_a_block_keeps_its_own_changes_alone(stage3: bool) -> None:
-    run_ranks(2, lost_around_kept, stage3)
-
-
 class Reads(nn.Module):
     """Has the weight of another layer in its forward pass, by a block around it."""
 
@@ -308,7 +274,13 @@ class Reads(nn.Module):
         return self.second(x)
 
 
-def inside_passes(checkpointing: bool, live: int, zero: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("live", [0, *full(10**9)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("disk", [False, True])
+def test_blocks_and_passes(checkpointing: bool, live: int, disk: bool, tmp_path: Path) -> None:
+    # All ranks agree on the gathers of a disk.
+    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}} if disk else {}
     expected = Reads()
     with engine_of(3, Reads(), live=live, **zero) as (engine, model):
         if checkpointing:
@@ -330,24 +302,18 @@ def inside_passes(checkpointing: bool, live: int, zero: dict[str, Any]) -> None:
         assert_close(engine.state_dict(), expected.state_dict(), 1e-5, "a forward pass in a block")
 
 
-@pytest.mark.parametrize("live", [0, *full(10**9)])
-def test_blocks_and_passes(live: int, tmp_path: Path) -> None:
-    disk = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}  # whose gathers all ranks agree on
-    for checkpointing in (False, True):
-        for zero in ({}, disk):
-            run_ranks(2, inside_passes, checkpointing, live, zero)
-
-
 # ---- ranks and engines
 
 
-def other_parameters(stage: int) -> list[str]:
-    told = []
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_other_parameters_are_told(stage: int) -> None:
+    told = "^the ranks disagree on which parameters to gather: 2.bias is on rank 1 and not on rank 0"
     with engine_of(stage) as (engine, model):
-        one = [[model[0].weight], [model[0].weight, model[2].bias]][dist.get_rank()]
-        with pytest.raises(ValueError) as raised, Gathered(one, modifier_rank=0):
-            told.append("inside")
-        told.append(str(raised.value))
+        one, inside = [[model[0].weight], [model[0].weight, model[2].bias]][dist.get_rank()], False
+        with pytest.raises(ValueError, match=told), Gathered(one, modifier_rank=0):
+            inside = True
+        assert inside is (stage < 3)
         for order in (1, -1):  # a set has no order
             with Gathered(list(model.parameters())[:: order if dist.get_rank() else 1], modifier_rank=1):
                 if dist.get_rank() == 1:
@@ -357,19 +323,10 @@ def other_parameters(stage: int) -> list[str]:
             with Gathered(one):  # nothing is gathered, and nothing changed
                 pass
         one_step(engine)
-    return told
 
 
-def test_ranks_with_other_parameters_are_told() -> None:
-    for stage in (1, 3):
-        for told in run_ranks(2, other_parameters, stage):
-            assert told[-1].startswith(
-                "the ranks disagree on which parameters to gather: 2.bias is on rank 1 and not on rank 0"
-            )
-            assert len(told) == (1 if stage == 3 else 2)
-
-
-def two_engines() -> None:
+@on_ranks(2)
+def test_parameters_of_two_engines() -> None:
     with engine_of(3) as (engine, model), engine_of(3) as (other, second):
         with Gathered([model[0].bias, second[2].bias], modifier_rank=1):
             assert whole(list(model.parameters())) == [False, True, False, False]
@@ -390,14 +347,12 @@ def two_engines() -> None:
         one_step(other)
 
 
-def test_parameters_of_two_engines() -> None:
-    run_ranks(2, two_engines)
-
-
 # ---- states
 
 
-def states(directory: str) -> None:
+@on_ranks(2)
+def test_states_in_blocks(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     with engine_of(3) as (engine, model):
         engine.save_checkpoint(directory, "one")
         with Gathered(model[0].parameters()):
@@ -412,7 +367,3 @@ def states(directory: str) -> None:
         expected = {name.removeprefix("0."): v for name, v in net().state_dict().items() if name.startswith("0.")}
         assert_close(own, expected, 0.0, "a module's own state")
         one_step(engine)
-
-
-def test_states_in_blocks(tmp_path: Path) -> None:
-    run_ranks(2, states, str(tmp_path))

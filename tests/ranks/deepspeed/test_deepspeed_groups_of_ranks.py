@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from engine_setup import adam, data, run_plain, seeded
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, PASSES, STEPS, WIDTH, DEPTH = 4, 2, 2, 6, 4
 # Nothing stays gathered for its own sake, and nothing is fetched ahead.
@@ -57,32 +58,27 @@ def trained(keys: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, int], di
     return state, gathers, held
 
 
-def all_trained() -> dict[str, tuple[dict[str, Tensor], dict[str, int], dict[str, int]]]:
-    return {name: trained(keys) for name, keys in CASES.items()}
-
-
+@on_ranks(RANKS)
 def test_the_same_numbers_over_whichever_ranks() -> None:
     def program(model: nn.Module, rank: int, step: int) -> Any:
         for index in range(PASSES):
             yield model(data(rank, step, index)).square().mean() / PASSES, False
 
-    wanted = run_plain(chain, program, RANKS, STEPS)
-    whole, elements = WIDTH * WIDTH * 8, DEPTH * WIDTH * WIDTH
+    expected = run_plain(chain, program, RANKS, STEPS)
+    unit, elements = WIDTH * WIDTH * 8, DEPTH * WIDTH * WIDTH
     # Backward gathers all but the unit that is there, and the first, whose input needs no gradient.
     again = DEPTH - 2
-    for results in run_ranks(RANKS, all_trained):
-        for name, (state, gathers, held) in results.items():
-            assert_close(state, wanted, 1e-11, name)
-            sent = {group: count for group, count in gathers.items() if count}
-            if name == "hpz":
-                assert sent == {"dp_shard": DEPTH * whole * 3 // 4, "secondary": again * whole // 2}
-                assert held == {"shards": elements // 4, "secondary": elements // 2}
-            elif name == "mics":
-                # Gathers inside groups of two, which hold half of all each; gradients are summed over both groups.
-                assert sent == {"dp_shard": (DEPTH + again) * whole // 2}
-                assert held == {"shards": elements // 2, "secondary": 0}
-            elif name == "mics of one":
-                assert sent == {} and held == {"shards": elements, "secondary": 0}
-            else:
-                assert sent == {"dp_shard": (DEPTH + again) * whole * 3 // 4}
-                assert held == {"shards": elements // 4, "secondary": 0}
+    # What each case sends, by group, and holds: elements in shards and in second copies. Under mics gathers are inside
+    # groups of two, which hold half of all each; gradients are summed over both groups.
+    traffic: dict[str, tuple[dict[str, int], int, int]] = {
+        "plain": ({"dp_shard": (DEPTH + again) * unit * 3 // 4}, elements // 4, 0),
+        "hpz": ({"dp_shard": DEPTH * unit * 3 // 4, "secondary": again * unit // 2}, elements // 4, elements // 2),
+        "hpz of all": ({"dp_shard": (DEPTH + again) * unit * 3 // 4}, elements // 4, 0),
+        "mics": ({"dp_shard": (DEPTH + again) * unit // 2}, elements // 2, 0),
+        "mics of one": ({}, elements, 0),
+    }
+    for name, keys in CASES.items():
+        state, gathers, held = trained(keys)
+        assert_close(state, expected, 1e-11, name)
+        sent = {group: count for group, count in gathers.items() if count}
+        assert (sent, held["shards"], held["secondary"]) == traffic[name], name

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.optim import AdamRule, AdamSlot, adam_reference
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, STEPS, LR, DECAY = 2, 6, 3e-2, 0.1
 BLOCKS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {
@@ -60,24 +61,28 @@ def plain(master: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
     return values
 
 
-def trained(stage: int, block: str, offload: bool, given: bool) -> tuple[dict[str, Tensor], set[torch.dtype]]:
+QUICK = [("bf16", 0), ("fp16", 1), ("bf16 moments", 2), ("bf16", 3)]
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("block", "stage"),
+    [*QUICK, *full(*((block, stage) for block in BLOCKS for stage in range(4) if (block, stage) not in QUICK))],
+)
+def test_as_a_step_in_fp32_that_is_rounded_once(block: str, stage: int) -> None:
+    """Stages 1 and 3 with offload, 2 and 3 with DeepSpeed's optimizer of the program's own."""
     more, dtype, moments = BLOCKS[block]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "Adam", "params": {"lr": LR, "weight_decay": DECAY}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    config = ds_config(
+        stage,
+        zero={"offload_optimizer": {"device": "cpu"}} if stage % 2 else None,
+        optimizer=optimizer_block("Adam", lr=LR, weight_decay=DECAY),
         **{name: {"enabled": True, **inner} for name, inner in more.items()},
-    }
-    if offload:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    )
     model, optimizer = Net(), None
-    if given:
+    if stage > 1:
         cls, narrow = deepspeed.ops.adam.DeepSpeedCPUAdam, moments != torch.float32
         optimizer = cls(model.parameters(), lr=LR, weight_decay=DECAY, fp32_optimizer_states=not narrow)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = start(model, config, optimizer=optimizer)
     for step in range(STEPS):
         if step == 3:  # moments keep their dtype and their bits
             state = engine.optimizer.state_dict()
@@ -85,25 +90,10 @@ def trained(stage: int, block: str, offload: bool, given: bool) -> tuple[dict[st
         engine.backward(engine(*batch(step, dist.get_rank(), dtype)))
         engine.step()
     kinds = {each[key].dtype for each in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")}
-    found = engine.state_dict()
-    engine.destroy()
-    return found, kinds
-
-
-QUICK = [("bf16", 0), ("fp16", 1), ("bf16 moments", 2), ("bf16", 3)]
-
-
-@pytest.mark.parametrize(
-    ("block", "stage"),
-    [*QUICK, *full(*((block, stage) for block in BLOCKS for stage in range(4) if (block, stage) not in QUICK))],
-)
-def test_as_a_step_in_fp32_that_is_rounded_once(block: str, stage: int) -> None:
-    _, dtype, moments = BLOCKS[block]
+    assert kinds <= {moments}
     expected = plain(dtype, moments)
-    for rank, (found, kinds) in enumerate(run_ranks(RANKS, trained, stage, block, stage % 2 == 1, stage > 1)):
-        assert kinds <= {moments}
-        wide = {name: value.float() for name, value in expected.items()}
-        assert_close({name: value.float() for name, value in found.items()}, wide, 1e-6, f"{block}, rank {rank}")
+    found = {name: value.float() for name, value in close(engine).items()}
+    assert_close(found, {name: value.float() for name, value in expected.items()}, 1e-6, block)
     other = torch.bfloat16 if moments == torch.float32 else torch.float32
     moved = {name: float((value - plain(dtype, other)[name]).abs().max()) for name, value in expected.items()}
     assert max(moved.values()) > 5e-4, "moments of another dtype would show"

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed import groups
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, BATCH, TP = 4, 2, 2
 CONFIG: dict[str, Any] = {"train_batch_size": BATCH * RANKS // TP, "gradient_clipping": MAX_NORM}
@@ -29,7 +30,17 @@ def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], di
     return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}
 
 
-def _initialized(stage: int, directory: Path, keys: dict[str, Any], mesh_param: tuple[int, int] | None) -> None:
+SHARED = [(1, {"sequence_parallel_size": TP}, None), (3, {}, (RANKS // TP, TP))]
+
+
+@on_ranks(RANKS, timeout=120.0)
+@pytest.mark.parametrize(
+    ("stage", "keys", "mesh_param"),
+    [*full(*((stage, CUT, None) for stage in range(3))), (3, CUT, None), *full(*SHARED)],
+)
+def test_stages_with_tensor_or_sequence_parallelism(
+    stage: int, keys: dict[str, Any], mesh_param: tuple[int, int] | None, tmp_path: Path
+) -> None:
     model = made("llama")
     engine, _, loader, _ = deepspeed.initialize(
         model=model,
@@ -60,20 +71,6 @@ def _initialized(stage: int, directory: Path, keys: dict[str, Any], mesh_param: 
         assert abs(engine.get_global_grad_norm() - norm) < most * norm
         assert_close(*held(engine.session, values), most, "parameters")
     assert engine.global_samples == STEPS * BATCH * 2
-    engine.save_checkpoint(str(directory), "last")
-    assert not list(directory.glob("**/mp_rank_*")), "one checkpoint, of whole tensors"
+    engine.save_checkpoint(str(tmp_path), "last")
+    assert not list(tmp_path.glob("**/mp_rank_*")), "one checkpoint, of whole tensors"
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [*full(0, 1, 2), 3])
-def test_stages_with_tensor_parallelism(stage: int, tmp_path: Path) -> None:
-    run_ranks(RANKS, _initialized, stage, tmp_path, CUT, None, timeout=120.0)
-
-
-@pytest.mark.parametrize(
-    ("stage", "keys", "mesh_param"), full((1, {"sequence_parallel_size": TP}, None), (3, {}, (RANKS // TP, TP)))
-)
-def test_stages_with_sequence_parallelism(
-    stage: int, keys: dict[str, Any], mesh_param: tuple[int, int] | None, tmp_path: Path
-) -> None:
-    run_ranks(RANKS, _initialized, stage, tmp_path, keys, mesh_param, timeout=120.0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed
+from on_ranks import on_ranks
 from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
 from shardwise.core.comm import PeerError
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 
-def initialized_inside() -> None:
+@on_ranks(RANKS)
+def test_initialize_inside_zero_init() -> None:
     rank = torch.distributed.get_rank()
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         model = net()
@@ -33,10 +36,6 @@ def initialized_inside() -> None:
     close(engine)
 
 
-def test_initialize_inside_zero_init() -> None:
-    run_ranks(RANKS, initialized_inside)
-
-
 class Written(nn.Module):
     """Writes to its parameters while it is built, as a model for zero.Init does."""
 
@@ -55,7 +54,8 @@ class Written(nn.Module):
         return self.last(self.second(self.first(x)) * self.scale[:3])
 
 
-def written_while_built() -> None:
+@on_ranks(RANKS)
+def test_parameters_that_are_written_to_inside_zero_init() -> None:
     torch.manual_seed(3)
     plain = Written(1).state_dict()
     torch.manual_seed(3)
@@ -68,40 +68,16 @@ def written_while_built() -> None:
     close(engine)
 
 
-def test_parameters_that_are_written_to_inside_zero_init() -> None:
-    run_ranks(RANKS, written_while_built)
-
-
-def collectives() -> None:
-    rank, comm, log = torch.distributed.get_rank(), deepspeed.comm, {"prof": False, "log_name": "x", "debug": "y"}
-    both, one = torch.zeros(RANKS), torch.zeros(1)
-    comm.all_gather_into_tensor(both, tensor=torch.tensor(float(rank)), **log)
-    assert both.tolist() == [0.0, 1.0]
-    comm.reduce_scatter_tensor(one, tensor=both, **log)
-    assert one.tolist() == [2.0 * rank]
-    comm.all_to_all_single(both, tensor=torch.tensor([10.0, 20.0]) + rank, **log)
-    assert both.tolist() == [10.0 * (rank + 1), 10.0 * (rank + 1) + 1.0]
-
-
-def test_collectives_have_the_names_of_their_arguments() -> None:
-    run_ranks(RANKS, collectives)
-
-
-def failing_block() -> str:
+@on_ranks(2)
+def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> None:
     with deepspeed.zero.Init():
         model = net()
-    said = ""
-    try:
-        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-            if torch.distributed.get_rank() == 0:
-                raise TypeError("what rank 0 cannot give")
-    except (TypeError, PeerError) as error:
-        said = f"{type(error).__name__}: {error}"
+    error = "what rank 0 cannot give"
+    told = [error, f"no changes were broadcast: rank 0: TypeError: {error}$"][torch.distributed.get_rank()]
+    with (
+        pytest.raises((TypeError, PeerError), match=told),
+        deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+    ):
+        if torch.distributed.get_rank() == 0:
+            raise TypeError(error)
     torch.distributed.barrier()  # the program's own group works
-    return said
-
-
-def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> None:
-    own, other = run_ranks(2, failing_block)
-    assert own == "TypeError: what rank 0 cannot give"
-    assert other.endswith(f"no changes were broadcast: rank 0: {own}")

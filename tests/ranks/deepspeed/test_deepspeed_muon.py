@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, STEPS, PASSES = 2, 4, 2
 RATES = {"muon_lr": 0.05, "adam_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
@@ -76,55 +77,41 @@ def plain(method: str, matrices: list[str]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def trained(stage: int, method: str, mark: bool, path: str) -> tuple[dict[str, Tensor], list[str]]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 7,
-        "gradient_accumulation_steps": PASSES,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "Muon", "params": {**RATES, "ns_method": method}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
+QUICK = [(1, "gram"), (2, "gram"), (3, "standard")]
 
-    def start() -> deepspeed.DeepSpeedEngine:
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("stage", "method"),
+    [*QUICK, *full(*((stage, how) for stage in range(4) for how in LIMIT if (stage, how) not in QUICK))],
+)
+def test_as_torch(stage: int, method: str, tmp_path: Path) -> None:
+    mark = stage == 2
+    matrices = ["wide.weight", *(["lm_head.weight"] if mark else ["tall.weight"])]
+    muon = optimizer_block("Muon", ns_method=method, **RATES)
+    config = ds_config(stage, 7, gradient_accumulation_steps=PASSES, optimizer=muon)
+
+    def started() -> deepspeed.DeepSpeedEngine:
         model = Net()
         if mark:
             model.tall.weight.use_muon, model.lm_head.weight.use_muon = False, True  # type: ignore[assignment]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return deepspeed.initialize(model=model, config=config)[0]
+        return start(model, config)
 
-    engine = start()
+    engine = started()
     for step in range(STEPS):
         if step == 2:  # half of it in a run of its own
-            engine.save_checkpoint(path)
+            engine.save_checkpoint(str(tmp_path))
             engine.destroy()
-            engine = start()
-            assert engine.load_checkpoint(path)[0]
+            engine = started()
+            assert engine.load_checkpoint(str(tmp_path))[0]
         for micro in range(PASSES):
             engine.backward(engine(batch(step, micro, dist.get_rank())))
             engine.step()
     groups = [(group["name"], group["use_muon"]) for group in engine.optimizer.param_groups]
     assert groups == [("muon-params", True), ("adam-params", False)]
     marked = [name for name, param in engine.module.named_parameters() if param.use_muon and param.requires_grad]
-    state = engine.state_dict()
-    engine.destroy()
-    return state, marked
-
-
-QUICK = [(1, "gram"), (2, "gram"), (3, "standard")]
-
-
-@pytest.mark.parametrize(
-    ("stage", "method"),
-    [*QUICK, *full(*((stage, how) for stage in range(4) for how in LIMIT if (stage, how) not in QUICK))],
-)
-def test_as_torch(stage: int, method: str, tmp_path: Any) -> None:
-    mark = stage == 2
-    matrices = ["wide.weight", *(["lm_head.weight"] if mark else ["tall.weight"])]
-    expected = plain(method, matrices)
-    for rank, (found, marked) in enumerate(run_ranks(RANKS, trained, stage, method, mark, str(tmp_path))):
-        assert sorted(marked) == sorted(matrices)
-        assert_close(found, expected, LIMIT[method], f"stage {stage}, {method}, rank {rank}")
+    assert sorted(marked) == sorted(matrices)
+    assert_close(close(engine), plain(method, matrices), LIMIT[method], f"stage {stage}, {method}")
 
 
 def test_what_is_refused() -> None:

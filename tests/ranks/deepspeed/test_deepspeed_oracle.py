@@ -18,12 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_deepspeed_setup import strategy
-from lightning_setup import Toy, close, toy, trainer, weights
+from ds_setup import close
 from safetensors.torch import load_file
 from sets import full
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise.deepspeed
 from shardwise.testing import PlainRecipe, run_ranks, train_plain
@@ -91,46 +89,7 @@ def by_shardwise(names: list[str]) -> dict[str, Ended]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine, losses = recipe.train(shardwise.deepspeed, case, torch.distributed.get_rank())
-        state = {key: value.detach().clone() for key, value in engine.state_dict().items()}
-        found[name] = state, losses
-        engine.destroy()
-        engine.session.mesh.close()
-    return found
-
-
-class Recorded(Toy):
-    """The recipe's model under Trainer."""
-
-    def build(self) -> None:
-        self.net = recipe.net()
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.detach())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        raise AssertionError("the configuration has an optimizer")
-
-
-def by_lightning(names: list[str]) -> dict[str, Ended]:
-    rank = torch.distributed.get_rank()
-    found = {}
-    for name in names:
-        case = CASES[name]
-        mine = [micro[rank] for step in recipe.batches(case.accumulation) for micro in step]
-        rows = TensorDataset(*(torch.cat(parts) for parts in zip(*mine, strict=True)))
-        options = {"accumulate_grad_batches": case.accumulation, "use_distributed_sampler": False}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            made = trainer(strategy(config=recipe.config(case)), **options)
-            model = toy(body=Recorded)
-            made.fit(model, DataLoader(rows, batch_size=recipe.MICRO))
-        losses = torch.stack(model.losses).view(recipe.STEPS, case.accumulation).mean(1)
-        state = {key.removeprefix("net."): value for key, value in weights(made).items()}
-        found[name] = state, recipe.mean_over_ranks(losses)
-        close(made)
+        found[name] = close(engine), losses
     return found
 
 
@@ -170,15 +129,6 @@ def test_a_configuration_trains_what_deepspeed_trains(quick: bool) -> None:
     for found in run_ranks(recipe.RANKS, by_shardwise, names):
         assert list(found) == names
         check_all(found, stored, "shardwise.deepspeed and DeepSpeed")
-
-
-@pytest.mark.full
-def test_a_configuration_under_lightning_trains_what_deepspeed_trains() -> None:
-    stored = by_deepspeed(STORED)
-    names = [name for name, case in CASES.items() if case.accumulation == 2 and case.clip and case.precision == "fp32"]
-    assert len(names) == 3
-    for found in run_ranks(recipe.RANKS, by_lightning, names, timeout=120.0):
-        check_all(found, stored, "DeepSpeedStrategy and DeepSpeed")
 
 
 @pytest.mark.full

@@ -18,7 +18,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from ds_setup import close, start
 from groups_setup import GROUPS, Part, join, part_loss, part_steps
+from on_ranks import on_ranks
 from sharded_setup import adam
 from torch import Tensor
 
@@ -26,7 +28,7 @@ import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -42,15 +44,7 @@ def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
         "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
         **changes,
     }
-    engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(
-        model=module, optimizer=adam(module), mpu=unit, config=config
-    )[0]
-    return engine
-
-
-def close(engine: deepspeed.DeepSpeedEngine) -> None:
-    engine.destroy()
-    engine.session.mesh.close()
+    return start(module, config, optimizer=adam(module), mpu=unit)
 
 
 def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
@@ -78,7 +72,9 @@ def on_rank(rank: int, action: Callable[[], object]) -> None:
 # ---- loading
 
 
-def parts_that_differ(folder: str) -> dict[str, Any]:
+@on_ranks(4)
+def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     own = f"{folder}/mp_rank_0{dist.get_rank() % 2}"
     engine = started()
     first = step(engine)
@@ -109,26 +105,22 @@ def parts_that_differ(folder: str) -> dict[str, Any]:
         assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
     step(engine)
     close(engine)
-    return said
-
-
-def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
-    results = run_ranks(4, parts_that_differ, str(tmp_path))
-    for said in results:
-        assert said["damaged"].startswith(CheckpointDamage.__name__)
-        assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
-        for key, told in (
-            ("kill", "[['two', 2], ['one', 1]]"),
-            ("tag", "[['two', 2], None]"),
-            ("one part", "[None, ['one', 1]]"),
-        ):
-            assert said[key].startswith("CheckpointError: ") and told in said[key], said[key]
+    assert said["damaged"].startswith(CheckpointDamage.__name__)
+    assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
+    for key, told in (
+        ("kill", "[['two', 2], ['one', 1]]"),
+        ("tag", "[['two', 2], None]"),
+        ("one part", "[None, ['one', 1]]"),
+    ):
+        assert said[key].startswith("CheckpointError: ") and told in said[key], said[key]
 
 
 # ---- saving
 
 
-def parts_that_fail(folder: str) -> dict[str, str]:
+@on_ranks(4)
+def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     me = dist.get_rank()
     engine = started(checkpoint={"tag_validation": "FAIL"})
     before = step(engine)
@@ -166,14 +158,9 @@ def parts_that_fail(folder: str) -> dict[str, str]:
     with failing(1, FileSystem, "write"):
         said["16 bit"] = error_of(lambda: engine.save_16bit_model(folder))
     close(engine)
-    return said
-
-
-def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
-    for said in run_ranks(4, parts_that_fail, str(tmp_path)):
-        assert said.pop("tags").startswith("AssertedError: tag=")
-        ranks = {"write": 1, "commit": 0, "pointer": 0, "16 bit": 0}
-        assert said.keys() == ranks.keys()
-        for key, rank in ranks.items():
-            assert said[key].startswith(f"CheckpointError: rank {rank} could not "), said[key]
-            assert "in mp_rank_01: " in said[key] and "ENOSPC" in said[key], said[key]
+    assert said.pop("tags").startswith("AssertedError: tag=")
+    ranks = {"write": 1, "commit": 0, "pointer": 0, "16 bit": 0}
+    assert said.keys() == ranks.keys()
+    for key, rank in ranks.items():
+        assert said[key].startswith(f"CheckpointError: rank {rank} could not "), said[key]
+        assert "in mp_rank_01: " in said[key] and "ENOSPC" in said[key], said[key]

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ds_setup import close, ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 STEPS, RATE, FACTORS = 3, 0.5, (1.0, 0.5)
 HALF = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}
@@ -54,17 +55,19 @@ def plain(dtype: torch.dtype) -> list[dict[str, Tensor]]:
 
 
 def engines(precision: str, stage: int) -> list[Any]:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **HALF[precision],
-    }
-    return [deepspeed.initialize(model=net(seed), config=config)[0] for seed in (1, 2)]
+    config = ds_config(stage, 4, optimizer=optimizer_block("SGD", lr=RATE), **HALF[precision])
+    return [start(net(seed), config) for seed in (1, 2)]
 
 
-def trained(precision: str, stage: int) -> tuple[list[dict[str, Tensor]], list[str]]:
+QUICK = [("fp32", 3), ("fp16", 1), ("fp16", 2)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("precision", "stage"),
+    [*QUICK, *full(*((name, stage) for name in HALF for stage in (1, 2, 3) if (name, stage) not in QUICK))],
+)
+def test_one_loss_of_several_engines(precision: str, stage: int) -> None:
     made, rank = engines(precision, stage), torch.distributed.get_rank()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -73,29 +76,15 @@ def trained(precision: str, stage: int) -> tuple[list[dict[str, Tensor]], list[s
             for engine in made:
                 engine._backward_epilogue()
                 engine.step()
-    found = [engine.state_dict() for engine in made]
-    for engine in made:
-        engine.destroy()
-        engine.session.mesh.close()
-    return found, [str(each.message) for each in caught if "of an unscaled loss" in str(each.message)]
+    told = [str(each.message) for each in caught if "of an unscaled loss" in str(each.message)]
+    assert len(told) == (2 if precision == "fp16" else 0)  # each engine once
+    for engine, want in zip(made, plain(DTYPES[precision]), strict=True):
+        rtol = 1e-6 if precision == "fp32" else 2e-3
+        assert_close(close(engine), want, rtol=rtol, what=f"{precision}, stage {stage}")
 
 
-QUICK = [("fp32", 3), ("fp16", 1), ("fp16", 2)]
-
-
-@pytest.mark.parametrize(
-    ("precision", "stage"),
-    [*QUICK, *full(*((name, stage) for name in HALF for stage in (1, 2, 3) if (name, stage) not in QUICK))],
-)
-def test_one_loss_of_several_engines(precision: str, stage: int) -> None:
-    expected = plain(DTYPES[precision])
-    for found, told in run_ranks(2, trained, precision, stage):
-        for have, want in zip(found, expected, strict=True):
-            assert_close(have, want, rtol=1e-6 if precision == "fp32" else 2e-3, what=f"{precision}, stage {stage}")
-        assert len(told) == (2 if precision == "fp16" else 0)  # each engine once
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_a_loss_of_what_engines_return_has_to_be_scaled() -> None:
     """What a loss of the engines' own outputs gets, before and after one that may come unscaled."""
     made, rank = engines("fp16", 2), torch.distributed.get_rank()
     found = []
@@ -116,12 +105,6 @@ def refused() -> list[str]:
             engine.step()
     needs = [engine.optimizer.needs_scaler() for engine in made]
     for engine in made:
-        engine.destroy()
-        engine.session.mesh.close()
+        close(engine)
     assert needs == [True, True]
-    return found
-
-
-def test_a_loss_of_what_engines_return_has_to_be_scaled() -> None:
-    for found in run_ranks(2, refused):
-        assert all("call backward(loss) of the optimizer" in text for text in found)
+    assert all("call backward(loss) of the optimizer" in text for text in found)

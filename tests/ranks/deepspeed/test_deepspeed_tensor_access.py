@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed import utils
 from shardwise.deepspeed.marks import ZeroParamStatus
-from shardwise.testing import run_ranks
 
 RANKS, MICRO = 2, 3
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -44,16 +44,9 @@ class Pair:
         self.plain = Model()
         model = copy.deepcopy(self.plain)
         self.adam = torch.optim.AdamW([p for p in self.plain.parameters() if p.requires_grad], 1e-2, weight_decay=0.0)
-        config = {
-            "train_micro_batch_size_per_gpu": MICRO,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
-            **changes,
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.engine = deepspeed.initialize(model=model, config=config)[0]
+        stage, more = zero["stage"], {key: value for key, value in zero.items() if key != "stage"}
+        config = ds_config(stage, MICRO, more, optimizer=optimizer_block("Adam", lr=1e-2), **changes)
+        self.engine = start(model, config)
         self.model, self.steps = model, 0
         self.params = list(zip(model.parameters(), self.plain.parameters(), strict=True))
 
@@ -169,7 +162,28 @@ def masters(stage: int) -> None:
     pair.engine.destroy()
 
 
-def statuses() -> list[list[Any]]:
+PLACES: dict[str, list[dict[str, Any]]] = {
+    "stages": [{"stage": 1}, {"stage": 3}],
+    "other stages": [{"stage": 0}, {"stage": 2}],
+    "optimizer on the host": [{"stage": stage, "offload_optimizer": {"device": "cpu"}} for stage in (1, 2, 3)],
+    "all on the host": [{"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}],
+    "all on a disk": [{"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}],
+    "some stay gathered": [{"stage": 3, "stage3_param_persistence_threshold": 30}],
+}
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("name", ["stages", *full(*(name for name in PLACES if name != "stages"))])
+def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
+    for zero in PLACES[name]:
+        nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+        as_plain({key: nvme if value == {"device": "nvme"} else value for key, value in zero.items()}, {})
+        if len(zero) == 1:
+            masters(zero["stage"])
+
+
+@on_ranks(RANKS)
+def test_status_of_parameters() -> None:
     pair = Pair({"stage": 3})
     weight, seen = pair.params[0][0], []
     handle = pair.model.first.register_forward_hook(lambda *_: seen.append(weight.ds_status))
@@ -193,36 +207,6 @@ def statuses() -> list[list[Any]]:
     low = Pair({"stage": 2})
     marked = any(hasattr(p, "ds_id") for p, _ in low.params)
     low.engine.destroy()
-    return [seen, found, len(numbers) == len(found), marked]
-
-
-PLACES: dict[str, list[dict[str, Any]]] = {
-    "stages": [{"stage": 1}, {"stage": 3}],
-    "other stages": [{"stage": 0}, {"stage": 2}],
-    "optimizer on the host": [{"stage": stage, "offload_optimizer": {"device": "cpu"}} for stage in (1, 2, 3)],
-    "all on the host": [{"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}],
-    "all on a disk": [{"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}],
-    "some stay gathered": [{"stage": 3, "stage3_param_persistence_threshold": 30}],
-}
-
-
-def all_as_plain(places: list[dict[str, Any]], folder: str) -> None:
-    for zero in places:
-        for device in zero.values():
-            if isinstance(device, dict) and device["device"] == "nvme":
-                device["nvme_path"] = folder
-        as_plain(zero, {})
-        if len(zero) == 1:
-            masters(zero["stage"])
-
-
-@pytest.mark.parametrize("name", ["stages", *full(*(name for name in PLACES if name != "stages"))])
-def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_path: Path) -> None:
-    assert run_ranks(RANKS, all_as_plain, PLACES[name], str(tmp_path)) == [None] * RANKS
-
-
-def test_status_of_parameters() -> None:
     here, gone = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
-    for seen, found, distinct, marked in run_ranks(RANKS, statuses):
-        assert seen == [gone, here, gone, here, gone, gone, here]
-        assert all(found) and distinct and not marked
+    assert seen == [gone, here, gone, here, gone, gone, here]
+    assert all(found) and len(numbers) == len(found) and not marked

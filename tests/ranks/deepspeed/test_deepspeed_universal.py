@@ -3,60 +3,30 @@
 from __future__ import annotations
 
 import tarfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ds_setup import Recorded, close, start
 from safetensors.torch import load_file
 from sets import full
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
 from shardwise.compat import UnsupportedName
 from shardwise.testing import run_ranks
 
 RANKS = 2
-STEPS = 3
-LIMIT = 1e-5  # one rank's sums of four samples against two ranks' sums of two
-
-
-def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = engine.state_dict()
-    engine.destroy()
-    return state
-
-
-def facts(engine: deepspeed.DeepSpeedEngine) -> list[Any]:
-    return [engine.global_steps, engine.global_samples, engine.optimizer.loss_scale, engine.get_lr()]
-
-
-class Recorded(nn.Module):
-    """The model of tests/data/make_deepspeed.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.middle = nn.Linear(3, 5)
-        self.back = nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.register_buffer("offset", torch.randn(3))
-        self.register_buffer("count", torch.tensor(3))
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
 
 
 def theirs(root: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
     model = Recorded()
     sizes = [[p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == big] for big in (True, False)]
     optimizer = torch.optim.AdamW([{"params": own} for own in sizes], lr=0.5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        arguments: dict[str, Any] = {"optimizer": optimizer, "lr_scheduler": schedule, "config": config}
-        engine = deepspeed.initialize(model=model, **arguments)[0]
-        path, client = engine.load_checkpoint(root)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    engine = start(model, config, optimizer=optimizer, lr_scheduler=schedule)
+    path, client = engine.load_checkpoint(root)
     assert path == f"{root}/global_step3_universal" and client == {"epoch": 4}
     moments = [state["exp_avg"].float().abs().sum() > 0 for state in engine.optimizer.state_dict()["state"].values()]
     counted = [engine.global_steps, engine.global_samples, engine.skipped_steps, schedule.last_epoch]

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import close, ds_config, optimizer_block
+from ds_setup import start as start_engine
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS, MICRO, PASSES = 2, 3, 2
 LIMITS = [0.05, 0.01, 0.0, 0.02]
@@ -42,20 +45,8 @@ def plain(limits: list[float], turns: tuple[int, ...], ranks: int = RANKS) -> tu
 
 
 def start(stage: int, clip: float = 0.0) -> deepspeed.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "gradient_accumulation_steps": PASSES,
-        "gradient_clipping": clip,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    return deepspeed.initialize(model=net(), config=config)[0]
-
-
-def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    state = engine.module_state_dict()
-    engine.destroy()
-    return state
+    passes, sgd = {"gradient_accumulation_steps": PASSES}, optimizer_block("SGD", lr=0.5)
+    return start_engine(net(), ds_config(stage, MICRO, gradient_clipping=clip, optimizer=sgd, **passes))
 
 
 def passes(engine: deepspeed.DeepSpeedEngine, step: int, rank: int, before: Any = lambda: None) -> None:
@@ -75,14 +66,18 @@ def limited(stage: int, clip: float, rank: int) -> tuple[dict[str, Tensor], list
     return close(engine), norms  # type: ignore[return-value]
 
 
-Limited = tuple[int, float]
-LIMITED: dict[str, list[Limited]] = {
-    "clipped before": [(1, 1.0), (3, 0.3)],
-    "at other stages": [(0, 0.0), (2, 0.0), (3, 0.0)],
-}
+@on_ranks(RANKS)
+@pytest.mark.parametrize(("stage", "clip"), [(1, 1.0), (3, 0.3), *full((0, 0.0), (2, 0.0), (3, 0.0))])
+def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(stage: int, clip: float) -> None:
+    weights, norms = plain(LIMITS, (0, 1))
+    assert min(norms) > max(LIMITS)
+    state, seen = limited(stage, clip, dist.get_rank())
+    assert_close(state, weights, rtol=1e-6, what="set in training")
+    assert seen == pytest.approx(norms, rel=1e-5)
 
 
-def of_one_rank() -> list[str]:
+@on_ranks(RANKS)
+def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
     engine, rank = start(2), dist.get_rank()
     with pytest.raises(TypeError, match="max_norm='a'"):
         engine.optimizer.clip_grad = "a"
@@ -90,26 +85,9 @@ def of_one_rank() -> list[str]:
         engine.optimizer.clip_grad = -1
     if rank == 0:
         engine.optimizer.clip_grad = 0.5
-    with pytest.raises(ValueError, match="different settings") as error:
+    with pytest.raises(ValueError, match=r"different settings[\s\S]*max_norm|max_norm[\s\S]*different settings"):
         passes(engine, 0, rank)
     engine.destroy()
-    return [str(error.value)]
-
-
-def every_limit(cases: list[Limited]) -> list[Any]:
-    found = [limited(*case, dist.get_rank()) for case in cases]
-    return [*found, of_one_rank()]
-
-
-@pytest.mark.parametrize("cases", ["clipped before", *full("at other stages")])
-def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(cases: str) -> None:
-    weights, norms = plain(LIMITS, (0, 1))
-    assert min(norms) > max(LIMITS)
-    for found in run_ranks(RANKS, every_limit, LIMITED[cases]):
-        for case, (state, seen) in zip(LIMITED[cases], found, strict=False):
-            assert_close(state, weights, rtol=1e-6, what=str(case))
-            assert seen == pytest.approx(norms, rel=1e-5), case
-        assert "max_norm" in found[-1][0]
 
 
 def test_a_norm_that_is_set_where_updates_make_it() -> None:
@@ -129,35 +107,20 @@ def test_a_norm_that_is_set_where_updates_make_it() -> None:
     engine.destroy()
 
 
-def dropping(stage: int, whose: str) -> dict[str, Tensor]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("stage", "whose"),
+    [(1, "engine"), (3, "engine"), (3, "optimizer"), *full((0, "engine"), (2, "engine"), (1, "optimizer"))],
+)
+def test_zero_grad_before_each_pass_of_an_update(stage: int, whose: str) -> None:
+    """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
     engine = start(stage)
     drop = engine.zero_grad if whose == "engine" else engine.optimizer.zero_grad
     for step in range(len(LIMITS)):
         passes(engine, step, dist.get_rank(), drop)
     assert engine.global_steps == len(LIMITS)
-    return close(engine)
-
-
-Dropping = tuple[int, str]
-DROPPING: dict[str, list[Dropping]] = {
-    "of either": [(1, "engine"), (3, "engine"), (3, "optimizer")],
-    "at other stages": [(0, "engine"), (2, "engine"), (1, "optimizer")],
-}
-
-
-def every_drop(cases: list[Dropping]) -> list[dict[str, Tensor]]:
-    return [dropping(*case) for case in cases]
-
-
-@pytest.mark.parametrize("cases", ["of either", *full("at other stages")])
-def test_zero_grad_before_each_pass_of_an_update(cases: str) -> None:
-    """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
-    off = [0.0] * len(LIMITS)
-    kept, rest = plain(off, (0, 1))[0], plain(off, (1,))[0]
-    for found in run_ranks(RANKS, every_drop, DROPPING[cases]):
-        for (stage, whose), state in zip(DROPPING[cases], found, strict=True):
-            keeps = stage >= 2 and whose == "engine"
-            assert_close(state, kept if keeps else rest, rtol=1e-6, what=f"stage {stage}, zero_grad of the {whose}")
+    keeps = stage >= 2 and whose == "engine"
+    assert_close(close(engine), plain([0.0] * len(LIMITS), (0, 1) if keeps else (1,))[0], rtol=1e-6, what=whose)
 
 
 def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ds_setup import ds_config, optimizer_block, start
+from on_ranks import on_ranks
 from sets import full
 from torch import nn
 
@@ -17,7 +17,7 @@ from shardwise.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     load_state_dict_from_zero_checkpoint,
 )
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 RANKS = 2
 
@@ -26,15 +26,7 @@ def engine_at(stage: int) -> deepspeed.DeepSpeedEngine:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
     model.register_buffer("offset", torch.arange(3.0))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=model, config=config)[0]
-    return engine
+    return start(model, ds_config(stage, 4, optimizer=optimizer_block("AdamW", lr=1e-2)))
 
 
 def train(engine: deepspeed.DeepSpeedEngine, seed: int) -> None:
@@ -43,7 +35,9 @@ def train(engine: deepspeed.DeepSpeedEngine, seed: int) -> None:
     engine.step()
 
 
-def into_its_own_model(folder: str) -> None:
+@on_ranks(RANKS)
+def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     engine = engine_at(3)
     train(engine, 0)
     engine.save_checkpoint(folder, "first")
@@ -58,12 +52,11 @@ def into_its_own_model(folder: str) -> None:
     engine.destroy()
 
 
-def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
-    run_ranks(RANKS, into_its_own_model, str(tmp_path))
-
-
-def at_once(folder: str, rounds: int) -> None:
+@on_ranks(RANKS, timeout=300.0)
+@pytest.mark.parametrize("rounds", [2, *full(10)])
+def test_ranks_convert_into_one_directory_at_once(rounds: int, tmp_path: Path) -> None:
     """Ranks that make a directory under one name wait for each other; each leaves it whole."""
+    folder = str(tmp_path)
     engine = engine_at(2)
     train(engine, 0)
     engine.save_checkpoint(folder, "one")
@@ -76,8 +69,3 @@ def at_once(folder: str, rounds: int) -> None:
         assert_close(written, dict(expected), 0.0, "written by either")
     dist.barrier()
     assert not [each.name for each in Path(folder).iterdir() if each.name.startswith(".")]
-
-
-@pytest.mark.parametrize("rounds", [2, *full(10)])
-def test_ranks_convert_into_one_directory_at_once(rounds: int, tmp_path: Path) -> None:
-    run_ranks(RANKS, at_once, str(tmp_path), rounds, timeout=300.0)

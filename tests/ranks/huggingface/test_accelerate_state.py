@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_setup import RANKS, launched, quiet
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
 
 pytest.importorskip("accelerate")
 
@@ -63,8 +63,11 @@ def weight_of(model: Any) -> Tensor:
 # ---- one model after the other
 
 
-def folds(folder: str, release: str) -> tuple[list[float], list[bool], int]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("release", ["free_memory", *full("clear")])
+def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
     """Three models, one after the other: what a fresh process finds in their states, and which sessions are gone."""
+    folder = str(tmp_path)
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
         sessions = []
@@ -86,19 +89,16 @@ def folds(folder: str, release: str) -> tuple[list[float], list[bool], int]:
             found.append(float(weight_of(model)[0, 0]))
             fresh.close()
         accelerator.close()
-    return found, left, len(list(Path(folder, "fold2").glob("shardwise_*")))
+    found, left, saved = found, left, len(list(Path(folder, "fold2").glob("shardwise_*")))
+    assert found == [7.5, 15.5, 23.5]
+    assert left == [True] * 3
+    assert saved == 1
 
 
-@pytest.mark.parametrize("release", ["free_memory", *full("clear")])
-def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
-    for found, left, saved in run_ranks(RANKS, folds, str(tmp_path), release):
-        assert found == [7.5, 15.5, 23.5]
-        assert left == [True] * 3
-        assert saved == 1
-
-
-def prepared_again(folder: str) -> tuple[list[float], int]:
+@on_ranks(RANKS)
+def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
     """Freed models that are prepared again, by themselves or by their optimizer, or used as they are, go on."""
+    folder = str(tmp_path / "state")
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
         first, one = prepared(accelerator, 8.0)
@@ -123,17 +123,15 @@ def prepared_again(folder: str) -> tuple[list[float], int]:
         values.append(float(weight_of(third)[0, 0]))
         for each in (accelerator, fresh):
             each.close()
-    return values, len(list(Path(folder).glob("shardwise_*")))
+    values, saved = values, len(list(Path(folder).glob("shardwise_*")))
+    assert values == [7.0, 15.5]
+    assert saved == 1
 
 
-def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
-    for values, saved in run_ranks(RANKS, prepared_again, str(tmp_path / "state")):
-        assert values == [7.0, 15.5]
-        assert saved == 1
-
-
-def freed_with_another(folder: str) -> tuple[list[str], list[int]]:
+@on_ranks(RANKS)
+def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
     """What is said of states behind ``free_memory`` of one of two models, and how many models each has."""
+    folder = str(tmp_path)
     with launched(), quiet(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         accelerator = accelerator_of(zero(3))
@@ -147,34 +145,26 @@ def freed_with_another(folder: str) -> tuple[list[str], list[int]]:
         accelerator.save_state(f"{folder}/3")
         accelerator.close()
         saved = [len(list(Path(folder, str(number)).glob("shardwise_*"))) for number in range(4)]
-    return [str(each.message) for each in seen if "save_state" in str(each.message)], saved
+    said, saved = [str(each.message) for each in seen if "save_state" in str(each.message)], saved
+    assert saved == [2, 0, 0, 1]
+    assert len(said) == 1 and "no model is prepared any more" in said[0] and "prepare(...)" in said[0], said
 
 
-def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
-    for said, saved in run_ranks(RANKS, freed_with_another, str(tmp_path)):
-        assert saved == [2, 0, 0, 1]
-        assert len(said) == 1 and "no model is prepared any more" in said[0] and "prepare(...)" in said[0], said
-
-
-def trained_twice(folder: str) -> list[float]:
+@on_ranks(RANKS, timeout=120.0)
+def test_a_trainer_that_makes_its_model_anew_trains_twice(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     from huggingface_setup import arguments, gpt2, rows
 
     from shardwise.huggingface import ShardwiseTrainer
 
     with launched(), quiet():
         # Trainer turns fp16 off on a CPU, so the plan says it.
-        args = arguments(folder, 4, eval_strategy="no", save_strategy="no", max_steps=2)
+        args = arguments(str(tmp_path), 4, eval_strategy="no", save_strategy="no", max_steps=2)
         plan = zero(3, torch.float16)
         trainer = ShardwiseTrainer(model_init=gpt2, args=args, plan=plan, train_dataset=rows()[:24])
         losses = [trainer.train().training_loss for _ in range(2)]
         trainer.accelerator.close()
-    return losses
-
-
-def test_a_trainer_that_makes_its_model_anew_trains_twice(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    for first, second in run_ranks(RANKS, trained_twice, str(tmp_path), timeout=120.0):
-        assert first == second and first > 0
+    assert losses[0] == losses[1] > 0
 
 
 # ---- hooks
@@ -200,9 +190,13 @@ def made(accelerator: Any, value: float) -> Any:
     return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
-def as_diffusers_does(stage: int, dtype: torch.dtype | None, folder: str) -> list[Any]:
-    """Hooks of the form in diffusers' programs; what they saw, what was written, and what came back."""
+@on_ranks(RANKS)
+@pytest.mark.parametrize(("stage", "dtype"), [(3, torch.bfloat16), *full((3, None), (2, torch.bfloat16))])
+def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Hooks of the form in diffusers' programs: what they see, what is written, and what comes back."""
     seen: list[Any] = []
+    folder, rank, exact = str(tmp_path / "state"), dist.get_rank(), 0.5 + 2.0**-12
+    shown = exact if dtype is None else 0.5
     with launched(), quiet():
         accelerator = accelerator_of(zero(stage, dtype))
         whole = accelerator.prepare_model(line(3.0), evaluation_mode=True)
@@ -238,22 +232,16 @@ def as_diffusers_does(stage: int, dtype: torch.dtype | None, folder: str) -> lis
         accelerator.load_state(folder)
         values.append(float(model.state_dict()["inner.weight"][4, 2]))
         accelerator.close()
-    return [seen, values]
-
-
-@pytest.mark.parametrize(("stage", "dtype"), [(3, torch.bfloat16), *full((3, None), (2, torch.bfloat16))])
-def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    exact = 0.5 + 2.0**-12
-    shown = exact if dtype is None else 0.5
-    for rank, (seen, values) in enumerate(run_ranks(RANKS, as_diffusers_does, stage, dtype, str(tmp_path / "state"))):
-        assert seen == [(["Linear", "Saved"], [2, 2 if rank == 0 else 0]), exact if rank == 0 else shown]
-        # As it was, masters and the whole one, too; then what the hook loads from elsewhere; then the checkpoint alone.
-        assert values == [exact, 3.0, 4 * shown, exact]
+    assert seen == [(["Linear", "Saved"], [2, 2 if rank == 0 else 0]), exact if rank == 0 else shown]
+    # As it was, masters and the unsharded one, too; then what the hook loads from elsewhere; then the checkpoint alone.
+    assert values == [exact, 3.0, 4 * shown, exact]
     names = {each.name for each in (tmp_path / "state").iterdir()}
     assert {"unet", "shardwise_0", "model.safetensors"} <= names and "model_1.safetensors" not in names
 
 
-def that_fail(folder: str) -> list[str]:
+@on_ranks(RANKS)
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
     said = []
     with launched(), quiet():
         accelerator = accelerator_of(zero(3))
@@ -285,20 +273,19 @@ def that_fail(folder: str) -> list[str]:
         step(accelerator, model, optimizer)
         said.append(str(float(model.state_dict()["inner.weight"][0, 0])))
         accelerator.close()
-    return said
+    unwritten, fewer, others, value = said
+    assert "rank 0 could not run the hooks of save_state" in unwritten and "no space" in unwritten
+    assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
+    assert "rank 1 could not run the hooks of load_state: another model" in others
+    assert value == "0.5"
 
 
-def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    for unwritten, fewer, others, value in run_ranks(RANKS, that_fail, str(tmp_path / "state")):
-        assert "rank 0 could not run the hooks of save_state" in unwritten and "no space" in unwritten
-        assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
-        assert "rank 1 could not run the hooks of load_state: another model" in others
-        assert value == "0.5"
-
-
-def registered_on_one_rank(folder: str, where: int) -> tuple[list[int], list[float], str]:
-    """Hooks of rank ``where`` alone: how many models each of its calls had, what came back, and what was said."""
-    calls: list[int] = []
+@on_ranks(RANKS)
+@pytest.mark.parametrize("where", [*full(0), 1])
+def test_hooks_that_one_rank_has(where: int, tmp_path: Path) -> None:
+    """What saves runs there; what loads would change that rank's part alone, so nothing is loaded."""
+    counts = [int(rank == where) for rank in range(RANKS)]
+    folder, calls = str(tmp_path / "state"), list[int]()
     with launched(), quiet():
         accelerator = accelerator_of(zero(3))
         model, optimizer = made(accelerator, 1.0)
@@ -324,16 +311,7 @@ def registered_on_one_rank(folder: str, where: int) -> tuple[list[int], list[flo
             accelerator.load_state(folder)
         values.append(float(model.state_dict()["inner.weight"][4, 2]))
         accelerator.close()
-    return calls, values, str(error.value)
-
-
-@pytest.mark.parametrize("where", [*full(0), 1])
-def test_hooks_that_one_rank_has(where: int, tmp_path: Path) -> None:
-    """What saves runs there; what loads would change that rank's part alone, so nothing is loaded."""
-    counts = [int(rank == where) for rank in range(RANKS)]
-    results = run_ranks(RANKS, registered_on_one_rank, str(tmp_path / "state"), where)
-    for rank, (calls, values, said) in enumerate(results):
-        assert calls == [1] * counts[rank] and values == [1.0, 0.5], rank
-        assert f"load_state with {counts} hooks on ranks 0 to 1" in said and "on every rank" in said
+    assert calls == [1] * counts[dist.get_rank()] and values == [1.0, 0.5]
+    assert f"load_state with {counts} hooks on ranks 0 to 1" in str(error.value) and "on every rank" in str(error.value)
     saved = torch.load(tmp_path / "state" / "unet")
     assert torch.equal(saved["inner.weight"], torch.ones(5, 3))

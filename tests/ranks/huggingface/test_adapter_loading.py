@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_setup import RANKS, arguments, gpt2, launched, quiet, rows
+from on_ranks import on_ranks
 from sets import full
 from torch import Tensor
 
 from shardwise.plan import Plan, zero
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -49,7 +50,13 @@ def file_of(folder: str) -> dict[str, Tensor]:
     return load_file(str(Path(folder) / "adapter_model.safetensors"))
 
 
-def best_and_again(plan: Plan, folder: str, several: bool) -> dict[str, Any]:
+@on_ranks(RANKS, timeout=200.0)
+@pytest.mark.parametrize(
+    ("plan", "several"),
+    [*full((zero(3), False)), (zero(3, torch.bfloat16), True), *full((zero(2, torch.bfloat16), False))],
+)
+def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with launched(), quiet():
         trainer = trainer_of(folder, plan, several)
         trainer.train()
@@ -66,27 +73,21 @@ def best_and_again(plan: Plan, folder: str, several: bool) -> dict[str, Any]:
         dist.barrier()
         found["resumed"] = file_of(f"{folder}/resumed")
         trainer.accelerator.close()
-    return found
+    key = next(key for key in found["best"] if "lora_B" in key)
+    assert not torch.equal(found["best"][key], found["last"][key])
+    assert_close(found["saved"], found["best"], 0.0, "the best adapter")
+    assert_close(found["resumed"], found["last"], 0.0, "the last adapter")
+    assert found["loss"] == pytest.approx(found["then"], rel=1e-6) and math.isfinite(found["loss"])
+    bf16 = plan.precision.param_dtype is torch.bfloat16
+    assert found["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
+    if bf16:  # the file has the masters' values, and they are loaded
+        assert any(not torch.equal(each, each.bfloat16().float()) for each in found["saved"].values())
 
 
-@pytest.mark.parametrize(
-    ("plan", "several"),
-    [*full((zero(3), False)), (zero(3, torch.bfloat16), True), *full((zero(2, torch.bfloat16), False))],
-)
-def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -> None:
-    for found in run_ranks(RANKS, best_and_again, plan, str(tmp_path), several, timeout=200.0):
-        key = next(key for key in found["best"] if "lora_B" in key)
-        assert not torch.equal(found["best"][key], found["last"][key])
-        assert_close(found["saved"], found["best"], 0.0, "the best adapter")
-        assert_close(found["resumed"], found["last"], 0.0, "the last adapter")
-        assert found["loss"] == pytest.approx(found["then"], rel=1e-6) and math.isfinite(found["loss"])
-        bf16 = plan.precision.param_dtype is torch.bfloat16
-        assert found["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
-        if bf16:  # the file has the masters' values, and they are loaded
-            assert any(not torch.equal(each, each.bfloat16().float()) for each in found["saved"].values())
-
-
-def with_prompts(folder: str) -> tuple[Tensor, Tensor, Tensor]:
+@on_ranks(RANKS, timeout=120.0)
+@pytest.mark.full
+def test_the_best_prompts_are_loaded(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     with launched(), quiet():
         trainer = trainer_of(folder, zero(3), prompts=True)
         trainer.train()
@@ -95,11 +96,5 @@ def with_prompts(folder: str) -> tuple[Tensor, Tensor, Tensor]:
         paths = (str(trainer.state.best_model_checkpoint), f"{folder}/checkpoint-4", f"{folder}/model")
         best, last, saved = (file_of(path)["prompt_embeddings"] for path in paths)
         trainer.accelerator.close()
-    return best, last, saved
-
-
-@pytest.mark.full
-def test_the_best_prompts_are_loaded(tmp_path: Path) -> None:
-    for best, last, saved in run_ranks(RANKS, with_prompts, str(tmp_path), timeout=120.0):
-        assert bool(best.isfinite().all()) and not torch.equal(best, last)
-        assert torch.equal(saved, best)
+    assert bool(best.isfinite().all()) and not torch.equal(best, last)
+    assert torch.equal(saved, best)

@@ -8,49 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from launching import finished
+from launching import ROOT, finished
 from sets import campaign
 
 PROGRAM = """
 import copy, json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
-import datasets, torch, trl
+sys.path.insert(0, HELPERS)
+import torch, trl
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl_setup import llama, rows, tokenizer
 
 kind, folder, config = sys.argv[1], sys.argv[2], sys.argv[3] or None
-words = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
-table = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-table.pre_tokenizer = pre_tokenizers.Whitespace()
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=table, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-generator = torch.Generator().manual_seed(1)
-
-
-def text():
-    count = int(torch.randint(4, 9, (1,), generator=generator))
-    return " " + " ".join(f"w{int(word)}" for word in torch.randint(29, (count,), generator=generator))
-
-
-fields = ("text",) if kind == "SFT" else ("prompt", "chosen", "rejected")
-rows = datasets.Dataset.from_list([{field: text() for field in fields} for _ in range(16)])
 args = getattr(trl, f"{kind}Config")(
     folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, bf16=False, max_steps=3,
     per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")), gradient_accumulation_steps=2,
     logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-3, max_length=32, gradient_checkpointing=False,
     deepspeed=config)
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1))
-options = {}
+model, options = llama(), {}
 if kind == "SFT":
     options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
 else:
     options["ref_model"] = copy.deepcopy(model)
 torch.manual_seed(2)
+data = rows(("text",) if kind == "SFT" else ("prompt", "chosen", "rejected"))
 trainer = getattr(trl, f"{kind}Trainer")(
-    model=model, args=args, train_dataset=rows, processing_class=tokenizer, **options)
+    model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
 trainer.train()
 trainer.save_model(folder)
 if trainer.accelerator.is_main_process:
@@ -88,7 +71,7 @@ def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
     """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""
     for needed in ("trl", "datasets"):
         pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(PROGRAM.replace("HELPERS", repr(str(ROOT / "tests" / "helpers"))))
     (tmp_path / "ds.json").write_text(json.dumps(STAGE_3))
     program = tmp_path / "program.py"
     history, saved = run(program, kind, "", "--nproc", "1")

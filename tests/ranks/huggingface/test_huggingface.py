@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from huggingface_setup import RANKS, arguments, gpt2, launched, make, quiet, rows, weights
+from on_ranks import assert_refused, on_ranks
 from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -33,12 +34,7 @@ pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "huggingface_trainer.py"
 RTOL = 1e-5
-PLANS: dict[str, Plan] = {
-    "ddp": replicated(),
-    "zero1": zero(1),
-    "zero2": zero(2),
-    "zero3": zero(3),
-}
+PLANS: dict[str, Plan] = {"ddp": replicated(), "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
 
 
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -133,29 +129,24 @@ def test_a_checkpoint_of_the_plain_trainer_is_resumed(plain: tuple[str, Outcome]
         check(found, plain[1])
 
 
-def best_and_again(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], float, float]:
+@on_ranks(RANKS, timeout=120.0)
+def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
     """The best is the first here, since its loss is the larger; then training a second time with the same trainer."""
+    folder = str(tmp_path)
     with launched(), quiet():
         options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
         trainer = make(folder, PLANS["zero3"], **options)
         trainer.train()
         trainer.save_model(os.path.join(folder, "model"))
         dist.barrier()
-        found = weights(os.path.join(folder, "model")), weights(str(trainer.state.best_model_checkpoint))
-        last = weights(os.path.join(folder, "checkpoint-4"))
+        best, last = weights(str(trainer.state.best_model_checkpoint)), weights(os.path.join(folder, "checkpoint-4"))
+        assert_close(weights(os.path.join(folder, "model")), best, 0.0, "the best model")
+        assert not torch.equal(best["transformer.wte.weight"], last["transformer.wte.weight"])
         loss = trainer.evaluate()["eval_loss"]
         trainer.args.learning_rate = 1e-3
         trainer.train()
-        after = trainer.evaluate()["eval_loss"]
+        assert math.isfinite(loss) and math.isfinite(trainer.evaluate()["eval_loss"])
         trainer.accelerator.close()
-        return *found, last, loss, after
-
-
-def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
-    for saved, best, last, loss, after in run_ranks(RANKS, best_and_again, str(tmp_path), timeout=120.0):
-        assert_close(saved, best, 0.0, "the best model")
-        assert not torch.equal(best["transformer.wte.weight"], last["transformer.wte.weight"])
-        assert math.isfinite(loss) and math.isfinite(after)
 
 
 def in_bf16(folder: str) -> tuple[Outcome, str, str]:
@@ -175,68 +166,33 @@ def test_bf16_has_fp32_masters(plain: tuple[str, Outcome], tmp_path: Path) -> No
         assert any(not torch.equal(value, value.bfloat16().float()) for value in found[1].values())
 
 
-def lora(plan: Plan | None, folder: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """With a plan, or with the plain Trainer; activations are recomputed."""
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file
-    from transformers import Trainer
-
-    from shardwise.huggingface import ShardwiseTrainer
-
+@on_ranks(RANKS)
+def test_the_logged_norm_is_that_before_clipping(tmp_path: Path) -> None:
+    options = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 2}
     with launched(), quiet():
-        config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-        model = get_peft_model(gpt2(), config)
-        args = arguments(folder, 4 if plan else 8, eval_strategy="no", max_steps=2, gradient_checkpointing=True)
-        made = functools.partial(ShardwiseTrainer, plan=plan) if plan else Trainer
-        trainer = made(model, args, train_dataset=rows()[:24])
-        trainer.train()
-        trainer.save_model(folder)
-        if plan:
-            dist.barrier()
-            trainer.accelerator.close()
-    history = [{key: entry[key] for key in KEYS if key in entry} for entry in trainer.state.log_history]
-    return history, load_file(os.path.join(folder, "adapter_model.safetensors"))
-
-
-@pytest.mark.full
-def test_lora_equals_the_plain_trainer(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    expected = lora(None, str(tmp_path / "plain"))
-    for found in run_ranks(RANKS, lora, zero(3), str(tmp_path / "sharded"), timeout=120.0):
-        check(found, expected)
-    assert not (tmp_path / "sharded" / "config.json").exists()
-
-
-def norms_without_clipping(folder: str) -> list[float]:
-    with launched(), quiet():
-        trainer = make(folder, PLANS["zero2"], max_grad_norm=0.0, eval_strategy="no", save_strategy="no", max_steps=2)
-        before = trainer.evaluate()["eval_loss"]  # of the whole model, which is sharded all the same afterwards
+        trainer = make(str(tmp_path), PLANS["zero2"], max_grad_norm=0.0, **options)
+        before = trainer.evaluate()["eval_loss"]  # of the unsharded model, which is sharded all the same afterwards
         assert trainer.session is None
         trainer.train()
         assert trainer.session is not None and trainer.evaluate()["eval_loss"] < before
         trainer.accelerator.close()
-        return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        clipped = make(str(tmp_path), PLANS["zero2"], **options)
+        clipped.train()
+        clipped.accelerator.close()
+    norms, first = ([e["grad_norm"] for e in each.state.log_history if "grad_norm" in e] for each in (trainer, clipped))
+    assert norms[0] == pytest.approx(first[0], rel=RTOL) and first[0] > 0.1 and len(norms) == 2
 
 
-def test_the_logged_norm_is_that_before_clipping(plain: tuple[str, Outcome], tmp_path: Path) -> None:
-    for norms in run_ranks(RANKS, norms_without_clipping, str(tmp_path)):
-        assert norms[0] == pytest.approx(plain[1][0][0]["grad_norm"], rel=RTOL)
-        assert len(norms) == 2 and norms[0] > 0.1
-
-
-def example(folder: str) -> list[float]:
+@on_ranks(RANKS, timeout=120.0)
+@pytest.mark.full
+def test_the_example(tmp_path: Path) -> None:
     with launched(), quiet():
         main = runpy.run_path(str(EXAMPLE))["main"]
         for steps in ("6", "8"):  # the second run goes on from the first one's checkpoint
-            trainer = main(["--steps", steps, "--output", folder])
+            trainer = main(["--steps", steps, "--output", str(tmp_path)])
             trainer.accelerator.close()
-        return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-
-
-@pytest.mark.full
-def test_the_example(tmp_path: Path) -> None:
-    for losses in run_ranks(RANKS, example, str(tmp_path), timeout=120.0):
-        assert losses[-1] < 5.0  # of log(256) = 5.5
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[-1] < 5.0  # of log(256) = 5.5
     assert (tmp_path / "checkpoint-8" / "shardwise").is_dir()
 
 
@@ -338,7 +294,8 @@ def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
     assert_close(load_file(tmp_path / "state-model" / "model.safetensors"), expected, RTOL, "save_model")
 
 
-def scaled() -> tuple[bool, bool, float]:
+@on_ranks(RANKS)
+def test_fp16_skips_and_says_so() -> None:
     from shardwise.huggingface import prepare
 
     with launched():
@@ -357,80 +314,55 @@ def scaled() -> tuple[bool, bool, float]:
             skipped.append(accelerator.optimizer_step_was_skipped)
         weight = float(sharded.state_dict()["weight"][0, 0])
         accelerator.close()
-    return skipped[0], skipped[-1], 8.0 - weight - skipped.count(False)
+    assert skipped[0] and not skipped[-1] and weight == 8.0 - skipped.count(False)
 
 
-def test_fp16_skips_and_says_so() -> None:
-    assert run_ranks(RANKS, scaled) == [(True, False, 0.0)] * RANKS
-
-
-def refusals(folder: str) -> list[str]:
+@on_ranks(RANKS)
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     from shardwise.huggingface import ShardwiseAccelerator, ShardwiseTrainer
 
-    said = []
-    model = net()
+    folder = str(tmp_path)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accelerator_of(plan: Any, **options: Any) -> Any:
+        return ShardwiseAccelerator(plan=plan, cpu=True, **options)
+
     with launched(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         generating = arguments(folder, 4)
         generating.use_vllm = True  # as TRL's have it
-        accelerator = ShardwiseAccelerator(plan=zero(3), cpu=True)
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        half, model = ShardwiseAccelerator(plan=zero(3, torch.float16), cpu=True), net()
-        scaled, _ = half.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator, half, model = accelerator_of(zero(3)), accelerator_of(zero(3, torch.float16)), net()
+        accelerator.prepare(first := net(), sgd(first))
+        scaled, _ = half.prepare(model, sgd(model))
         beside = nn.Parameter(torch.ones(()))
         beside.grad = torch.ones(())
-        other, third = torch.optim.SGD(net().parameters(), lr=0.1), net()
+        other, third = sgd(net()), net()
         disk = HybridAdam(third.parameters(), nvme_offload_fraction=0.5, nvme_offload_dir=folder)
-        for attempt in (
-            lambda: accelerator.prepare(other),
-            lambda: accelerator.prepare_optimizer(other),
-            lambda: accelerator.prepare(third, disk),
-            lambda: half.clip_grad_norm_(list(scaled.parameters())[:1], 1.0),
-            lambda: half.clip_grad_value_([*scaled.parameters(), beside], 1.0),
-            lambda: ShardwiseAccelerator(plan=zero(3).but(average="mean"), cpu=True),
-            lambda: ShardwiseAccelerator(plan=zero(3).but(tp=2), cpu=True),
-            lambda: make(folder, zero(1).but(sp=2)),
-            lambda: ShardwiseAccelerator(plan=zero(3, torch.float16), mixed_precision="bf16", cpu=True),
-            lambda: ShardwiseAccelerator(plan=zero(3), mixed_precision="fp8", cpu=True),
-            lambda: make(folder, zero(3), auto_find_batch_size=True),
-            lambda: make(folder, zero(3).but(update="backward")),
-            lambda: make(folder, zero(3), save_on_each_node=True),
-            lambda: ShardwiseTrainer(model, generating, plan=zero(3)),
-            lambda: ShardwiseAccelerator(plan="zero3", cpu=True),
-            lambda: make(folder, None),
-        ):
-            try:
-                attempt()
-            except (TypeError, ValueError, NotImplementedError) as error:
-                said.append(str(error))
+        assert_refused(
+            (lambda: accelerator.prepare(other), "parameters of 0 of the 0"),
+            (lambda: accelerator.prepare_optimizer(other), "SGD alone"),
+            (lambda: accelerator.prepare(third, disk), "nvme_offload_fraction=0.5"),
+            (lambda: half.clip_grad_norm_(list(scaled.parameters())[:1], 1.0), "1 of 6 parameters"),
+            (lambda: half.clip_grad_value_([*scaled.parameters(), beside], 1.0), "6 of 6 parameters, 1 others"),
+            (lambda: accelerator_of(zero(3).but(average="mean")), "average='mean'"),
+            (lambda: accelerator_of(zero(3).but(tp=2)), "tp=2, pp=1, sp=1 is not available here"),
+            (lambda: make(folder, zero(1).but(sp=2)), "tp=1, pp=1, sp=2 is not available here"),
+            (lambda: accelerator_of(zero(3, torch.float16), mixed_precision="bf16"), "mixed_precision='bf16'"),
+            (lambda: accelerator_of(zero(3), mixed_precision="fp8"), "'fp8'"),
+            (lambda: make(folder, zero(3), auto_find_batch_size=True), "auto_find_batch_size"),
+            (lambda: make(folder, zero(3).but(update="backward")), "update='backward'"),
+            (lambda: make(folder, zero(3), save_on_each_node=True), "save_on_each_node"),
+            (
+                lambda: ShardwiseTrainer(model, generating, plan=zero(3)),
+                "use_vllm=True with sharded parameters",
+            ),
+            (lambda: accelerator_of("zero3"), "plan='zero3': give a Plan, such as"),
+            (lambda: make(folder, None), "plan=None: give a Plan, such as"),  # type: ignore[arg-type]
+        )
         accelerator.close()
         half.close()
-    return said
-
-
-def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(RANKS, refusals, str(tmp_path)):
-        assert len(said) == 16
-        wanted = (
-            "parameters of 0 of the 0",
-            "SGD alone",
-            "nvme_offload_fraction=0.5",
-            "1 of 6 parameters",
-            "6 of 6 parameters, 1 others",
-            "average='mean'",
-            "tp=2, pp=1, sp=1 is not available here",
-            "tp=1, pp=1, sp=2 is not available here",
-            "mixed_precision='bf16'",
-            "'fp8'",
-            "auto_find_batch_size",
-            "update='backward'",
-            "save_on_each_node",
-            "use_vllm=True with parameters that are not there",
-            "plan='zero3': give a Plan, such as",
-            "plan=None: give a Plan, such as",
-        )
-        for text, part in zip(said, wanted, strict=True):
-            assert part in text
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -21,7 +22,6 @@ from huggingface_setup import RANKS, launched, make, quiet, weights
 from shardwise.core.checkpoint import CheckpointError
 from shardwise.core.checkpoint.formats import output
 from shardwise.plan import zero
-from shardwise.testing import run_ranks
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -35,7 +35,9 @@ def full_disk(trainer: Any, directory: str, **how: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
 
-def failing(folder: str) -> list[str]:
+@on_ranks(RANKS, timeout=120.0)
+def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
     path = Path(folder)
     said = []
     with launched(), quiet():
@@ -68,10 +70,6 @@ def failing(folder: str) -> list[str]:
         for key, value in weights(str(path / name)).items():
             assert torch.equal(value, 2 * state[key]), key
     assert path.stat().st_ino == number and (path / "checkpoint-1" / "model.safetensors").is_file()
-    return said
-
-
-def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
-    for full, broken in run_ranks(RANKS, failing, str(tmp_path / "run"), timeout=120.0):
-        assert "rank 0 could not save the model to" in full and "ENOSPC" in full
-        assert "rank 0 could not save the model to" in broken and "EIO" in broken
+    full, broken = said
+    assert "rank 0 could not save the model to" in full and "ENOSPC" in full
+    assert "rank 0 could not save the model to" in broken and "EIO" in broken

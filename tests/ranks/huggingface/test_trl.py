@@ -20,12 +20,12 @@ import torch.distributed as dist
 from huggingface_setup import launched, quiet
 from sets import full
 from torch import Tensor
+from trl_setup import llama, rows, tokenizer
 
 from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
 
 RTOL = 1e-5
-WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
 SYNC = ("DPO with a reference that follows", False)
 CASES = [*((kind, lora) for kind in ("SFT", "DPO") for lora in (False, True)), SYNC]
 Run = tuple[int, tuple[str, bool]]  # a stage, and what is trained how
@@ -33,37 +33,6 @@ REFERENCE: list[Run] = [(3, CASES[2])]
 OTHERS: list[Run] = [*((3, case) for case in CASES if case != CASES[2]), (2, CASES[0]), (2, CASES[3])]
 ONE: list[Run] = [(3, CASES[3])]
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/chosen", "entropy")
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=1, bos_token_id=1))
-
-
-def rows(fields: tuple[str, ...]) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
-    generator = torch.Generator().manual_seed(1)
-
-    def text() -> str:
-        count = int(torch.randint(4, 9, (1,), generator=generator))
-        return " " + " ".join(f"w{int(word)}" for word in torch.randint(29, (count,), generator=generator))
-
-    return datasets.Dataset.from_list([{field: text() for field in fields} for _ in range(16)])
 
 
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
@@ -113,6 +82,7 @@ def _train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
         if "ref_model" in options:
             assert all(bool(param.isfinite().all()) for param in trainer.ref_model.parameters())
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert Path(folder, "config.json").exists() is not lora
     name = "adapter_model.safetensors" if lora else "model.safetensors"
     return [{key: entry[key] for key in LOGGED if key in entry} for entry in history], load_file(Path(folder, name))
 

@@ -21,32 +21,20 @@ EARLY = ("early", "early_host")
 OTHERS = {function for functions in HOMES.values() for function in functions}
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[RankPool]:
-    """One rank that had no backward pass before."""
-    with RankPool(1) as pool:
-        yield pool
+class Pools(dict[int, RankPool]):
+    """Pools by their number of ranks, none of which had a backward pass before; made when asked for."""
+
+    def __missing__(self, ranks: int) -> RankPool:
+        self[ranks] = RankPool(ranks).__enter__()
+        return self[ranks]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[RankPool]:
-    """The same of two."""
-    with RankPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[RankPool]:
-    """The same of three."""
-    with RankPool(3) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    """The same of four."""
-    with RankPool(4) as pool:
-        yield pool
+def pools() -> Iterator[Pools]:
+    made = Pools()
+    yield made
+    for pool in made.values():
+        pool.__exit__(None, None, None)
 
 
 def by_turns(rows: Iterable[Any], seeds: Iterable[int] = SEEDS, quick: tuple[Any, ...] = ()) -> list[Any]:
@@ -68,86 +56,44 @@ def _assert_right(found: list[Found]) -> None:
     assert [each for each in found if each.wrong or each.races] == []
 
 
-ON_ONE = (
-    "zero1",
-    "zero2",
-    "zero3",
-    "ahead",
-    "host",
-    "mixed",
-    "state_host",
-    "zero2_state_host",
-    "clipped",
-    "early_host",
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "seed"),
-    [
-        *by_turns([(name, "mlp") for name in ON_ONE], quick=(("mixed", "mlp"),)),
-        *by_turns([(name, "gpt") for name in ON_ONE], (1, 3)),
-    ],
-)
-def test_training_on_one_rank(alone: RankPool, name: str, model: str, seed: int) -> None:
-    _assert_right(alone.run(late_setup.train, name, seed, model))
-
-
-@pytest.mark.parametrize(
-    ("model", "seed"), by_turns(["tied", "used_twice", "unused", "checkpointed", "buffers"], (0, 1))
-)
-def test_odd_modules(alone: RankPool, model: str, seed: int) -> None:
-    _assert_right(alone.run(late_setup.train, "host", seed, model))
-
-
-@pytest.mark.parametrize("seed", by_turns([()]))
-def test_a_program_that_changes_streams(alone: RankPool, seed: int) -> None:
-    _assert_right(alone.run(late_setup.train, "mixed", seed, "mlp", True))
-
-
-@pytest.mark.parametrize(("name", "seed"), by_turns(["host", "zero2"]))
-def test_checkpoints_are_of_their_time(alone: RankPool, name: str, seed: int) -> None:
-    _assert_right(alone.run(late_setup.train_and_save, name, seed))
-
-
-STREAMS = [name for name in ALONE if name not in OTHERS]
-
-
-@pytest.mark.parametrize(("name", "seed"), by_turns(STREAMS, range(8), quick=tuple(STREAMS)))
-def test_what_the_library_does_with_streams_by_itself(alone: RankPool, name: str, seed: int) -> None:
-    _assert_right(alone.run(getattr(late_setup, name), name, seed))
-
-
+ON_ONE = ("zero1", "zero2", "zero3", "ahead", "host", "mixed", "state_host", "zero2_state_host", "clipped", EARLY[1])
 ON_TWO = ("ddp", "zero1", "zero2", "zero3", "ahead", "host", "mixed", "clipped", "on_use", "replicas", *EARLY)
-
-
-@pytest.mark.parametrize(("name", "seed"), by_turns(ON_TWO, quick=("ahead",)))
-def test_training_on_two_ranks(two: RankPool, name: str, seed: int) -> None:
-    _assert_right(two.run(late_setup.train, name, seed))
-
-
-@pytest.mark.parametrize(("name", "seed"), by_turns(["eight_bits", "eight_bits2"]))
-def test_what_travels_in_8_bits_is_kept_for_the_streams_that_use_it(two: RankPool, name: str, seed: int) -> None:
-    """It was not: the main stream's memory was dropped while the stream beside it read it, and given out again."""
-    _assert_right(two.run(late_setup.train, name, seed))
-
-
-@pytest.mark.parametrize("seed", by_turns([()], range(8), quick=((),)))
-def test_norms_that_are_read_later(two: RankPool, seed: int) -> None:
-    _assert_right(two.run(late_setup.late_norm, "norm", seed))
-
-
 IN_TWO_PARTS = ("replicas", "replicas_host", "secondary", "secondary_eight_bits")
+ODD_ON_ONE = ("tied", "used_twice", "unused", "checkpointed", "buffers")
+CHANGES_STREAMS = True
+"""The program itself changes streams."""
+TRAINED: list[Any] = [
+    *by_turns([(1, name, "mlp", False) for name in ON_ONE], quick=((1, "mixed", "mlp", False),)),
+    *by_turns([(1, name, "gpt", False) for name in ON_ONE], (1, 3)),
+    *by_turns([(1, "host", model, False) for model in ODD_ON_ONE], (0, 1)),
+    *by_turns([(1, "mixed", "mlp", CHANGES_STREAMS)]),
+    *by_turns([(2, name, "mlp", False) for name in ON_TWO], quick=((2, "ahead", "mlp", False),)),
+    # It was not kept for all streams: the main stream's memory was dropped while the side stream read it.
+    *by_turns([(2, name, "mlp", False) for name in ("eight_bits", "eight_bits2")]),
+    *by_turns([(2, "frozen_host", "frozen", False)]),
+    *by_turns([(2, name, "mixture", False) for name in ("zero3", "on_use")]),
+    *by_turns([(4, name, "mlp", False) for name in IN_TWO_PARTS], (0, 1)),
+]
 
 
-@pytest.mark.parametrize(("name", "seed"), by_turns(IN_TWO_PARTS, (0, 1)))
-def test_what_is_done_in_two_parts(four: RankPool, name: str, seed: int) -> None:
-    _assert_right(four.run(late_setup.train, name, seed))
+@pytest.mark.parametrize(("ranks", "name", "model", "changes_streams", "seed"), TRAINED)
+def test_training(pools: Pools, ranks: int, name: str, model: str, changes_streams: bool, seed: int) -> None:
+    _assert_right(pools[ranks].run(late_setup.train, name, seed, model, changes_streams))
 
 
-@pytest.mark.parametrize("seed", by_turns([()]))
-def test_secondary_shards_that_are_used_twice(four: RankPool, seed: int) -> None:
-    _assert_right(four.run(late_setup.secondary_twice, "secondary", seed))
+STREAMS = [(1, name, name) for name in ALONE if name not in OTHERS]
+NORM = (2, "late_norm", "norm")
+DONE: list[Any] = [
+    *by_turns([(1, "train_and_save", name) for name in ("host", "zero2")]),
+    *by_turns([*STREAMS, NORM], range(8), quick=(*STREAMS, NORM)),
+    *by_turns([(4, "secondary_twice", "secondary")]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "function", "name", "seed"), DONE)
+def test_other_work_on_streams(pools: Pools, ranks: int, function: str, name: str, seed: int) -> None:
+    """Checkpoints, the library's own use of streams, norms that are read later, secondary shards used twice."""
+    _assert_right(pools[ranks].run(getattr(late_setup, function), name, seed))
 
 
 BESIDE = [scenario for scenario in scenarios() if scenario.function in OTHERS]
@@ -173,13 +119,11 @@ def in_a_set(scenario: Scenario) -> object:
 
 
 @pytest.mark.parametrize("scenario", [in_a_set(each) for each in BESIDE], ids=str)
-def test_what_is_done_beside_training(
-    alone: RankPool, two: RankPool, three: RankPool, four: RankPool, scenario: Scenario
-) -> None:
+def test_what_is_done_beside_training(pools: Pools, scenario: Scenario) -> None:
     """Gathers that fail half-way, reads right after an update, a disk, activations between ranks, a program's waits;
     with one seed of two by turns, and all of them with many in the campaign."""
     seed = (0, 3)[BESIDE.index(scenario) % 2]
-    _assert_right({1: alone, 2: two, 3: three, 4: four}[scenario.ranks].run(run_without, None, scenario, seed))
+    _assert_right(pools[scenario.ranks].run(run_without, None, scenario, seed))
 
 
 @pytest.mark.full
@@ -189,16 +133,6 @@ def test_the_first_message_of_two_ranks_holds_the_host() -> None:
         assert pool.run(sent_first, True) == ["True"] * 3
         with pytest.raises(RankError, match=r"sending to rank .* of group 'axis' failed"):
             pool.run(sent_first, False)
-
-
-@pytest.mark.parametrize("seed", by_turns([()]))
-def test_frozen_weights_that_are_rounded_on_the_way(two: RankPool, seed: int) -> None:
-    _assert_right(two.run(late_setup.train, "frozen_host", seed, "frozen"))
-
-
-@pytest.mark.parametrize(("name", "seed"), by_turns(["zero3", "on_use"]))
-def test_ranks_that_use_different_units(two: RankPool, name: str, seed: int) -> None:
-    _assert_right(two.run(late_setup.train, name, seed, "mixture"))
 
 
 # ---- many seeds

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
 from engine_setup import check, data, seeded, told
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
@@ -116,14 +117,11 @@ def as_theirs(stage: int, plain: nn.Module, optimizer: torch.optim.Optimizer, fo
     return whole
 
 
-def at_stage_1() -> None:
-    plain, optimizer = by_torch()
-    as_theirs(1, plain, optimizer, "")
-
-
+@on_ranks(2)
 @pytest.mark.full
 def test_states_at_stage_1_are_those_of_fully_shard() -> None:
-    run_ranks(2, at_stage_1)
+    plain, optimizer = by_torch()
+    as_theirs(1, plain, optimizer, "")
 
 
 def on_rank(folder: str) -> dict[str, Tensor]:
@@ -236,17 +234,13 @@ def test_states_are_those_of_fully_shard_and_files_go_both_ways(tmp_path: Path) 
     assert not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def on_a_group() -> str:
+@on_ranks(2)
+def test_a_model_of_some_ranks_is_refused() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     plan = zero(2)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, groups[dist.get_rank()])
     model = nn.Linear(2, 4)
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
-    with pytest.raises(NotImplementedError) as caught:
+    with pytest.raises(NotImplementedError, match="a model of 1 of 2 ranks"):
         ours.get_model_state_dict(session.module)
     session.close()
-    return str(caught.value)
-
-
-def test_a_model_of_some_ranks_is_refused() -> None:
-    assert all("a model of 1 of 2 ranks" in said for said in run_ranks(2, on_a_group))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import check, data, seeded, told
+from engine_setup import check, data, seeded
+from on_ranks import assert_refused, on_ranks
 from sets import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise.plan import ByModule, ParamGroupPlan, Plan, replicated, zero
 from shardwise.pytorch import plan_of_ddp, plan_of_fsdp, plan_of_fully_shard
-from shardwise.testing import run_ranks
 
 State = dict[str, Tensor]
 
@@ -117,44 +117,41 @@ def plans_by_name() -> tuple[dict[str, Callable[[nn.Module], Plan]], dict[str, C
     return plans, halves
 
 
-def on_rank(quick: bool) -> tuple[State, dict[str, State], State, dict[str, State]]:
+QUICK = ["ddp", "offload", "fully_shard", ShardingStrategy.SHARD_GRAD_OP.name, "hybrid", "bf16"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("quick", [True, *full(False)], ids=["quick", "others"])
+def test_plans_train_what_torch_trains(quick: bool) -> None:
     """What torch trains, and each plan; in fp64, and with bf16 over fp32."""
+    rank = dist.get_rank()
     plans, halves = ({n: p for n, p in each.items() if (n in QUICK) is quick} for each in plans_by_name())
     found = {name: own(plan) for name, plan in plans.items()}
     ddp = by_torch(DistributedDataParallel)
     whole = by_torch(fsdp2)
     check([ddp], whole, "torch's two")
     single = torch.float32
-    return (
+    (wanted, found, wanted_bf16, found_bf16) = (
         whole,
         found,
         by_torch(lambda m: fsdp2(m, mp_policy=BF16), single),
         {name: own(plan, single) for name, plan in halves.items()},
     )
+    assert (len(found), len(found_bf16)) == ((5, 1) if quick else (8, 1))
+    for name, state in found.items():
+        check([state], wanted, f"{name}, rank {rank}")
+    for name, state in found_bf16.items():  # a product in 16 bits may be added up in another order
+        check([state], wanted_bf16, f"{name}, rank {rank}", 1e-2)
 
 
-QUICK = ["ddp", "offload", "fully_shard", ShardingStrategy.SHARD_GRAD_OP.name, "hybrid", "bf16"]
-
-
-@pytest.mark.parametrize("quick", [True, *full(False)], ids=["quick", "others"])
-def test_plans_train_what_torch_trains(quick: bool) -> None:
-    for rank, (wanted, found, wanted_bf16, found_bf16) in enumerate(run_ranks(2, on_rank, quick)):
-        assert (len(found), len(found_bf16)) == ((5, 1) if quick else (8, 1))
-        for name, state in found.items():
-            check([state], wanted, f"{name}, rank {rank}")
-        for name, state in found_bf16.items():  # a product in 16 bits may be added up in another order
-            check([state], wanted_bf16, f"{name}, rank {rank}", 1e-2)
-
-
-def resharded() -> tuple[State, State]:
-    return by_torch(lambda m: fsdp2(m, reshard_after_forward=2)), own(
-        lambda m: plan_of_fully_shard(m, units=[m[1], m[2]], reshard_after_forward=2)
-    )
-
-
+@on_ranks(4)
 def test_backward_gathers_from_some_ranks() -> None:
-    for rank, (wanted, found) in enumerate(run_ranks(4, resharded)):
-        check([found], wanted, f"reshard_after_forward=2, rank {rank}")
+    rank = dist.get_rank()
+    (wanted, found) = (
+        by_torch(lambda m: fsdp2(m, reshard_after_forward=2)),
+        own(lambda m: plan_of_fully_shard(m, units=[m[1], m[2]], reshard_after_forward=2)),
+    )
+    check([found], wanted, f"reshard_after_forward=2, rank {rank}")
 
 
 def test_every_argument_becomes_something_of_the_plan() -> None:
@@ -194,31 +191,27 @@ def test_what_no_plan_says_is_refused() -> None:
     meta = nn.Linear(2, 2, device="meta")
     normed = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     mixed, low = MixedPrecision(param_dtype=torch.bfloat16), MixedPrecision(keep_low_precision_grads=True)
-    refused: list[tuple[str, Callable[[], Plan]]] = [
-        ("device_ids=[0, 1]", lambda: plan_of_ddp(device_ids=[0, 1])),
-        ("dim=1", lambda: plan_of_ddp(dim=1)),
-        ("check_reduction=True", lambda: plan_of_ddp(check_reduction=True)),
-        ("bucket_cap_mb_list=[1, 2]", lambda: plan_of_ddp(bucket_cap_mb_list=[1, 2])),
-        ("delay_all_reduce_named_params=", lambda: plan_of_ddp(delay_all_reduce_named_params=[])),
-        ("param_to_hook_all_reduce=", lambda: plan_of_ddp(param_to_hook_all_reduce=other.weight)),
-        ("param_init_fn=", lambda: plan_of_fsdp(meta, param_init_fn=lambda module: None)),
-        (
-            "keep_low_precision_grads=True",
-            lambda: plan_of_fsdp(model, mixed_precision=low),
-        ),
-        ("1 (BatchNorm1d) would be computed in fp32", lambda: plan_of_fsdp(normed, mixed_precision=mixed)),
-        ("shard_placement_fn=", lambda: plan_of_fully_shard(model, shard_placement_fn=lambda p: None)),
-        ("dp_mesh_dims=", lambda: plan_of_fully_shard(model, dp_mesh_dims=("dp",))),
-    ]
-    for text, call in refused:
-        assert text in told(call, NotImplementedError), text
-    wrong: list[tuple[str, Callable[[], Plan]]] = [
-        ("reshard_after_forward=0", lambda: plan_of_fully_shard(model, reshard_after_forward=0)),
-        ("reshard_after_forward='2'", lambda: plan_of_fully_shard(model, reshard_after_forward="2")),  # type: ignore[arg-type]
-        ("units=['Linear'] are no modules", lambda: plan_of_fully_shard(model, units=[other])),
-        ("are not the model's", lambda: plan_of_fully_shard(model, ignored_params=[other.weight])),
-        ("LOCAL_WORLD_SIZE", lambda: plan_of_fsdp(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD)),
-        ("bucket_cap_mb=0", lambda: plan_of_ddp(bucket_cap_mb=0)),
-    ]
-    for text, call in wrong:
-        assert text in told(call, ValueError), text
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    assert_refused(
+        (lambda: plan_of_ddp(device_ids=[0, 1]), "device_ids=[0, 1]"),
+        (lambda: plan_of_ddp(dim=1), "dim=1"),
+        (lambda: plan_of_ddp(check_reduction=True), "check_reduction=True"),
+        (lambda: plan_of_ddp(bucket_cap_mb_list=[1, 2]), "bucket_cap_mb_list=[1, 2]"),
+        (lambda: plan_of_ddp(delay_all_reduce_named_params=[]), "delay_all_reduce_named_params="),
+        (lambda: plan_of_ddp(param_to_hook_all_reduce=other.weight), "param_to_hook_all_reduce="),
+        (lambda: plan_of_fsdp(meta, param_init_fn=lambda module: None), "param_init_fn="),
+        (lambda: plan_of_fsdp(model, mixed_precision=low), "keep_low_precision_grads=True"),
+        (lambda: plan_of_fsdp(normed, mixed_precision=mixed), "1 (BatchNorm1d) would be computed in fp32"),
+        (lambda: plan_of_fully_shard(model, shard_placement_fn=lambda p: None), "shard_placement_fn="),
+        (lambda: plan_of_fully_shard(model, dp_mesh_dims=("dp",)), "dp_mesh_dims="),
+        error=NotImplementedError,
+    )
+    assert_refused(
+        (lambda: plan_of_fully_shard(model, reshard_after_forward=0), "reshard_after_forward=0"),
+        (lambda: plan_of_fully_shard(model, reshard_after_forward="2"), "reshard_after_forward='2'"),  # type: ignore[arg-type]
+        (lambda: plan_of_fully_shard(model, units=[other]), "units=['Linear'] are no modules"),
+        (lambda: plan_of_fully_shard(model, ignored_params=[other.weight]), "are not the model's"),
+        (lambda: plan_of_fsdp(model, sharding_strategy=hybrid), "LOCAL_WORLD_SIZE"),
+        (lambda: plan_of_ddp(bucket_cap_mb=0), "bucket_cap_mb=0"),
+        error=ValueError,
+    )

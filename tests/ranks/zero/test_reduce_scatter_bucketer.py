@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 
-from shardwise.testing import run_ranks
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
 
 MIB = 1024 * 1024
@@ -27,39 +27,40 @@ def expected(numel: int, start: int = 0, members: list[int] | None = None) -> li
     return [float(sum(start + 10 * rank + own for rank in members))] * numel
 
 
-def documented_usage() -> list[str]:
+def limited() -> ReduceScatterBucketer:
+    """A bucket has room for 8 fp32 elements of each rank."""
+    return ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)
+
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_documented_usage_and_its_sums(ranks: int) -> None:
     printed: list[str] = []
     bucketer = ReduceScatterBucketer(bucket_size_mb=1)
     bucketer.reduce_scatter_async(inputs(4), callback_fn=lambda result: printed.append("small"))
-    big = MIB // 4 // dist.get_world_size() + 1
-    bucketer.reduce_scatter_async(inputs(big), callback_fn=lambda result: printed.append("big"))
-    assert printed == ["big"]
+    bucketer.reduce_scatter_async(inputs(MIB // 4 // ranks + 1), callback_fn=lambda result: printed.append("big"))
     bucketer.reduce_scatter_async(inputs(4), callback_fn=lambda result: printed.append("small2"))
     assert printed == ["big"]
     bucketer.flush()
     bucketer.free()
-    return printed
+    assert printed == ["big", "small", "small2"]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        sums(dtype)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_documented_usage_prints_the_documented_order(ranks: int) -> None:
-    assert run_ranks(ranks, documented_usage) == [["big", "small", "small2"]] * ranks
-
-
-def values(dtype_name: str) -> None:
-    dtype = getattr(torch, dtype_name)
+def sums(dtype: torch.dtype) -> None:
     bucketer = ReduceScatterBucketer()
     results: dict[int, Tensor] = {}
 
     def keep(key: int) -> Callable[[Tensor], None]:
         return lambda result: results.__setitem__(key, result)
 
-    given = []
+    tensors = []
     for index, numel in enumerate((5, 1, 0, 12)):
         mine = inputs(numel, dtype, start=index)
-        given += mine
+        tensors += mine
         bucketer.reduce_scatter_async(mine, callback_fn=keep(index))
-    for tensor in given:
+    for tensor in tensors:
         tensor.fill_(float("nan"))  # the inputs are the caller's again
     bucketer.flush()
     shaped = [torch.ones(2, 3, dtype=dtype) for _ in range(dist.get_world_size())]
@@ -71,33 +72,24 @@ def values(dtype_name: str) -> None:
     assert results[9].tolist() == [[float(dist.get_world_size())] * 3] * 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_sums_are_right(ranks: int, dtype: str) -> None:
-    run_ranks(ranks, values, dtype)
-
-
-def buckets() -> list[str]:
-    """A bucket has room for 8 fp32 elements of each rank."""
+@on_ranks(2)
+def test_a_full_bucket_makes_room() -> None:
     order: list[str] = []
-    bucketer = ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)
+    bucketer = limited()
     for name, numel in (("a", 5), ("b", 3), ("c", 1), ("d", 8), ("e", 9)):
         bucketer.reduce_scatter_async(inputs(numel), callback_fn=lambda result, name=name: order.append(name))
         order.append("-")
     bucketer.flush()
     bucketer.flush()
-    return order
-
-
-def test_a_full_bucket_makes_room() -> None:
     # c finds no room beside a and b, d none beside c, and e is too large.
-    assert run_ranks(2, buckets) == [["-", "-", "a", "b", "-", "c", "-", "e", "-", "d"]] * 2
+    assert order == ["-", "-", "a", "b", "-", "c", "-", "e", "-", "d"]
 
 
-def chained() -> list[str]:
-    """Callbacks bring more: one refills the bucket that was flushed to make room, one waits for flush."""
+@on_ranks(2)
+def test_callbacks_may_bring_more() -> None:
+    """One refills the bucket that was flushed to make room, one waits for flush."""
     order: list[str] = []
-    bucketer = ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)
+    bucketer = limited()
 
     def bring(name: str, numel: int) -> Callable[[Tensor], None]:
         def told(result: Tensor) -> None:
@@ -112,31 +104,24 @@ def chained() -> list[str]:
     bucketer.reduce_scatter_async(inputs(5), callback_fn=bring("b", 2))
     bucketer.flush()
     bucketer.free()
-    return order
+    assert order == ["a", "A", "b", "B"]
 
 
-def test_callbacks_may_bring_more() -> None:
-    assert run_ranks(2, chained) == [["a", "A", "b", "B"]] * 2
+@on_ranks(2)
+def test_no_buckets() -> None:
+    for size in (0, -1):
+        seen: list[int] = []
+        bucketer = ReduceScatterBucketer(bucket_size_mb=size)
+        for numel in (3, 0, 2):
+            bucketer.reduce_scatter_async(inputs(numel), callback_fn=lambda result, seen=seen: seen.append(len(result)))
+        assert seen == [3, 0, 2]
+        bucketer.flush()
+        bucketer.free()
+        assert seen == [3, 0, 2]
 
 
-def unbucketed(size: float) -> list[int]:
-    seen: list[int] = []
-    bucketer = ReduceScatterBucketer(bucket_size_mb=size)
-    for numel in (3, 0, 2):
-        bucketer.reduce_scatter_async(inputs(numel), callback_fn=lambda result: seen.append(result.numel()))
-    at_once = list(seen)
-    bucketer.flush()
-    bucketer.free()
-    assert seen == at_once
-    return seen
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_no_buckets(size: float) -> None:
-    assert run_ranks(2, unbucketed, size) == [[3, 0, 2]] * 2
-
-
-def groups() -> None:
+@on_ranks(3)
+def test_a_group_of_some_ranks_beside_all() -> None:
     pair = dist.new_group([0, 2])
     bucketer = ReduceScatterBucketer()
     results: list[Tensor] = []
@@ -152,51 +137,24 @@ def groups() -> None:
     assert len(bucketer._buckets) == (2 if dist.get_rank() != 1 else 1)  # no group means all ranks
 
 
-def test_a_group_of_some_ranks_beside_all() -> None:
-    run_ranks(3, groups)
-
-
-def errors() -> list[str]:
-    bucketer, said = ReduceScatterBucketer(), []
-    one, two = torch.ones(2), torch.ones(3)
-    for bad in ([one], [one, two], [one, one.double()], []):
-        with pytest.raises(ValueError) as caught:
+@on_ranks(2)
+def test_wrong_uses_are_errors_and_leave_it_usable() -> None:
+    bucketer, one, two = ReduceScatterBucketer(), torch.ones(2), torch.ones(3)
+    for bad, message in (
+        ([one], "^input_list has 1 tensors for a group of 2"),
+        ([one, two], "differ"),
+        ([one, one.double()], "float64"),
+        ([], "0 tensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
             bucketer.reduce_scatter_async(bad)
-        said.append(str(caught.value))
     bucketer.reduce_scatter_async([one, one])
-    with pytest.raises(RuntimeError, match="1 inputs wait") as waiting:
+    with pytest.raises(RuntimeError, match="1 inputs wait"):
         bucketer.free()
-    said.append(str(waiting.value))
     bucketer.flush()
     bucketer.free()
     bucketer.reduce_scatter_async([one, one])  # the memory comes again
     bucketer.flush()
-    return said
-
-
-def test_wrong_uses_are_errors_and_leave_it_usable() -> None:
-    for said in run_ranks(2, errors):
-        assert said[0].startswith("input_list has 1 tensors for a group of 2")
-        assert "differ" in said[1] and "float64" in said[2] and "0 tensors" in said[3]
-
-
-def reentrant() -> list[float]:
-    bucketer, results = ReduceScatterBucketer(), []
-
-    def more(result: Tensor) -> None:
-        results.append(float(result[0]))
-        if len(results) == 1:
-            bucketer.reduce_scatter_async(inputs(1), callback_fn=more)
-
-    bucketer.reduce_scatter_async(inputs(1), callback_fn=more)
-    bucketer.flush()
-    bucketer.flush()
-    return results
-
-
-def test_a_callback_may_bring_the_next_input() -> None:
-    for rank, results in enumerate(run_ranks(2, reentrant)):
-        assert results == [10.0 + 2 * rank] * 2
 
 
 def test_without_ranks_it_is_one() -> None:

@@ -31,8 +31,9 @@ from groups_setup import (
     waits_at_most,
     whole_loss,
 )
+from on_ranks import assert_refused, on_ranks
 from sets import full
-from sharded_setup import STRATEGIES, adam, begin_with
+from sharded_setup import STRATEGIES, adam
 from tier_setup import with_tiers
 from torch import Tensor, nn
 
@@ -56,29 +57,23 @@ RECIPES: list[Recipe] = [
 ]
 
 
-def each_by_itself(name: str, recipes: list[Recipe]) -> list[tuple[int, dict[str, Tensor]]]:
+def check(name: str, recipes: list[Recipe]) -> None:
     number, group = join(GROUPS[name])
-    results = []
     for case, strategy, shard, gloo, arguments in recipes:
         with transport(gloo):
             model, optimizer = made(group, case, strategy, shard, **arguments)
-        train(model, optimizer, case, steps_of(case, number, len(GROUPS[name][number])))
+        ranks = len(GROUPS[name][number])
+        train(model, optimizer, case, steps_of(case, number, ranks))
         if arguments.get("gradient_predivide_factor", 1.0) is None:
             assert model.session.plan.comm.predivide == (1.0 if model.session.mesh.size == 1 else 2.0)
         kinds = {type(each).__name__ for each in model.session.mesh.groups if each.size > 1}
         assert kinds <= ({"GlooGroup"} if gloo else {"SharedGroup"})
-        results.append((number, model.state_dict()))
+        state, expected = model.state_dict(), plain(case, number, ranks)
+        assert_close({key: state[key] for key in expected}, expected, RTOL, f"{case} in group {number} of {name}")
         model.close()
-    return results
 
 
-def check(name: str, recipes: list[Recipe]) -> None:
-    for results in run_ranks(4, each_by_itself, name, recipes, timeout=120.0):
-        for (case, *_), (number, state) in zip(recipes, results, strict=True):
-            expected = plain(case, number, len(GROUPS[name][number]))
-            assert_close({key: state[key] for key in expected}, expected, RTOL, f"{case} in group {number} of {name}")
-
-
+@on_ranks(4, timeout=120.0)
 @pytest.mark.parametrize(
     ("name", "count"),
     [pytest.param("pairs", 1, marks=pytest.mark.campaign), *full(("strided", 3)), ("one_and_three", 2)],
@@ -87,6 +82,7 @@ def test_each_group_trains_its_own_model(name: str, count: int) -> None:
     check(name, RECIPES[:count])
 
 
+@on_ranks(4, timeout=600.0)
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", list(GROUPS))
 def test_every_habit_in_groups(name: str) -> None:
@@ -99,44 +95,34 @@ def test_every_habit_in_groups(name: str) -> None:
 # ---- checkpoints
 
 
-def saved_and_loaded(folder: str) -> list[dict[str, Tensor]]:
+@on_ranks(4)
+def test_one_group_saves_and_another_loads(tmp_path: Path) -> None:
     """The first group saves while the second does not; both load it; one of three ranks' is loaded by one."""
-    found = []
     number, group = join(GROUPS["one_and_three"])
     model, optimizer = made(group, "mlp", "bucket")
     steps = steps_of("mlp", 1, 3)
     rows = len(GROUPS["one_and_three"][number])
     train(model, optimizer, "mlp", [[micro[:rows] for micro in step] for step in steps[:1]])
-    before = model.state_dict()
+    before = [model.state_dict()]
     if number == 1:
         saver = model.session.checkpoints
-        saver.save(f"{folder}/first", "now")
-        saver.save(f"{folder}/first", "later", use_async=True)
-        saver.wait_for_saves()
-        saver.save(f"{folder}/first", "last", use_async=True)
-        saver.wait_for_saves()
-        assert {each.name for each in Path(folder, "first").iterdir()} >= {"now", "later", "last"}
+        saver.save(f"{tmp_path}/first", "now")
+        for tag in ("later", "last"):
+            saver.save(f"{tmp_path}/first", tag, use_async=True)
+            saver.wait_for_saves()
+        assert {each.name for each in (tmp_path / "first").iterdir()} >= {"now", "later", "last"}
         train(model, optimizer, "mlp", steps[1:])
-    dist.barrier()
+    dist.broadcast_object_list(before, src=GROUPS["one_and_three"][1][0])
     for tag in ("now", "last"):
-        restored = model.session.checkpoints.load(f"{folder}/first", tag)
-        assert restored is not None
-        found.append(model.state_dict())
-    if number == 1:
-        assert_close(found[0], before, 0.0, "what was saved")
+        assert model.session.checkpoints.load(f"{tmp_path}/first", tag) is not None
+        assert_close(model.state_dict(), before[0], 0.0, "loaded")
     model.close()
-    return found
 
 
-def test_one_group_saves_and_another_loads(tmp_path: Path) -> None:
-    results = run_ranks(4, saved_and_loaded, str(tmp_path))
-    for found in results:
-        for state in found:
-            assert_close(state, results[0][0], 0.0, "loaded")
-
-
-def on_one_disk(folder: str) -> tuple[int, dict[str, Tensor]]:
+@on_ranks(4)
+def test_groups_share_a_disk_directory(tmp_path: Path) -> None:
     """Groups whose shards and states are on a disk, in the same directory."""
+    folder = str(tmp_path)
     number, group = join(GROUPS["strided"])
     plan = with_tiers(zero(3), "all_disk", folder)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, group)
@@ -149,12 +135,7 @@ def on_one_disk(folder: str) -> tuple[int, dict[str, Tensor]]:
     state = session.module.state_dict()
     session.close()
     mesh.close()
-    return number, state
-
-
-def test_groups_share_a_disk_directory(tmp_path: Path) -> None:
-    for number, state in run_ranks(4, on_one_disk, str(tmp_path)):
-        assert_close(state, plain("mlp", number, 2), RTOL, f"group {number}")
+    assert_close(state, plain("mlp", number, 2), RTOL, f"group {number}")
 
 
 def traced(folder: str) -> None:
@@ -174,41 +155,26 @@ def test_traces_of_groups_have_names_of_their_own(tmp_path: Path) -> None:
 # ---- errors
 
 
-def one_fails(gloo: bool) -> tuple[str, int, dict[str, Tensor]]:
+@on_ranks(4)
+@pytest.mark.parametrize("gloo", [False, True])
+def test_an_error_stays_in_its_group(gloo: bool) -> None:
     """Rank 1 fails in the first pass of its group; the other, which would wait for long, trains to its end."""
     number, group = join(GROUPS["strided"], 600.0 if dist.get_rank() in (0, 2) else 60.0)
     with transport(gloo):
         model, optimizer = made(group, "mlp")
-    said, state = "", {}
     steps = steps_of("mlp", number, 2)
     if number == 0:
         train(model, optimizer, "mlp", steps)
-        state = model.state_dict()
-    else:
-        try:
-            if dist.get_rank() == 1:
-                raise KeyError("a bad sample")
-            with waits_at_most(0.5):
-                train(model, optimizer, "mlp", steps)
-        except (KeyError, PeerError) as error:
-            said = f"{type(error).__name__}: {error}"
+        assert_close(model.state_dict(), plain("mlp", 0, 2), RTOL, "a group that did not fail")
+    elif dist.get_rank() == 3:
+        with pytest.raises(PeerError, match=r"of ranks \[1, 3\]"), waits_at_most(0.5):
+            train(model, optimizer, "mlp", steps)
     dist.barrier()
     model.close()
-    return said, number, state
 
 
-@pytest.mark.parametrize("gloo", [False, True])
-def test_an_error_stays_in_its_group(gloo: bool) -> None:
-    results = run_ranks(4, one_fails, gloo)
-    for rank, (said, number, state) in enumerate(results):
-        if number == 0:
-            assert said == ""
-            assert_close(state, plain("mlp", 0, 2), RTOL, f"rank {rank}, whose group did not fail")
-    assert results[1][0].startswith("KeyError")
-    assert results[3][0].startswith("PeerError") and "of ranks [1, 3]" in results[3][0]
-
-
-def wrong_groups() -> list[str]:
+@on_ranks(4)
+def test_groups_that_do_not_fit() -> None:
     _, pairs = join(GROUPS["pairs"])
     _, strided = join(GROUPS["strided"])
     strangers = [dist.new_group([rank], backend="gloo") for rank in range(4)]
@@ -220,45 +186,24 @@ def wrong_groups() -> list[str]:
             module = nn.Linear(4, 4)
         return ShardedModelV2(module, strategy, of_model, reducing)
 
-    whole = model()
+    sharded = model()
 
     def optimizer(**groups: Any) -> ShardedOptimizerV2:
-        return ShardedOptimizerV2(whole, torch.optim.SGD(whole.parameters(), lr=0.1), **groups)
+        return ShardedOptimizerV2(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), **groups)
 
-    said = []
-    for attempt in (
-        lambda: model(context=stranger),
-        lambda: model(context=None, of_model=stranger),
-        lambda: model(of_model=strided),
-        lambda: model(of_model=None),
-        lambda: model(reducing=strided),
-        lambda: optimizer(dp_process_group=strided),
-        lambda: optimizer(mp_process_group=pairs),
-        lambda: optimizer(mp_process_group=stranger),
-    ):
-        try:
-            attempt()
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
+    assert_refused(
+        (lambda: model(context=stranger), "dp_process_group=-100"),
+        (lambda: model(context=None, of_model=stranger), "process_group=-100"),
+        (lambda: model(of_model=strided), "process_group has ranks"),
+        (lambda: model(of_model=None), "process_group has ranks [0, 1, 2, 3]"),
+        (lambda: model(reducing=strided), "reduce_scatter_process_group has ranks"),
+        (lambda: optimizer(dp_process_group=strided), "dp_process_group has ranks"),
+        (lambda: optimizer(mp_process_group=pairs), "the model-parallel group of ranks"),
+        (lambda: optimizer(mp_process_group=stranger), "mp_process_group=-100"),
+        error=ValueError,
+    )
     optimizer()  # and a right one may follow
-    whole.close()
-    return said
-
-
-def test_groups_that_do_not_fit() -> None:
-    wanted = [
-        "dp_process_group=-100",
-        "process_group=-100",
-        "process_group has ranks",
-        "process_group has ranks [0, 1, 2, 3]",
-        "reduce_scatter_process_group has ranks",
-        "dp_process_group has ranks",
-        "the model-parallel group of ranks",
-        "mp_process_group=-100",
-    ]
-    for said in run_ranks(4, wrong_groups):
-        begin_with(said, wanted)
+    sharded.close()
 
 
 # ---- model parallelism: data-parallel ranks 0, 2 and 1, 3; parts on 0, 1 and on 2, 3
@@ -266,12 +211,21 @@ def test_groups_that_do_not_fit() -> None:
 CLIP, SCALE = 0.5, 128.0
 
 
-def parts_in_zero(mark: str, dtype: str) -> tuple[dict[str, Tensor], list[float]]:
+@functools.cache
+def whole() -> tuple[dict[str, Tensor], list[float]]:
+    run = train_plain(Whole, whole_loss, adam, part_steps(), PlainRecipe(max_norm=CLIP))
+    assert min(run.norms) > CLIP
+    return run.masters[-1], run.norms
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mark", ["tensor_model_parallel", *full("is_tensor_parallel")])
+def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
     me = dist.get_rank()
     _, data = join(GROUPS["strided"])
     _, model_group = join(GROUPS["pairs"])
     strategy = TensorShardStrategy()
-    with ZeroInitContext("cpu", strategy, True, dp_process_group=data, convert_fp16=dtype == "fp16"):
+    with ZeroInitContext("cpu", strategy, True, dp_process_group=data, convert_fp16=False):
         module = Part(me % 2, mark)
     model = ShardedModelV2(module, strategy, data)
     optimizer = ShardedOptimizerV2(
@@ -283,66 +237,41 @@ def parts_in_zero(mark: str, dtype: str) -> tuple[dict[str, Tensor], list[float]
         norms.append(optimizer.clip_grad_norm(model, CLIP))
         optimizer.step()
         assert not optimizer.last_step_skipped
-    state = model.state_dict()
+    state, expected_norms = whole()
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    found, expected = model.state_dict(), of_part(state, me % 2)
+    assert_close({name: found[name] for name in expected}, expected, RTOL, f"the part of rank {me}")
     model.close()
-    return state, norms
 
 
-@functools.cache
-def whole() -> tuple[dict[str, Tensor], list[float]]:
-    run = train_plain(Whole, whole_loss, adam, part_steps(), PlainRecipe(max_norm=CLIP))
-    assert min(run.norms) > CLIP
-    return run.masters[-1], run.norms
-
-
-@pytest.mark.parametrize("mark", ["tensor_model_parallel", *full("is_tensor_parallel")])
-def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
-    state, norms = whole()
-    for rank, (found, seen) in enumerate(run_ranks(4, parts_in_zero, mark, "fp32")):
-        assert seen == pytest.approx(norms, rel=1e-5)
-        expected = of_part(state, rank % 2)
-        assert_close({name: found[name] for name in expected}, expected, RTOL, f"the part of rank {rank}")
-
-
-def all_overflowing(places: list[tuple[int, str]]) -> list[list[Any]]:
+@on_ranks(4)
+@pytest.mark.parametrize(("where", "layer"), [(3, "own"), *full((1, "common"), (0, "common"))])
+def test_an_overflow_on_one_part_skips_the_step_on_all(where: int, layer: str) -> None:
+    """One rank's gradient of one layer is not finite."""
+    me = dist.get_rank()
     _, data = join(GROUPS["strided"])
     _, model_group = join(GROUPS["pairs"])
-    return [overflowing(data, model_group, where, layer) for where, layer in places]
-
-
-def overflowing(data: Any, model_group: Any, where: int, layer: str) -> list[Any]:
-    """One rank's gradient of one layer is not finite: nobody steps, and all scales stay alike."""
-    me = dist.get_rank()
     strategy = TensorShardStrategy()
     with ZeroInitContext("cpu", strategy, True, dp_process_group=data):
         module = Part(me % 2)
     model = ShardedModelV2(module, strategy, data)
     optimizer = ShardedOptimizerV2(model, adam(model), initial_scale=SCALE, hysteresis=1, mp_process_group=model_group)
     before = model.state_dict()
-    told = []
-    for step, bad in zip(part_steps(), (True, False, True), strict=True):
+    for step, bad, scale in zip(part_steps(), (True, False, True), (SCALE / 2, SCALE / 2, SCALE / 4), strict=True):
         loss = part_loss(model, step[0][me // 2])
         if bad and me == where:
             own, common = model(step[0][me // 2][0].half())
             loss = loss + (own if layer == "own" else common).float().sum() * math.inf
         optimizer.backward(loss)
         optimizer.step()
-        told.append((optimizer.last_step_skipped, optimizer.loss_scale))
-    why = optimizer.skipped_because
-    changed = not torch.equal(before["common.weight"], model.state_dict()["common.weight"])
+        assert (optimizer.last_step_skipped, optimizer.loss_scale) == (bad, scale)
+    assert ("model-parallel rank" in optimizer.skipped_because) == (me % 2 != where % 2)
+    assert not torch.equal(before["common.weight"], model.state_dict()["common.weight"])
     model.close()
-    return [told, changed, why]
 
 
-@pytest.mark.parametrize("places", [[(3, "own")], *full([(1, "common"), (0, "common")])], ids=["own", "common"])
-def test_an_overflow_on_one_part_skips_the_step_on_all(places: list[tuple[int, str]]) -> None:
-    for rank, found in enumerate(run_ranks(4, all_overflowing, places)):
-        for (where, layer), (told, changed, why) in zip(places, found, strict=True):
-            assert told == [(True, SCALE / 2), (False, SCALE / 2), (True, SCALE / 4)] and changed, (where, layer)
-            assert ("model-parallel rank" in why) == (rank % 2 != where % 2), (where, layer, why)
-
-
-def unmarked() -> list[str]:
+@on_ranks(4)
+def test_a_model_without_marks_warns_once() -> None:
     _, data = join(GROUPS["strided"])
     _, model_group = join(GROUPS["pairs"])
     strategy = TensorShardStrategy()
@@ -354,12 +283,8 @@ def unmarked() -> list[str]:
         optimizer = ShardedOptimizerV2(model, adam(model), mp_process_group=model_group)
     assert optimizer.loss_scale == 1.0
     model.close()
-    return [str(each.message) for each in caught if "no parameter is marked" in str(each.message)]
-
-
-def test_a_model_without_marks_warns_once() -> None:
-    said = run_ranks(4, unmarked)
-    assert [len(each) for each in said] == [1, 0, 0, 0] and "tensor_model_parallel = " in said[0][0]
+    texts = [str(each.message) for each in caught if "no parameter is marked" in str(each.message)]
+    assert len(texts) == (dist.get_rank() == 0) and all("tensor_model_parallel = " in text for text in texts)
 
 
 # ---- DeepSpeed's mpu
@@ -382,7 +307,10 @@ def config(**changes: Any) -> dict[str, Any]:
     }
 
 
-def parts_in_deepspeed(folder: str, in_context: bool) -> tuple[dict[str, Tensor], list[float], list[str]]:
+@on_ranks(4)
+@pytest.mark.parametrize("in_context", [*full(False), True])
+def test_an_mpu_divides_and_joins(tmp_path: Path, in_context: bool) -> None:
+    folder = str(tmp_path)
     me = dist.get_rank()
     _, data = join(GROUPS["strided"])
     _, model_group = join(GROUPS["pairs"])
@@ -406,23 +334,17 @@ def parts_in_deepspeed(folder: str, in_context: bool) -> tuple[dict[str, Tensor]
     engine.backward(part_loss(engine, steps[2][0][me // 2]))
     engine.step()
     assert_close(engine.module_state_dict(), state, 0.0, "after loading")
-    names = sorted(each.name for each in Path(folder).iterdir())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mp_rank_00", "mp_rank_01"]
     engine.destroy()
     engine.session.mesh.close()
-    return state, norms, names
+    full_state, expected_norms = whole()
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    expected = of_part(full_state, me % 2)
+    assert_close({name: state[name] for name in expected}, expected, RTOL, f"the part of rank {me}")
 
 
-@pytest.mark.parametrize("in_context", [*full(False), True])
-def test_an_mpu_divides_and_joins(tmp_path: Path, in_context: bool) -> None:
-    state, norms = whole()
-    for rank, (found, seen, names) in enumerate(run_ranks(4, parts_in_deepspeed, str(tmp_path), in_context)):
-        assert seen == pytest.approx(norms, rel=1e-5)
-        expected = of_part(state, rank % 2)
-        assert_close({name: found[name] for name in expected}, expected, RTOL, f"the part of rank {rank}")
-        assert names == ["mp_rank_00", "mp_rank_01"]
-
-
-def contexts() -> list[str]:
+@on_ranks(4)
+def test_contexts_remember_their_group() -> None:
     me = dist.get_rank()
     number, pairs = join(GROUPS["pairs"])
     _, strided = join(GROUPS["strided"])
@@ -431,22 +353,20 @@ def contexts() -> list[str]:
     with deepspeed.zero.GatheredParameters(module.weight, modifier_rank=1):
         module.weight.data.fill_(float(me))
     assert module.weight.unique().tolist() == [2.0 * number + 1]
-    said = []
-    other, nobody = nn.Linear(2, 2), dist.GroupMember.NON_GROUP_MEMBER
-    attempts: list[Any] = [
-        lambda: deepspeed.initialize(model=module, config=config(), mpu=mpu(strided)),
-        lambda: deepspeed.initialize(model=other, config=config(), mpu=mpu(pairs, get_pipe_parallel_world_size=2)),
-        lambda: deepspeed.initialize(model=other, config=config(), mpu=mpu(nobody)),
-        lambda: deepspeed.zero.Init(data_parallel_group=pairs, mpu=mpu(strided)),
-        lambda: deepspeed.zero.Init(data_parallel_group=pairs, zero_param_parallel_group=strided),
-        lambda: deepspeed.zero.Init(zero_param_parallel_group=pairs),
-    ]
-    for attempt in attempts:
-        try:
-            attempt()
-            said.append("nothing")
-        except (ValueError, NotImplementedError) as error:
-            said.append(str(error))
+
+    def initialize(model: nn.Module, unit: Any) -> Any:
+        return deepspeed.initialize(model=model, config=config(), mpu=unit)
+
+    other, nobody, init = nn.Linear(2, 2), dist.GroupMember.NON_GROUP_MEMBER, deepspeed.zero.Init
+    hpz = "zero.Init takes no argument for zero_optimization.zero_hpz_partition_size"
+    assert_refused(
+        (lambda: initialize(module, mpu(strided)), "weight was built in a zero.Init for ranks"),
+        (lambda: initialize(other, mpu(pairs, get_pipe_parallel_world_size=2)), "mpu.get_pipe_parallel_world_size()=2"),
+        (lambda: initialize(other, mpu(nobody)), "mpu.get_data_parallel_group()=-100"),
+        (lambda: init(data_parallel_group=pairs, mpu=mpu(strided)), "zero.Init with groups of different ranks"),
+        (lambda: init(data_parallel_group=pairs, zero_param_parallel_group=strided), hpz),
+        (lambda: init(zero_param_parallel_group=pairs), hpz),
+    )
     engine = deepspeed.initialize(model=module, optimizer=adam(module), config=config())[0]
     assert engine.session.mesh.ranks == tuple(GROUPS["pairs"][number]) and engine.dp_world_size == 2
     with deepspeed.zero.GatheredParameters(module.weight, modifier_rank=0):
@@ -454,17 +374,3 @@ def contexts() -> list[str]:
     assert engine.module_state_dict()["weight"].unique().tolist() == [2.0 * number]
     engine.destroy()
     engine.session.mesh.close()
-    return said
-
-
-def test_contexts_remember_their_group() -> None:
-    wanted = [
-        "weight was built in a zero.Init for ranks",
-        "mpu.get_pipe_parallel_world_size()=2",
-        "mpu.get_data_parallel_group()=-100",
-        "zero.Init with groups of different ranks",
-        "zero.Init takes no argument for zero_optimization.zero_hpz_partition_size",
-        "zero.Init takes no argument for zero_optimization.zero_hpz_partition_size",
-    ]
-    for said in run_ranks(4, contexts):
-        begin_with(said, wanted)

@@ -35,9 +35,7 @@ ORDERS = {
             "master_weights overlap_allgather fp8_communication backward_context"
         ),
     },
-    "colossalai.lazy": {
-        "LazyInitContext": "tensor_cls default_device",
-    },
+    "colossalai.lazy": {"LazyInitContext": "tensor_cls default_device"},
     "colossalai.nn.lr_scheduler": {
         "CosineAnnealingLR": "optimizer total_steps eta_min last_epoch",
         "CosineAnnealingWarmupLR": "optimizer total_steps warmup_steps eta_min last_epoch",

@@ -1,0 +1,64 @@
+"""What tests of the DeepSpeed front-end share: configurations, engines, and the model of the recorded checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+
+
+def optimizer_block(kind: str, **params: Any) -> dict[str, Any]:
+    return {"type": kind, "params": params}
+
+
+def ds_config(stage: int, micro: int = 1, zero: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """SGD without clipping; no parameter stays gathered because it is small. ``zero`` extends that block."""
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_clipping": 0.0,
+        "optimizer": optimizer_block("SGD", lr=0.1),
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **(zero or {})},
+        **changes,
+    }
+
+
+def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> deepspeed.DeepSpeedEngine:
+    """An engine; what it warns of is not shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=model, config=config, **arguments)[0]
+    return engine
+
+
+def close(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    """End the engine, and return its last state."""
+    state: dict[str, Tensor] = engine.state_dict()
+    engine.destroy()
+    engine.session.mesh.close()
+    return state
+
+
+class Recorded(nn.Module):
+    """The model of tests/data/make_deepspeed.py: tied weights, a frozen parameter, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(7, 3)
+        self.middle = nn.Linear(3, 5)
+        self.back = nn.Linear(5, 3)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("hidden", torch.randn(2), persistent=False)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inside = torch.tanh(self.middle(self.embed(tokens)) + self.frozen)
+        loss: Tensor = self.head(self.back(inside) + self.offset.to(inside.dtype)).float().logsumexp(-1).mean()
+        return loss

@@ -1,0 +1,45 @@
+"""Tests whose body runs on every rank, and tables of refused calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from shardwise.testing import run_ranks
+
+
+def on_ranks(ranks: int | None = None, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on each of so many ranks, with the arguments that pytest passes.
+
+    Args:
+        ranks: how many; without it the test's argument ``ranks`` says it.
+        timeout: seconds for all of them.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            __tracebackhide__ = True
+            count = arguments["ranks"] if ranks is None else ranks
+            run_ranks(count, _call_body, body.__module__, body.__name__, arguments, timeout=timeout)
+
+        return test
+
+    return decorate
+
+
+def _call_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(import_module(module), name))(**arguments)
+
+
+def assert_refused(*rows: tuple[Callable[[], object], str], error: Any = (TypeError, ValueError, RuntimeError)) -> None:
+    """Each call raises an error that contains the words next to it."""
+    for call, words in rows:
+        with pytest.raises(error) as caught:
+            call()
+        assert words in str(caught.value), (words, str(caught.value))
