@@ -80,9 +80,11 @@ def _versions(torch: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(torch: Any) -> Iterator[tuple[str, str]]:
+    from shardwise.core.base.device import runtime, total_bytes
+
     for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        yield f"cuda:{index}", f"{gpu.name}, {size_text(gpu.total_memory)}, capability {gpu.major}.{gpu.minor}"
+        device = torch.device("cuda", index)
+        yield str(device), f"{runtime().identity(index)[0]}, {size_text(total_bytes(device))}"
     if not torch.cuda.device_count():
         yield "GPUs", "none that torch can use"
     yield "cores", f"{_cores()} usable of {os.cpu_count()}"
