@@ -106,8 +106,8 @@ def alike(session: Session) -> None:
             continue
         assert state.master is not None
         expected = state.master.to(chunk.spec.dtype, copy=True)
-        if engine.plan.comm.weights is not None:
-            FORMATS[engine.plan.comm.weights][0].round_(expected)
+        if session.plan.comm.weights is not None:
+            FORMATS[session.plan.comm.weights][0].round_(expected)
         with chunk.opened() as shard:
             assert torch.equal(shard, expected)
 
