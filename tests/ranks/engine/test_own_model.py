@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -86,16 +87,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=LR)
 
 
-def native(model: nn.Module, stage: int, precision: str) -> Front:
-    session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
-    assert session.model is session.module.unwrap() is session.module.module
-    optimizer: Any = session.optimizer
-
+def stepping(optimizer: Any) -> Callable[[], None]:
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return Front(session.model, session.module, session.backward, step, session.close)
+    return step
+
+
+def native(model: nn.Module, stage: int, precision: str) -> Front:
+    session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
+    assert session.model is session.module.unwrap() is session.module.module
+    return Front(session.model, session.module, session.backward, stepping(session.optimizer), session.close)
 
 
 def as_deepspeed(model: nn.Module, stage: int, precision: str) -> Front:
@@ -117,12 +120,8 @@ def boosted(plugin: Any, **arguments: Any) -> Callable[[nn.Module], Front]:
         booster = Booster(plugin=plugin(**arguments))
         wrapped, optimizer, *_ = booster.boost(model, sgd(model))
         assert wrapped.unwrap() is model
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return Front(wrapped.module, wrapped, lambda loss: booster.backward(loss, optimizer), step, booster.close)
+        backward, step = partial(booster.backward, optimizer=optimizer), stepping(optimizer)
+        return Front(wrapped.module, wrapped, backward, step, booster.close)
 
     return make
 
@@ -131,12 +130,7 @@ def gemini(model: nn.Module) -> Front:
     wrapped = GeminiDDP(model, mixed_precision=torch.float32, min_chunk_size_m=1e-5)
     optimizer = GeminiOptimizer(sgd(model), wrapped)
     assert wrapped.unwrap() is model
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Front(wrapped.module, wrapped, optimizer.backward, step, lambda: None)
+    return Front(wrapped.module, wrapped, optimizer.backward, stepping(optimizer), lambda: None)
 
 
 FRONTS: dict[str, tuple[Callable[[nn.Module], Front], bool, str]] = {
