@@ -26,6 +26,7 @@ __all__ = [
     "entry_of_tensor",
     "in_memory",
     "model_entries",
+    "parameter_of",
     "renamed",
     "to_tensor",
     "with_names",
@@ -225,10 +226,15 @@ def _replaced(rule: str, new: str, name: str) -> str:
         raise ValueError(f"rename {rule!r} to {new!r}: {error}; give a name or a regular expression") from error
 
 
+def parameter_of(name: str) -> str:
+    """Return the parameter's name in ``optimizer/<number>/<parameter>/<key>``."""
+    return name.split("/", 2)[2].rpartition("/")[0]
+
+
 def _names(source: CheckpointSource) -> dict[str, None]:
     state = source.state()
     listed = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
-    listed += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    listed += [parameter_of(name) for name in source.tensors() if name.startswith("optimizer/")]
     for record in state.get("optimizers", []):
         listed += [name for group in record["groups"] for name in group["params"]]
     listed += [name for pair in state.get("aliases", {}).items() for name in pair]
