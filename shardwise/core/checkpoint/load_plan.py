@@ -15,19 +15,11 @@ from shardwise.core.base.names import is_one_kind
 from shardwise.core.base.validate import printable
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.formats.lazy import (
-    Entry,
-    LazySource,
-    blocks,
-    entries_of,
-    parameter_of,
-    renamed,
-    with_names,
-)
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of, renamed, with_names
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.optimizer_state import group_options, match_by_shape, optimizer_entries
 from shardwise.core.checkpoint.run import LocalState, RunOptimizer
-from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 
 __all__ = [
     "BLOCK_BYTES",
@@ -26,7 +26,6 @@ __all__ = [
     "entry_of_tensor",
     "in_memory",
     "model_entries",
-    "parameter_of",
     "renamed",
     "to_tensor",
     "with_names",
@@ -224,11 +223,6 @@ def _replaced(rule: str, new: str, name: str) -> str:
         return re.sub(rule, new, name)
     except (re.error, IndexError) as error:
         raise ValueError(f"rename {rule!r} to {new!r}: {error}; give a name or a regular expression") from error
-
-
-def parameter_of(name: str) -> str:
-    """Return the parameter's name in ``optimizer/<number>/<parameter>/<key>``."""
-    return name.split("/", 2)[2].rpartition("/")[0]
 
 
 def _names(source: CheckpointSource) -> dict[str, None]:
