@@ -248,7 +248,7 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
 
 def _dtype(name: object, where: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointDamage(f"{where} is {name!r:.40}, which is not a dtype of a checkpoint")
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold")
     return _DTYPES[name]
 
 
