@@ -200,6 +200,18 @@ def test_merged_shards_of_tensor_parallelism_have_their_own_shape(written: Path,
     assert open_checkpoint(step).tensors()["model/back.bias"].shape == (3,)
 
 
+def test_a_parameter_without_dimensions_is_read(written: Path, tmp_path: Path) -> None:
+    step = copied(written, "universal/zero1-2ranks-bf16", tmp_path)
+    content = load_torch(step / "mp_rank_00_model_states.pt", STAND_INS)
+    content["param_shapes"][1]["back.bias"] = torch.Size([])
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    for name in ("fp32", "exp_avg"):
+        torch.save(torch.tensor(2.5), step / "zero" / "back.bias" / f"{name}.pt")
+    source = open_checkpoint(step)
+    for name in ("model/back.bias", "optimizer/0/back.bias/exp_avg"):
+        assert same_bits(tensor(source, name), torch.tensor(2.5)), name
+
+
 def test_sub_groups_belong_to_the_group_that_numbers_them() -> None:
     shapes = [{"a": (1,)}, {"b": (2,)}, {"c": (3,)}]
     listed = [{"lr": 1, "params": [0, 2]}, {"lr": 2, "params": [1]}]

@@ -136,7 +136,7 @@ def test_a_step_of_deepspeeds_in_a_trainers_directory(tmp_path: Path) -> None:
 def test_one_ranks_own_part_is_refused_by_its_name(tmp_path: Path) -> None:
     beside(tmp_path)
     torch.save({}, tmp_path / "pytorch_model_fsdp_0_rank1.bin")
-    with pytest.raises(CheckpointError, match=r"fsdp_0_rank1\.bin is one rank's own part.*FULL_STATE_DICT"):
+    with pytest.raises(CheckpointError, match=r"fsdp_0_rank1\.bin is one rank's shard.*FULL_STATE_DICT"):
         open_checkpoint(tmp_path)
 
 

@@ -42,7 +42,6 @@ __all__ = [
     "FileInfo",
     "Head",
     "Manifest",
-    "PieceFile",
     "PieceInfo",
     "PieceLayout",
     "as_bytes",
@@ -248,7 +247,7 @@ def _without_pieces(data: dict[str, Any], path: str) -> Manifest:
 
 def _dtype(name: object, where: str) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise CheckpointDamage(f"{where} is {name!r:.40}, which is not a dtype of a checkpoint")
+        raise CheckpointDamage(f"{where} is {name!r:.40}, which a checkpoint cannot hold")
     return _DTYPES[name]
 
 
@@ -442,58 +441,34 @@ def _key(fragment: Fragment) -> str:
     return fragment.name if fragment.whole else f"{fragment.name}[{fragment.start}:{fragment.start + fragment.numel}]"
 
 
-class PieceFile:
-    """Writes one file. Values may come in any order; neighbours in the file are best written in sequence.
+class _PieceWriter:
+    """Writes pieces into an open file. Neighbours in the file are put together if they are written in sequence."""
 
-    Args:
-        files: the file system.
-        path: path of the new file.
-        layout: what will be written.
-
-    Raises:
-        OSError: from every method.
-    """
-
-    def __init__(self, files: Any, path: str, layout: PieceLayout) -> None:
-        self._files, self._path, self._layout = files, path, layout
-        self._checksums: list[str] = [""] * len(layout.fragments)
+    def __init__(self, files: Any, fd: int) -> None:
+        self._files, self._fd = files, fd
         self._pending = np.empty(GATHER_BYTES, dtype=np.uint8)
         self._pending_at, self._pending_bytes = 0, 0
         self._handed_from, self._handed_to = 0, 0
-        self._fd: int | None = files.create(path)
-        try:
-            files.allocate(self._fd, layout.nbytes)
-            files.write(self._fd, memoryview(layout.header), 0)
-        except BaseException:
-            self.abandon()
-            raise
 
-    def write(self, index: int, data: Bytes) -> None:
-        """Write the bytes of fragment ``index``; computes the checksum while they are in cache."""
-        if data.nbytes != self._layout.fragments[index].nbytes:
-            raise RuntimeError(f"{data.nbytes} bytes for {self._layout.fragments[index]}; report this")
-        self._checksums[index] = f"{checksum(data):016x}"
-        offset = self._layout.offsets[index]
+    def write(self, data: Bytes, offset: int) -> None:
         if data.nbytes >= GATHER_BYTES:
-            self._flush()
+            self.flush()
             self._put(data, offset)
             return
         fits = self._pending_bytes + data.nbytes <= GATHER_BYTES
         if self._pending_bytes and not (fits and offset == self._pending_at + self._pending_bytes):
-            self._flush()
+            self.flush()
         if not self._pending_bytes:
             self._pending_at = offset
         self._pending[self._pending_bytes : self._pending_bytes + data.nbytes] = data
         self._pending_bytes += data.nbytes
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._pending_bytes:
             self._put(self._pending[: self._pending_bytes], self._pending_at)
             self._pending_bytes = 0
 
     def _put(self, data: Bytes, offset: int) -> None:
-        if self._fd is None:
-            raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
         self._files.write(self._fd, data.data, offset)
         if offset != self._handed_to:
             self._handed_from = offset
@@ -502,46 +477,36 @@ class PieceFile:
             self._files.start_writeback(self._fd, self._handed_from, self._handed_to - self._handed_from)
             self._handed_from = self._handed_to
 
-    def finish(self) -> FileInfo:
-        """Flush and close the file; it is on the disk when this returns."""
-        if self._fd is None:
-            raise RuntimeError(f"{self._path} is closed ({self._fd}); report this")
-        try:
-            self._flush()
-            self._files.sync(self._fd)
-        finally:
-            fd, self._fd = self._fd, None
-            self._files.close(fd)
-        layout = self._layout
-        header_checksum = hexadecimal(layout.header)
-        return FileInfo(os.path.basename(self._path), layout.nbytes, len(layout.header), header_checksum)
-
-    def abandon(self) -> None:
-        """Close an unfinished file."""
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            self._files.close(fd)
-
-    def pieces(self, file: int) -> dict[str, list[PieceInfo]]:
-        """Return the written pieces by tensor; ``file`` is this file's number in the manifest."""
-        pieces: dict[str, list[PieceInfo]] = {}
-        for fragment, offset, digits in zip(self._layout.fragments, self._layout.offsets, self._checksums, strict=True):
-            pieces.setdefault(fragment.name, []).append(PieceInfo(file, offset, fragment.start, fragment.numel, digits))
-        return pieces
-
 
 def write_pieces(
     files: Any, path: str, layout: PieceLayout, values: Iterable[Bytes]
 ) -> tuple[FileInfo, dict[str, list[PieceInfo]]]:
-    """Write a file of pieces, and return its size and header, and its pieces by tensor as those of file 0.
+    """Write a file of pieces and flush it to the disk; return the file, and its pieces by tensor as those of file 0.
+
+    Args:
+        files: the file system.
+        path: path of the new file.
+        layout: the fragments and their offsets.
+        values: the bytes of each fragment, in order.
 
     Raises:
         OSError: it cannot be written.
     """
-    file = PieceFile(files, path, layout)
+    pieces: dict[str, list[PieceInfo]] = {}
+    fd = files.create(path)
     try:
-        for index, value in enumerate(values):
-            file.write(index, value)
-        return file.finish(), file.pieces(0)
+        files.allocate(fd, layout.nbytes)
+        files.write(fd, memoryview(layout.header), 0)
+        writer = _PieceWriter(files, fd)
+        for fragment, offset, data in zip(layout.fragments, layout.offsets, values, strict=True):
+            if data.nbytes != fragment.nbytes:
+                raise RuntimeError(f"{data.nbytes} bytes for {fragment}; report this")
+            digits = f"{checksum(data):016x}"  # while the bytes are in the cache
+            writer.write(data, offset)
+            pieces.setdefault(fragment.name, []).append(PieceInfo(0, offset, fragment.start, fragment.numel, digits))
+        writer.flush()
+        files.sync(fd)
     finally:
-        file.abandon()
+        files.close(fd)
+    header_checksum = hexadecimal(layout.header)
+    return FileInfo(os.path.basename(path), layout.nbytes, len(layout.header), header_checksum), pieces

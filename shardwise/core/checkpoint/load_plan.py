@@ -17,9 +17,9 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, blocks, entries_of, renamed, with_names
 from shardwise.core.checkpoint.formats.native import NativeSource
-from shardwise.core.checkpoint.formats.optimizer_state import group_options, match_by_shape
+from shardwise.core.checkpoint.formats.optimizer_state import group_options, match_by_shape, optimizer_entries
 from shardwise.core.checkpoint.run import LocalState, RunOptimizer
-from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
@@ -120,9 +120,7 @@ class LoadPlan:
         if self.part != "optimizer":
             return {name.removeprefix("model/") for name in self.infos if name.startswith("model/")}
         listed = {n for saved in self.state.get("optimizers", []) for g in saved["groups"] for n in g["params"]}
-        return listed | {
-            name.split("/", 2)[2].rpartition("/")[0] for name in self.infos if name.startswith("optimizer/")
-        }
+        return listed | {parameter_of(name) for name in self.infos if name.startswith("optimizer/")}
 
     def _stored(self, names: Sequence[str]) -> str | None:
         known = (self._aliases.get(name, name) for name in names)
@@ -523,14 +521,13 @@ def _other_groups(own: _Own, there: _Saved) -> str:
 
 def _saved_optimizers(source: CheckpointSource) -> list[_Saved]:
     """Return the optimizers in the state, each with its entries in the order in which they were created."""
-    infos, optimizers = source.tensors(), list[_Saved]()
+    optimizers = list[_Saved]()
     for number, record in enumerate(source.state().get("optimizers", [])):
         small = record.get("small", {})
         entries = {name: {key: tree.decode(value, None) for key, value in own.items()} for name, own in small.items()}
-        start = f"optimizer/{number}/"
-        for full in (name for name in infos if name.startswith(start)):
-            name, _, key = full.removeprefix(start).rpartition("/")
-            entries.setdefault(name, {})[key] = Stored(full, infos[full].dtype)
+        for name, own in optimizer_entries(source, number).items():
+            stored = {k: Stored(f"optimizer/{number}/{name}/{k}", each.info.dtype) for k, each in own.items()}
+            entries.setdefault(name, {}).update(stored)
         place = {key: index for index, key in enumerate(record.get("keys", []))}
         ordered = {
             name: dict(sorted(entry.items(), key=lambda item: place.get(item[0], len(place))))
@@ -639,7 +636,7 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
             entries[full] = change.entry(entries[full], how)
             if how == "keep":
                 replaced[full] = change.row * change.there[0]
-        own = [path for path in entries if path.startswith("optimizer/") and _parameter_of(path) == stored]
+        own = [path for path in entries if path.startswith("optimizer/") and parameter_of(path) == stored]
         by_rows = all(entries[path].info.shape in ((), change.there) for path in own)
         by_rows = by_rows and not any(_has_arrays(record, stored) for record in records)
         for path in own:
@@ -658,11 +655,6 @@ def _with_rows(source: CheckpointSource, local_state: LocalState, rows: Mapping[
     made = _Resized(str(getattr(source, "format", "native")), entries, state)
     made.replaced, made.resized = replaced, tuple(sentences)
     return made
-
-
-def _parameter_of(path: str) -> str:
-    """Return the parameter's name in ``optimizer/<number>/<name>/<key>``."""
-    return path.split("/", 2)[2].rpartition("/")[0]
 
 
 def _has_arrays(record: Mapping[str, Any], name: str) -> bool:
@@ -702,7 +694,7 @@ def _change(
     aliases, infos = source.state().get("aliases", {}), source.tensors()
     # If only an optimizer is loaded, the largest tensor of its state is taken as element-wise.
     states = sorted((info.numel, full) for full, info in infos.items() if full.startswith("optimizer/") and info.shape)
-    there = {_parameter_of(full): infos[full].shape for _, full in states}
+    there = {parameter_of(full): infos[full].shape for _, full in states}
     there |= {full.removeprefix("model/"): info.shape for full, info in infos.items() if full.startswith("model/")}
     stored = next((n for n in (aliases.get(each, each) for each in names) if n in there), None)
     here = tuple(local_state.model_shapes()[names[0]].shape)
@@ -732,7 +724,7 @@ def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointS
         # If state may have other shapes (rows and columns), no shape is known to be the parameter's; the load plan
         # checks it.
         any_shape = getattr(local_state, "other_shapes", False)
-        there = {} if any_shape else _shapes_of(source, each.index, [name for group in theirs for name in group])
+        there = {} if any_shape else _shapes_of(source, each.index)
         assigned = _in_order(theirs, ours, there, shapes)
         if not assigned:
             trained = {name for group in ours for name in group}
@@ -743,14 +735,11 @@ def named_like(source: CheckpointSource, local_state: LocalState) -> CheckpointS
     return with_names(source, names) if names else source
 
 
-def _shapes_of(source: CheckpointSource, index: int, names: Sequence[str]) -> dict[str, Shape]:
+def _shapes_of(source: CheckpointSource, index: int) -> dict[str, Shape]:
     """Return the shapes of parameters whose state seems element-wise."""
-    shapes_by_name: dict[str, set[Shape]] = {name: set() for name in names}
-    start = f"optimizer/{index}/"
-    for full, info in source.tensors().items():
-        if full.startswith(start):
-            shapes_by_name.setdefault(full.removeprefix(start).rpartition("/")[0], set()).add(info.shape)
-    return {name: next(iter(shapes)) for name, shapes in shapes_by_name.items() if len(shapes) == 1}
+    states = optimizer_entries(source, index).items()
+    shapes = {name: {entry.info.shape for entry in own.values()} for name, own in states}
+    return {name: next(iter(each)) for name, each in shapes.items() if len(each) == 1}
 
 
 def _in_order(

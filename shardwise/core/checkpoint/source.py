@@ -28,6 +28,7 @@ __all__ = [
     "TensorInfo",
     "describe",
     "dtype_name",
+    "parameter_of",
 ]
 
 
@@ -68,6 +69,11 @@ class TensorInfo:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def parameter_of(name: str) -> str:
+    """Return the parameter's name in ``optimizer/<number>/<parameter>/<key>``."""
+    return name.split("/", 2)[2].rpartition("/")[0]
 
 
 class CheckpointSource(Protocol):

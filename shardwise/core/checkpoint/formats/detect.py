@@ -249,9 +249,9 @@ def register_format(format: Format) -> Callable[[], None]:
         ValueError: a format of that name exists.
     """
     if not isinstance(format, Format):
-        raise TypeError(f"register_format({format!r:.80}) needs a Format; pass one")
+        raise TypeError(f"register_format({format!r:.80}): give a Format")
     if format.name in _FORMATS:
-        raise ValueError(f"register_format: a format {format.name!r} exists; use another name")
+        raise ValueError(f"register_format: there is a format {format.name!r} already; give another name")
     _FORMATS[format.name] = format
 
     def take_back() -> None:

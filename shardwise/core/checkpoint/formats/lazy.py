@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import reading
-from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
+from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 
 __all__ = [
     "BLOCK_BYTES",
@@ -228,7 +228,7 @@ def _replaced(rule: str, new: str, name: str) -> str:
 def _names(source: CheckpointSource) -> dict[str, None]:
     state = source.state()
     listed = [name.removeprefix("model/") for name in source.tensors() if name.startswith("model/")]
-    listed += [name.split("/", 2)[2].rpartition("/")[0] for name in source.tensors() if name.startswith("optimizer/")]
+    listed += [parameter_of(name) for name in source.tensors() if name.startswith("optimizer/")]
     for record in state.get("optimizers", []):
         listed += [name for group in record["groups"] for name in group["params"]]
     listed += [name for pair in state.get("aliases", {}).items() for name in pair]
