@@ -100,7 +100,7 @@ def plan_of_fsdp(
         prefetch = 0 if backward_prefetch is None and not forward_prefetch else 1
         plan = plan.but(prefetch=prefetch, gathered_fraction=1.0 if strategy in STAYS else 0.0, groups=groups)
     if backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-        warn_user(f"backward_prefetch={backward_prefetch}: one unit is fetched ahead, as BACKWARD_PRE")
+        warn_user(f"backward_prefetch={backward_prefetch}: one unit is prefetched, as with BACKWARD_PRE")
     if auto_wrap_policy is not None and strategy is not ShardingStrategy.NO_SHARD:
         name_of = {module: name for name, module in model.named_modules()}
         units = tuple(name_of[each] for each in unit_modules(model, auto_wrap_policy, ignored) if each is not model)
@@ -137,8 +137,8 @@ def names_of_ignored(model: nn.Module, params: Iterable[nn.Parameter], modules: 
     trained = [names[key] for key, param in ignored.items() if param.requires_grad]
     if trained:
         warn_user(
-            f"{', '.join(trained[:3])}: {len(trained)} ignored parameters stay whole on every rank, and their "
-            "gradients are averaged all the same, which torch leaves to you"
+            f"{', '.join(trained[:3])}: {len(trained)} ignored parameters are not sharded, and their "
+            "gradients are averaged, which torch leaves to you"
         )
     return tuple(names[key] for key in names if key in ignored)
 
@@ -265,8 +265,7 @@ def plan_of_ddp(
         bucket_cap_mb: MiB of fp32 gradients that are reduced together; ``None``: 25.
         find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params, batched_grad_copy:
             not needed: unused parameters are detected without a traversal of the graph, and neither reduced nor
-                updated;
-            gradients are views of the buckets.
+            updated; gradients are views of the buckets.
         check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list: not supported.
         mixed_precision: dtypes, as for :func:`~shardwise.pytorch.plan_of_fsdp`.
 
@@ -275,22 +274,15 @@ def plan_of_ddp(
     """
     name_device("device_ids", device_ids)
     name_device("output_device", output_device)
-    refused = {
-        "dim": (dim, dim == 0, "batches are divided by the sampler; leave it 0"),
-        "check_reduction": (check_reduction, not check_reduction, "leave it False: torch ignores it as well"),
-        "delay_all_reduce_named_params": (
-            delay_all_reduce_named_params,
-            delay_all_reduce_named_params is None,
-            "gradients are reduced in the order in which they come",
-        ),
-        "param_to_hook_all_reduce": (
-            param_to_hook_all_reduce,
-            param_to_hook_all_reduce is None,
-            "gradients are reduced in the order in which they come",
-        ),
-        "bucket_cap_mb_list": (bucket_cap_mb_list, bucket_cap_mb_list is None, "give one size, bucket_cap_mb"),
-    }
-    for name, (value, fits, instead) in refused.items():
+    delayed, hook, sizes_of_buckets = delay_all_reduce_named_params, param_to_hook_all_reduce, bucket_cap_mb_list
+    order = "gradients are reduced in the order in which they come"
+    for name, value, fits, instead in (
+        ("dim", dim, dim == 0, "batches are divided by the sampler; leave it 0"),
+        ("check_reduction", check_reduction, not check_reduction, "leave it False: torch ignores it as well"),
+        ("delay_all_reduce_named_params", delayed, delayed is None, order),
+        ("param_to_hook_all_reduce", hook, hook is None, order),
+        ("bucket_cap_mb_list", sizes_of_buckets, sizes_of_buckets is None, "give one size, bucket_cap_mb"),
+    ):
         if not fits:
             refuse(name, value, instead)
     for name, flag in (("broadcast_buffers", broadcast_buffers), ("forward_sync_buffers", forward_sync_buffers)):
@@ -416,7 +408,7 @@ def name_device(name: str, value: Any) -> None:
     """
     devices = list(value) if isinstance(value, list | tuple) else [value] if value is not None else []
     if len(devices) > 1:
-        refuse(name, value, "start one process a GPU")
+        refuse(name, value, "start one process per GPU")
     if devices and not _is_current(devices[0]):
         warn_user(
             f"{name}={value!r} is not in the plan, which names no device: shard(..., device=...) takes it; by default "

@@ -176,9 +176,9 @@ def test_every_argument_becomes_something_of_the_plan() -> None:
         groups = plan_of_fully_shard(model, ignored_params=set(model[0].parameters())).shard.groups
         assert groups == plan_of_fsdp(model, ignored_modules=[model[0]]).shard.groups
         assert groups == (ParamGroupPlan(names=("0.weight", "0.bias"), reshard_after_forward=False),)
-    with pytest.warns(UserWarning, match="1.inner.weight.*: 4 ignored parameters stay whole"):
+    with pytest.warns(UserWarning, match="1.inner.weight.*: 4 ignored parameters are not sharded"):
         plan_of_fsdp(model, ignored_states=[model[1]])
-    with pytest.warns(UserWarning, match="BACKWARD_POST: one unit is fetched ahead"):
+    with pytest.warns(UserWarning, match="BACKWARD_POST: one unit is prefetched"):
         plan_of_fsdp(model, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
     with pytest.warns(UserWarning, match="broadcast_buffers=True: buffers are rank 0's at the beginning"):
         plan_of_ddp(broadcast_buffers=True)
