@@ -151,6 +151,8 @@ def test_buffers_of_a_disk() -> None:
     assert placement.staging() == {torch.float32: 256}
     early, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}, update="backward"), TWO_RANKS)
     assert early.disk_buffers == replace(expected, gathers=4, renewals=1)
+    state_alone, _ = placed(zero(3).but(**STATE_ON_DISK | {"disk": disk}), TWO_RANKS)
+    assert state_alone.disk_buffers == DiskBuffers(value_bytes=512, values=3)
     without, _ = placed(zero(3), TWO_RANKS)
     assert (without.disk_buffers, without.staging(), without.on_disk) == (DiskBuffers(), {}, False)
 

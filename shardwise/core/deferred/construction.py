@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from shardwise.core.base.torch_internals import (
     point,
     tensor_holders,
 )
-from shardwise.core.deferred.plain import make_plain
 from shardwise.core.deferred.record import (
     DeferredParameter,
     DeferredTensor,
@@ -44,11 +43,15 @@ from shardwise.core.deferred.record import (
     Recorder,
     WriteWatch,
     is_recording,
+    mark,
     recorders,
 )
-from shardwise.core.deferred.replay import META, replay, tape_of
+from shardwise.core.deferred.replay import META, Cell, Ref, replay, tape_of
 
 __all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", "set_buffer"]
+
+TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that do not hold plain tensors."""
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def deferred_init() -> Iterator[None]:
 
     def leave() -> None:
         built = [module for reference in seen.values() if (module := reference()) is not None]
-        make_plain(built, adopt)
+        _PlainTensors(built).materialize()
 
     recorder = Recorder(leave)
     try:
@@ -342,3 +345,105 @@ class _Makers:
             f"initial values: {reason}. Write all of them in its reset_parameters(), or build the model under "
             "shardwise's deferred_init() in place of torch.device('meta')"
         )
+
+
+class _PlainTensors:
+    """Gives values to the tensors of modules that are neither parameters nor buffers.
+
+    Nothing would request their values later, so they get them when the construction ends, wherever a module stores
+    them: as an attribute, or in nested dicts, lists, tuples, sets and dataclasses. Object identity and views of common
+    memory are preserved. A buffer that is also stored elsewhere gets its values now, in place; parameters are not
+    changed.
+
+    Args:
+        modules: of the construction; modules in their containers are added.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._waiting: deque[nn.Module] = deque()
+        self._buffers: set[int] = set()
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        """By ``id``: the tensor, whose reference keeps the id valid, and its values."""
+        self._memory: dict[Cell, torch.UntypedStorage] = {}
+        self._visited: dict[int, object] = {}
+        for module in modules:
+            self._add(module)
+
+    def _add(self, module: nn.Module) -> None:
+        if id(module) not in self._modules:
+            self._modules[id(module)] = module
+            self._waiting.append(module)
+            self._buffers.update(id(each) for each in module._buffers.values() if each is not None)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                mark(tensor)
+
+    def materialize(self) -> None:
+        """Give values to the tensors of all modules."""
+        while self._waiting:
+            attributes = self._waiting.popleft().__dict__
+            for name, value in list(attributes.items()):
+                if name not in TABLES:
+                    new = self._with_values(value)
+                    if new is not value:
+                        attributes[name] = new
+
+    def _with_values(self, value: Any) -> Any:
+        """Return ``value`` with materialized tensors: the same object if it is mutable."""
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            self._add(value)
+            return value
+        inside = isinstance(value, dict | list | tuple | set | frozenset | deque)
+        if not inside and (isinstance(value, type) or not is_dataclass(value)):
+            return value
+        if id(value) in self._visited:
+            return value  # also one that contains itself
+        self._visited[id(value)] = value
+        return self._container(value) if inside else self._dataclass(value)
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict | list | deque):
+            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                new = self._with_values(each)
+                if new is not each:
+                    value[key] = new
+            return value
+        parts = list(value)
+        new_parts = [self._with_values(each) for each in parts]
+        if all(new is each for new, each in zip(new_parts, parts, strict=True)):
+            return value
+        if isinstance(value, set):
+            value.clear()
+            value.update(new_parts)
+            return value
+        return type(value)(*new_parts) if hasattr(value, "_fields") else type(value)(new_parts)
+
+    def _dataclass(self, value: Any) -> Any:
+        for field in fields(value):
+            each = getattr(value, field.name, None)
+            new = self._with_values(each)
+            if new is not each:
+                object.__setattr__(value, field.name, new)
+        return value
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tape_of(tensor) is None:
+            return tensor
+        if id(tensor) in self._buffers:
+            adopt(tensor, self._values(tensor))
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._values(tensor).requires_grad_(tensor.requires_grad)
+        return self._made[id(tensor)][1]
+
+    def _values(self, tensor: Tensor) -> Tensor:
+        tape = tape_of(tensor)
+        assert tape is not None
+        with no_torch_function(), torch.no_grad():
+            if tape.cell not in self._memory:
+                storage = torch.empty(0, dtype=torch.uint8, device=META)
+                storage.set_(tensor.untyped_storage())
+                self._memory[tape.cell] = replay(storage).untyped_storage()
+            return Ref.of(tensor, tape, tape.head).on(self._memory[tape.cell])

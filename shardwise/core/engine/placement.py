@@ -302,10 +302,10 @@ def _disk_buffers(plan: Plan, chunks: Sequence[ChunkPlacement]) -> DiskBuffers:
     return DiskBuffers(
         shard_bytes=max((each.shard_bytes for each in shards), default=0),
         # One is in use and one is written, if there are as many; the rest gathers and reads ahead.
-        gathers=max(disk.param_buffers, 2, 1 + renewals) - renewals,
+        gathers=max(disk.param_buffers, 2, 1 + renewals) - renewals if shards else 0,
         renewals=renewals,
         value_bytes=max(((tile.end - tile.start) * dtype.itemsize for tile, dtype in tiles if dtype), default=0),
-        values=disk.state_buffers * len({each.spec.optimizer for each in masters}),
+        values=disk.state_buffers * len({each.spec.optimizer for each in masters}) if tiles else 0,
     )
 
 

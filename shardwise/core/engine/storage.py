@@ -105,12 +105,9 @@ class Storage:
             if self._disk_plan is not None and self.placement.on_disk:
                 allocate = partial(host_block, pin_for=self._pin_for) if self._pin_for is not None else None
                 self.store = DiskStore(self._disk_plan, self.mesh.mesh_group.rank, allocate=allocate)
-
-    def _reserve_disk_buffers(self) -> None:
-        buffers = self.placement.disk_buffers
-        if self.store is not None and buffers.shard_bytes:
+        if self.store is not None:
+            buffers = self.placement.disk_buffers
             self.store.reserve(buffers.gathers + buffers.renewals, buffers.shard_bytes)
-        if self.store is not None and buffers.value_bytes:
             self.store.reserve(buffers.values, buffers.value_bytes)
 
     def on_any_disk(self, own: bool) -> bool:
@@ -157,7 +154,6 @@ class Storage:
     def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
         group, table = self.mesh.shard, self.placement.chunks
         buffers, staging, secondary = self._exchange_buffers(), self._staging(), self._secondary_buffers()
-        self._reserve_disk_buffers()
         disk = self.placement.disk_buffers
         ahead = ReadAhead(disk.shard_bytes, disk.gathers, disk.renewals)
         chunks = []

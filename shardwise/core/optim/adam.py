@@ -23,7 +23,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.core.optim.offload import MomentStore, OffloadedMoments
-from shardwise.core.optim.whole_tensors import counted
+from shardwise.core.optim.whole_tensors import counted, loss_of
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
@@ -111,10 +111,7 @@ class _Adam(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None, div_scale: float) -> Any:
         scale = _scale_of(div_scale)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         # All groups are checked before any parameter changes, so that an invalid gradient leaves no partial update.
         live = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         for params in live:
@@ -407,14 +404,9 @@ class CPUAdam(_Adam):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: str | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(model_params, defaults, adamw_mode, (nvme_offload_fraction, nvme_offload_dir))
+        options = {"bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        offload = nvme_offload_fraction, nvme_offload_dir
+        super().__init__(model_params, {"lr": lr, **options}, adamw_mode, offload)
 
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
         """Update every parameter that has a gradient.
@@ -467,17 +459,8 @@ class HybridAdam(CPUAdam):
                 raise TypeError(f"{name}={value!r} is no option of HybridAdam; {hint}")
             if value and name in NOT_HERE:
                 raise ValueError(f"{name}={value} of HybridAdam: {NOT_HERE[name]}")
-        super().__init__(
-            model_params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            adamw_mode,
-            nvme_offload_fraction,
-            nvme_offload_dir,
-        )
+        offload = nvme_offload_fraction, nvme_offload_dir
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, adamw_mode, *offload)
         self.defaults.update(defaults)
         for group in self.param_groups:
             for name, value in defaults.items():

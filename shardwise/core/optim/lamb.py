@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
+from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least, loss_of
 
 __all__ = ["BoundedLamb", "FusedLAMB", "Lamb"]
 
@@ -194,8 +194,7 @@ class FusedLAMB(WholeTensorOptimizer):
             norm = float(torch.stack([each.cpu() for each in norms]).norm(2)) if norms else 0.0
             self._clip = norm / most if most and norm > most else 1.0
             return super().step()
-        with torch.enable_grad():
-            loss = closure()
+        loss = loss_of(closure)
         self.step()
         return loss
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.validate import as_params, number
+from shardwise.core.optim.whole_tensors import loss_of
 
 __all__ = ["Lion"]
 
@@ -39,10 +40,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient."""
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             first, second = group["betas"]
             for param in group["params"]:
@@ -57,4 +55,4 @@ class Lion(torch.optim.Optimizer):
                 param.mul_(1.0 - group["lr"] * group["weight_decay"])
                 param.sub_(torch.sign(torch.lerp(grad, average, first)), alpha=group["lr"])
                 average.lerp_(grad, 1.0 - second)
-        return value
+        return loss

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.core.base.validate import as_params
 
-__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "counted"]
+__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "counted", "loss_of"]
 
 
 def as_computed(value: Tensor) -> Tensor:
@@ -34,6 +34,14 @@ def check_least(name: str, value: Any, least: float = 0.0, most: float = float("
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not least <= value <= most:
         raise ValueError(f"{name}={value!r}: give a number from {least} to {most}")
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of the closure of ``step()``, run with gradients enabled."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def counted(full: dict[str, Any]) -> dict[str, Any]:
@@ -110,10 +118,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse; nothing is updated then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group, param, grad in list(self._live()):
             if param.numel():
                 self._update(group, param, as_computed(grad), self.state[param])
