@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardwise.booster import Booster
@@ -19,15 +19,29 @@ from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, T
 TINY = 1e-4  # MB: about one tensor a shard
 SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 
+Optimizers = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+zero = functools.partial(LowLevelZeroPlugin, precision="fp32")
+gemini = functools.partial(GeminiPlugin, precision="fp32")
+
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
     "fsdp": functools.partial(TorchFSDPPlugin, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
     "fsdp-grad-op": functools.partial(TorchFSDPPlugin, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "fsdp-no-shard": functools.partial(TorchFSDPPlugin, sharding_strategy=ShardingStrategy.NO_SHARD),
     "fsdp-hybrid": functools.partial(TorchFSDPPlugin, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
-    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
-    "gemini": functools.partial(GeminiPlugin, precision="fp32", **SMALL),
-    "gemini-replicas": functools.partial(GeminiPlugin, precision="fp32", extra_dp_size=2, **SMALL),
+    "fsdp-offload": functools.partial(TorchFSDPPlugin, cpu_offload=CPUOffload(offload_params=True)),
+    "zero1": functools.partial(zero, stage=1),
+    "zero1-late": functools.partial(zero, stage=1, overlap_allgather=True),
+    "zero2": functools.partial(zero, stage=2),
+    "zero2-after-backward": functools.partial(zero, stage=2, overlap_communication=False),
+    "zero2-offload": functools.partial(zero, stage=2, cpu_offload=True),
+    "gemini": functools.partial(gemini, **SMALL),
+    "gemini-half": functools.partial(gemini, shard_param_frac=0.5, max_prefetch=1, **SMALL),
+    "gemini-replicas": functools.partial(gemini, extra_dp_size=2, **SMALL),
+    "gemini-kept": functools.partial(gemini, chunk_config_dict={2: {"chunk_size": 64, "keep_gathered": True}}),
+    "gemini-offload": functools.partial(
+        gemini, offload_optim_frac=0.5, offload_param_frac=0.5, chunk_config_dict={2: {"chunk_size": 40}}
+    ),
 }
 
 
@@ -57,12 +71,16 @@ class Net(nn.Module):
         self.extra = state
 
 
-def start(seed: int = 3, hidden: int = 7) -> tuple[Net, torch.optim.Optimizer, Any]:
+def two_groups(model: Net) -> torch.optim.Optimizer:
+    first = list(model.first.parameters())
+    other = [p for p in model.parameters() if all(p is not f for f in first) and p.requires_grad]
+    return torch.optim.AdamW([{"params": first, "lr": 3e-2}, {"params": other, "weight_decay": 0.1}], lr=1e-2)
+
+
+def start(seed: int = 3, hidden: int = 7, make: Optimizers | None = None) -> tuple[Net, torch.optim.Optimizer, Any]:
     torch.manual_seed(seed)
     model = Net(hidden)
-    first = list(model.first.parameters())
-    rest = [p for p in model.parameters() if all(p is not f for f in first) and p.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": first, "lr": 3e-2}, {"params": rest, "weight_decay": 0.1}], lr=1e-2)
+    optimizer = two_groups(model) if make is None else make(model.parameters())
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
 
@@ -71,12 +89,13 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 5, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def plain(steps: int) -> dict[str, Any]:
-    """The state after ``steps`` in one ordinary process over whole batches."""
-    model, optimizer, scheduler = start()
+def plain(steps: int, passes: int = 1, make: Optimizers | None = None) -> dict[str, Any]:
+    """The state after ``steps`` of several backward passes in one ordinary process over full batches."""
+    model, optimizer, scheduler = start(make=make)
     for step in range(steps):
-        inputs, targets = batch(step)
-        nn.functional.mse_loss(model(inputs), targets).backward()
+        for index in range(passes):
+            inputs, targets = batch(step * passes + index)
+            nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -86,27 +105,41 @@ def plain(steps: int) -> dict[str, Any]:
 class Run:
     """A boosted run with the calls that users make; ``noise`` draws from the generators in every step."""
 
-    def __init__(self, plugin: Plugin | None, seed: int = 3, hidden: int = 7, noise: bool = False) -> None:
-        self.net, self.optimizer, self.scheduler = start(seed, hidden)
+    def __init__(
+        self,
+        plugin: Plugin | None,
+        seed: int = 3,
+        hidden: int = 7,
+        noise: bool = False,
+        make: Optimizers | None = None,
+    ) -> None:
+        self.net, self.optimizer, self.scheduler = start(seed, hidden, make)
         self.noise = noise
         self.booster = Booster(plugin=plugin)
         self.model, self.optimizer, self.criterion, _, self.scheduler = self.booster.boost(  # type: ignore[assignment]
             self.net, self.optimizer, nn.MSELoss(), lr_scheduler=self.scheduler
         )
 
-    def steps(self, first: int, last: int) -> list[float]:
+    def backward(self, index: int) -> float:
+        """One pass over this rank's rows of a batch."""
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        inputs, targets = batch(index)
+        loss = self.criterion(self.model(inputs[rank::size]), targets[rank::size])
+        if self.noise:
+            loss = loss * (1 + torch.rand(()))
+        self.booster.backward(loss, self.optimizer)
+        return float(loss.item())
+
+    def finish(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def steps(self, first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
-            inputs, targets = batch(step)
-            loss = self.criterion(self.model(inputs[rank::size]), targets[rank::size])
-            if self.noise:
-                loss = loss * (1 + torch.rand(()))
-            self.booster.backward(loss, self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-            losses.append(loss.item())
+            losses.append(self.backward(step))
+            self.finish()
         return losses
 
 
