@@ -125,10 +125,7 @@ def main(argv: list[str] | None = None) -> list[float]:
                 session.optimizer.zero_grad()
         losses.append(evaluate(session, test_loader, device))
         if first:
-            rate, norm = scheduler.get_last_lr()[0], session.optimizer.get_grad_norm()
-            print(
-                f"epoch {epoch + 1}: held-out loss {losses[-1]:.3f}, learning rate {rate:.2e}, gradient norm {norm:.2f}"
-            )
+            print(f"epoch {epoch + 1}: held-out loss {losses[-1]:.3f}, norm {session.optimizer.get_grad_norm():.2f}")
         session.checkpoints.save(args.runs, lr_schedulers=[scheduler], data_position={"epoch": epoch + 1}, keep=2)
 
     # 6. Export: transformers (and for LoRA peft) reads the folder. Every rank takes part in state_dict().

@@ -29,7 +29,7 @@ from shardwise.deepspeed.optimizers import give_names, make_optimizer, wide_stat
 from shardwise.deepspeed.plan import TENSOR_SIZES, data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
-from shardwise.deepspeed.zero import forget, remember, sessions_of
+from shardwise.deepspeed.zero import forget, held_by_sessions, remember
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 
@@ -220,7 +220,7 @@ def _take_back(model: nn.Module) -> None:
     The optimizer state is lost, as in DeepSpeed. Collective if there is an engine. A model with tensor parallelism
     stays as it is, and sharding it again is an error.
     """
-    for session in sessions_of({id(param) for param in model.parameters()}):
+    for session, _ in held_by_sessions({id(param) for param in model.parameters()}):
         if session.closed or session.mesh.tensor.size > 1:
             continue
         if session.mesh.rank == 0:

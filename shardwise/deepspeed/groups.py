@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -112,17 +112,16 @@ def mesh_of(
 
 @contextmanager
 def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Call ``mark`` with each parameter that is registered in a module inside."""
+    """Call ``mark`` with each parameter that is registered in a module inside, also by a copy of its module."""
 
-    def note(_: nn.Module, __: str, value: nn.Parameter | None) -> None:
-        if value is not None:
-            mark(value)
+    def note(_: nn.Module, __: str, value: nn.Parameter | nn.Module | None) -> None:
+        for param in value.parameters() if isinstance(value, nn.Module) else () if value is None else (value,):
+            mark(param)
 
-    handle = module_hooks.register_module_parameter_registration_hook(note)
-    try:
+    with ExitStack() as stack:
+        stack.callback(module_hooks.register_module_parameter_registration_hook(note).remove)
+        stack.callback(module_hooks.register_module_module_registration_hook(note).remove)
         yield
-    finally:
-        handle.remove()
 
 
 # ---- ``deepspeed.utils.groups``: which ranks hold parts of the same model, and which see different data.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -14,7 +15,7 @@ from torch import nn
 
 from shardwise.compat import alias_table, lookup
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.comm import PeerError, ranks_of
+from shardwise.core.comm import PeerError, differences, ranks_of
 from shardwise.core.deferred.construction import adopt, deferred_init, paused
 from shardwise.core.deferred.replay import replay, tape_of
 from shardwise.deepspeed.collectives import init_distributed
@@ -26,7 +27,13 @@ from shardwise.deepspeed.plan import number_format
 from shardwise.session import Session
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "register_external_parameter"]
-__all__ += ["remember", "session_of", "sessions_of", "unregister_external_parameter", "unwrap_model_for_generation"]
+__all__ += [
+    "held_by_sessions",
+    "remember",
+    "session_of",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order of their creation, which is the same on every rank."""
@@ -84,13 +91,12 @@ class Init:
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
     ) -> None:
-        asked = {
+        for name, value in {
             "zero_quantized_weights": zero_quantized_weights,
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-            "zero_hpz_partition_size": zero_param_parallel_group is not None,
-        }
-        for name, wanted in asked.items():
-            if wanted:
+            "zero_hpz_partition_size": zero_param_parallel_group,
+        }.items():
+            if value:
                 raise NotImplementedError(
                     f"zero.Init takes no argument for zero_optimization.{name}; give that key in the configuration"
                 )
@@ -151,10 +157,9 @@ def _parameters(params: Any) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
     if isinstance(params, torch.Tensor):
-        return [params]  # type: ignore[list-item]
-    if isinstance(params, dict):
-        return [each for value in params.values() for each in _parameters(value)]
-    return [each for value in params for each in _parameters(value)] if isinstance(params, Iterable) else []
+        return [params] if isinstance(params, nn.Parameter) else []
+    members = params.values() if isinstance(params, dict) else params if isinstance(params, Iterable) else ()
+    return [param for member in members for param in _parameters(member)]
 
 
 class GatheredParameters:
@@ -178,7 +183,9 @@ class GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        self.params = _parameters(params) if enabled else []
+        # In an order that all ranks share: transformers gives list(set(...)), which each rank has in its own order.
+        members = dict.fromkeys(_parameters(params) if enabled else ())
+        self.params = sorted(members, key=lambda param: getattr(param, "ds_id", math.inf))
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self._stack = ExitStack()
 
@@ -215,22 +222,35 @@ class GatheredParameters:
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
     def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
-        """Return the parameters that no session has."""
+        """Return the parameters that no session has; none if there is only one rank."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         sharded = {id(param) for _, own in shares for param in own}
-        return [param for param in self.params if id(param) not in sharded]
+        return [param for param in self.params if several and id(param) not in sharded]
 
     def _meet(self, error: Exception | None) -> None:
-        """Raise PeerError if the block failed on other ranks only, which do not send parameters without a session."""
+        """Check that all ranks will send the same parameters without a session.
+
+        Raises:
+            PeerError: the block failed on other ranks only.
+            ValueError: ranks have different numbers or shapes of them.
+        """
         alone = self._alone(self._shares())
-        if not alone or not _several():
+        if not alone:
             return
         group = getattr(alone[0], MARK, None)
-        texts: list[Any] = [None] * dist.get_world_size(group)
+        shapes = {f"parameter {at}": {"shape": str(tuple(each.shape))} for at, each in enumerate(alone)}
+        reports: list[Any] = [None] * dist.get_world_size(group)
         with nullcontext() if error is None else suppress(Exception):  # the block's own error is raised in any case
-            dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-        if failed and error is None:
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            dist.all_gather_object(reports, (text, shapes), group=group)
+        if error is not None:
+            return
+        failed = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None)
+        if failed:
             raise PeerError(f"the block of GatheredParameters failed, so no changes were broadcast: {failed}")
+        if any(each != shapes for _, each in reports):
+            text = differences([each for _, each in reports])
+            raise ValueError(f"the ranks disagree on params of GatheredParameters: {text}; give the same on every rank")
 
     @torch.no_grad()
     def _spread(self, rank: int) -> None:
@@ -242,7 +262,7 @@ class GatheredParameters:
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
         for param in self._alone(shares):
-            _overwrite(param, functools.partial(_broadcast_alone, getattr(param, MARK, None), rank))
+            _overwrite(param, functools.partial(dist.broadcast, group=getattr(param, MARK, None), group_src=rank))
         for session, own in shares:
             session.write_back(own)
 
@@ -252,16 +272,6 @@ def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) ->
     broadcast(value)
     if value.data_ptr() != param.data_ptr():
         param.copy_(value)
-
-
-def _broadcast_alone(group: dist.ProcessGroup | None, rank: int, value: torch.Tensor) -> None:
-    """Broadcast a parameter without an engine over the group that it was built for."""
-    if _several():
-        dist.broadcast(value, group=group, group_src=rank)
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
@@ -277,13 +287,8 @@ def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
             yield session, held
 
 
-def sessions_of(params: set[int]) -> Iterator[Session]:
-    """Yield the sessions of :func:`held_by_sessions`."""
-    return (session for session, _ in held_by_sessions(params))
-
-
 def session_of(param: nn.Parameter) -> Session | None:
-    """Return the session of ``param``, or ``None``; see :func:`sessions_of`."""
+    """Return the session of ``param``, or ``None``; see :func:`held_by_sessions`."""
     found = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
     session = next(found, None)
     return session if session is not None and _counts(session) else None

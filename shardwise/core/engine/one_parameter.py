@@ -94,7 +94,9 @@ class OneParameter:
 
     def _whole(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the shards of all ranks. Collective."""
-        return gather_parts(self._mesh.shard, self._chunk.spec, self._slot, part).view(self._slot.shape)
+        group = self._mesh.shard
+        group.exchange([], f"shards of {self.name}")  # ranks that read different parameters raise
+        return gather_parts(group, self._chunk.spec, self._slot, part).view(self._slot.shape)
 
     @collective("writing a parameter")
     @torch.no_grad()
