@@ -31,7 +31,7 @@ PROSE = re.compile(
 LEFT_NAMES = {
     "alike": 9,
     "anew": 1,
-    "asked": 25,
+    "asked": 24,
     "beside": 7,
     "carrier": 2,
     "draws": 2,
@@ -51,8 +51,8 @@ LEFT_NAMES = {
     "spare": 2,
     "taken": 14,
     "told": 37,
-    "wanted": 34,
-    "whole": 86,
+    "wanted": 33,
+    "whole": 85,
 }
 LEFT_PROSE = {
     "alike": 19,

@@ -135,13 +135,13 @@ def _replicas_not_averaged() -> _Patch:
     """The mean over the shard group in place of that over all ranks."""
 
     def make(real: Any) -> Any:
-        def launch(self: Reducer, state: ChunkGrads) -> None:
+        def issue(self: Reducer, state: ChunkGrads, bucket: Buffer) -> None:
             self._scale = 1.0 / self.mesh.shard.size
-            real(self, state)
+            real(self, state, bucket)
 
-        return launch
+        return issue
 
-    return _wrap(Reducer, "_launch", make)
+    return _wrap(Reducer, "_issue", make)
 
 
 def _no_masters() -> _Patch:

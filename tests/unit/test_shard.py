@@ -16,12 +16,13 @@ from sets import full
 from torch import nn
 
 import shardwise
-from shardwise.plan import DiskPlan, MeshPlan, Plan, SequencePlan, TensorPlan, replicated, zero
+from shardwise.plan import DiskPlan, MeshPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, replicated, zero
 from shardwise.session import Settings
 from shardwise.testing import assert_close
 
 HOST: dict[str, Any] = {"state_host_fraction": 1.0, "pin_memory": True}
 DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "pin_memory": True, "disk": DiskPlan(directory="/fast")}
+STAYS = ParamGroupPlan(names=("head",), reshard_after_forward=False)
 CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, zero(3)),
     *(({"stage": stage}, zero(stage)) for stage in (1, 2)),
@@ -37,6 +38,7 @@ CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"offload": "/fast", "stage": 1}, zero(1).but(**DISK)),
     ({"device_memory": "2MiB"}, zero(3).but(device_capacity_bytes=2 * 2**20)),
     ({"device_memory": 77}, zero(3).but(device_capacity_bytes=77)),
+    ({"reshard_after_forward": {"head": False}}, zero(3).but(groups=(STAYS,))),
     ({"replicas": 2}, zero(3, dp_replicate=2)),
     ({"tp": 2, "stage": 0}, replicated().but(mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2))),
     ({"pp": 2, "microbatches": 4}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, pp=2), microbatches=4)),

@@ -146,13 +146,13 @@ WAYS = [list(range(LAYERS)), list(range(LAYERS)), list(reversed(range(LAYERS)))]
 
 def comes_again() -> tuple[int, dict[str, Tensor]]:
     """How often a chunk was reduced again, and the parameters."""
-    again, late = [0], Reducer._launch_overflow
+    again, late = [0], Reducer._reduce_overflow
 
     def counting(reducer: Reducer, state: ChunkGrads) -> None:
         again[0] += 1
         late(reducer, state)
 
-    with groups_of(NativeGroup), mock.patch.object(Reducer, "_launch_overflow", counting):
+    with groups_of(NativeGroup), mock.patch.object(Reducer, "_reduce_overflow", counting):
         model, plan = seeded(BothEnds), zero(3)
         # Where its turn comes first, before the layers'.
         with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
