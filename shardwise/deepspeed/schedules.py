@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwise.core.base.validate import number
 from shardwise.core.base.warnings import warn_user
 
 __all__ = [
@@ -29,14 +30,13 @@ __all__ = [
 ]
 
 
-def _each(optimizer: torch.optim.Optimizer, value: float | Sequence[float], name: str) -> list[float]:
+def _each(optimizer: torch.optim.Optimizer, value: Any, name: str, within: str = "[0, inf)") -> list[float]:
     """Return one number for each param group."""
     groups = len(optimizer.param_groups)
-    if not isinstance(value, list | tuple):
-        return [float(value)] * groups  # type: ignore[arg-type]
-    if len(value) != groups:
+    values = list(value) if isinstance(value, list | tuple) else [value] * groups
+    if len(values) != groups:
         raise ValueError(f"{name}={value!r} for {groups} param groups: give one number, or one a group")
-    return [float(each) for each in value]
+    return [number(name, float(each), within) for each in values]
 
 
 def _positive(value: int, name: str) -> int:
@@ -164,7 +164,9 @@ class WarmupCosineLR(_Schedule):
         self.warmup_type = _known_rate(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
-    def _ratio(self, iteration: int) -> float:
+    def get_lr_ratio(self) -> float:
+        """Return the factor of the optimizer's own rates after the last step."""
+        iteration = self.last_batch_iteration
         if iteration < 0:
             return 0.0
         if iteration < self.warmup_num_steps:
@@ -174,10 +176,6 @@ class WarmupCosineLR(_Schedule):
         progress = min(1.0, (iteration - self.warmup_num_steps + 1) / steps)
         falling = (1.0 + math.cos(math.pi * progress)) / 2.0
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
-
-    def get_lr_ratio(self) -> float:
-        """Return the factor of the optimizer's own rates after the last step."""
-        return self._ratio(self.last_batch_iteration)
 
     def get_lr(self) -> list[Any]:
         ratio = self.get_lr_ratio()
@@ -212,7 +210,8 @@ class LRRangeTest(_Schedule):
 class OneCycle(_Schedule):
     """One cycle of learning rate (up, then down) and, inversely, of Adam's first beta; then decay (arXiv 1803.09820).
 
-    As documented, cycling the momentum sets the second beta to 0.99.
+    As documented, cycling the momentum sets the second beta to 0.99. After the cycle the first beta decays as the rate
+    does; DeepSpeed multiplies it where it divides the rate, and it leaves [0, 1).
 
     Attributes:
         total_size: number of steps of the cycle.
@@ -246,9 +245,11 @@ class OneCycle(_Schedule):
         self.stairs = (stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count)
         self.min_lrs = _each(optimizer, cycle_min_lr, "cycle_min_lr")
         self.max_lrs = _each(optimizer, cycle_max_lr, "cycle_max_lr")
-        self.min_moms = _each(optimizer, cycle_min_mom, "cycle_min_mom")
-        self.max_moms = _each(optimizer, cycle_max_mom, "cycle_max_mom")
-        self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = decay_lr_rate, decay_mom_rate, decay_step_size
+        self.min_moms = _each(optimizer, cycle_min_mom, "cycle_min_mom", "[0, 1)")
+        self.max_moms = _each(optimizer, cycle_max_mom, "cycle_max_mom", "[0, 1)")
+        self.decay_lr_rate = number("decay_lr_rate", decay_lr_rate, "[0, inf)")
+        self.decay_mom_rate = number("decay_mom_rate", decay_mom_rate, "[0, inf)")
+        self.decay_step_size = decay_step_size
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -288,7 +289,7 @@ class OneCycle(_Schedule):
         if not self.cycle_momentum:
             return None
         if not self._cycling:
-            return [(high * self._decay(self.decay_mom_rate), 0.99) for high in self.max_moms]
+            return [(high / self._decay(self.decay_mom_rate), 0.99) for high in self.max_moms]
         share = self._share(self.last_batch_iteration + 1)
         return [(high - (high - low) * share, 0.99) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 

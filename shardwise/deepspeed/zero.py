@@ -239,16 +239,14 @@ class GatheredParameters:
             return
         group = getattr(alone[0], MARK, None)
         shapes = {f"parameter {at}": {"shape": str(tuple(each.shape))} for at, each in enumerate(alone)}
-        reports: list[Any] = [None] * dist.get_world_size(group)
+        reports: list[Any] = [(None, shapes)] * dist.get_world_size(group)
         with nullcontext() if error is None else suppress(Exception):  # the block's own error is raised in any case
             text = None if error is None else f"{type(error).__name__}: {error}"
             dist.all_gather_object(reports, (text, shapes), group=group)
-        if error is not None:
-            return
-        failed = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text is not None)
-        if failed:
+        failed = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(reports) if text)
+        if failed and error is None:
             raise PeerError(f"the block of GatheredParameters failed, so no changes were broadcast: {failed}")
-        if any(each != shapes for _, each in reports):
+        if error is None and any(each != shapes for _, each in reports):
             text = differences([each for _, each in reports])
             raise ValueError(f"the ranks disagree on params of GatheredParameters: {text}; give the same on every rank")
 

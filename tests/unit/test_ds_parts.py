@@ -185,13 +185,33 @@ def test_one_cycle_tells_its_momentum() -> None:
     schedule: Any = make_schedule("OneCycle", optimizer, {**bounds, **momentum})
     optimizer.step()
     assert schedule.get_mom() == [(0.9, 0.99), (0.9, 0.99)]
-    # Down to the minimum and up again, then growing by half every two steps.
-    for betas in [(0.85, 0.75), (0.8, 0.6), (0.85, 0.75), (0.9, 0.9), (1.125, 1.125)]:
+    # Down to the minimum and up again, then decaying as the rate does.
+    for betas in [(0.85, 0.75), (0.8, 0.6), (0.85, 0.75), (0.9, 0.9), (0.72, 0.72)]:
         schedule.step()
         assert [found for found, _ in schedule.get_mom()] == pytest.approx(betas)
         assert [group["betas"] for group in optimizer.param_groups] == schedule.get_mom()
     still: Any = make_schedule("OneCycle", optimizer, {**bounds, "cycle_momentum": False})
     assert still.get_mom() is None
+
+
+@pytest.mark.parametrize(
+    "params", [{"cycle_max_mom": 1.2}, {"cycle_min_mom": -0.1}, {"decay_lr_rate": -0.25}, {"decay_mom_rate": math.nan}]
+)
+def test_one_cycle_refuses_values_that_run_away(params: Tree) -> None:
+    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
+    with pytest.raises(ValueError, match=f"{next(iter(params))}=.*give "):
+        make_schedule("OneCycle", optimizer, {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, **params})
+
+
+def test_betas_of_one_cycle_stay_in_bounds() -> None:
+    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 2}
+    schedule = make_schedule("OneCycle", optimizer, {**cycle, "decay_step_size": 1, "decay_mom_rate": 0.05})
+    for _ in range(60):
+        optimizer.step()
+        schedule.step()
+        assert 0.0 <= optimizer.param_groups[0]["betas"][0] <= 0.9
+    assert optimizer.param_groups[0]["betas"][0] == pytest.approx(0.9 / (1.0 + 0.05 * 56))
 
 
 @pytest.mark.parametrize(

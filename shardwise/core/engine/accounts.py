@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.base.torch_internals import no_torch_function, storage_id
+from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.storage import Storage
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.ledger import Ledger
@@ -74,7 +75,7 @@ class HeldBuffers:
         model: the module.
         device: where a build puts them.
         ledger: accounts of device memory, which include them under a capacity.
-        dtype: floating buffers are cast to it; ``None``: they are not cast.
+        dtype: see :func:`dtype_of_buffer`.
         foreseen: all of them are this rank's, so they count before the build puts them on the device.
     """
 
@@ -93,12 +94,11 @@ class HeldBuffers:
         total, kept = 0, list[torch.Tensor]()
         with no_torch_function():  # buffers of a deferred construction have no memory
             for buffer in self._model.buffers():
-                cast = self._dtype is not None and buffer.is_floating_point() and buffer.dtype != self._dtype
-                if not cast and not buffer.is_meta:
+                dtype = dtype_of_buffer(buffer, self._dtype)
+                if dtype == buffer.dtype and not buffer.is_meta:
                     kept.append(buffer)
-                    continue
-                itemsize = self._dtype.itemsize if cast and self._dtype is not None else buffer.element_size()
-                total += buffer.numel() * itemsize
+                else:
+                    total += buffer.numel() * dtype.itemsize
             return total + sum(sizes_of(kept).values())
 
     def look(self) -> None:

@@ -1,4 +1,4 @@
-"""Casts floating tensors in nested containers."""
+"""Casts of floating tensors: in nested containers, and of buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_floats", "each_tensor", "map_tensors"]
+__all__ = ["cast_floats", "dtype_of_buffer", "each_tensor", "map_tensors"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -54,3 +54,9 @@ def each_tensor(value: Any, visit: Callable[[torch.Tensor], None]) -> None:
         return tensor
 
     map_tensors(value, look)
+
+
+def dtype_of_buffer(buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype that ``buffer`` has under the plan's ``buffer_dtype``."""
+    casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
+    return dtype if casts and dtype is not None else buffer.dtype

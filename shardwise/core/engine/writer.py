@@ -12,6 +12,7 @@ from shardwise.core.base.tensors import parts_of
 from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
+from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.partition import Partition
 from shardwise.core.engine.storage import Storage
 from shardwise.core.memory.disk.store import DiskError
@@ -119,9 +120,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
                 for part in parts_of(value):  # the same shapes on all ranks: describe_build compares them
                     mesh.mesh_group.broadcast(part, 0)
             if not is_parameter:
-                dtype = plan.precision.buffer_dtype
-                cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
-                set_buffer(model, names, cast)
+                set_buffer(model, names, value.to(dtype_of_buffer(value, plan.precision.buffer_dtype)))
             elif isinstance(held, nn.Parameter) and id(held) in index_of:
                 writer.store(index_of[id(held)], value)
                 _let_go(held, storage, index_of[id(held)], mesh.device)
