@@ -107,7 +107,7 @@ def test_ranks_with_fewer_batches_are_told_what_to_do(doors: Doors) -> None:
 def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"optimizer=3: give a torch\.optim\.Optimizer"):
         doors.initialize(model=nn.Linear(3, 3), optimizer=3)
-    with pytest.raises(TypeError, match="model is a DeepSpeedEngine already, of a Linear: "):
+    with pytest.raises(TypeError, match="model is already a DeepSpeedEngine of a Linear: "):
         doors.initialize(model=doors.engine)
     with pytest.raises(TypeError, match="client_state=3: give a dict"):
         doors.engine.save_checkpoint(str(tmp_path), client_state=3)
