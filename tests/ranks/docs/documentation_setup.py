@@ -153,12 +153,6 @@ def _deferred(names: Names) -> None:
     names.update(build_model=_net, HybridAdam=HybridAdam, torch=torch)
 
 
-def _tokens(names: Names) -> None:
-    _training(names)
-    inputs, targets = next(iter(names["loader"]))
-    names.update(inputs=inputs, targets=targets, tokens=8)
-
-
 def _blocks(names: Names) -> None:
     _training(names)
     names["model"].blocks = [names["model"][0]]
@@ -342,7 +336,6 @@ PAGES: dict[str, list[Block]] = {
             after=_exists("adapter/adapter_config.json"),
         ),
         Block(first="from shardwise import deferred_init", before=_deferred),
-        Block(first="from shardwise import build", before=_tokens, after=_changed),
     ],
     "docs/checkpoint-format.md": [
         Block(first="import json", after=_read_by_itself),

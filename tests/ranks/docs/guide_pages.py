@@ -30,6 +30,11 @@ def _given(names: Names) -> None:
     names.update(shardwise=shardwise, model=model, optimizer=optimizer, inputs=torch.ones(2, 8))
 
 
+def _tokens(names: Names) -> None:
+    _given(names)
+    names.update(criterion=nn.MSELoss(), targets=torch.zeros(2, 8), tokens=8)
+
+
 def _trained(names: Names) -> None:
     """The session's model is another one than before."""
     state = names["session"].module.state_dict()
@@ -69,6 +74,7 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
     ],
     "docs/limits.md": [
+        Block(first="from shardwise import build", before=_tokens, after=_trained),
         Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named),
     ],
     "docs/quickstart.md": [
