@@ -519,8 +519,8 @@ class Booster:
             raise ValueError(f"resume={resume!r}, tag={tag!r}: give resume='auto', or a tag, or neither")
         self._files.wait_for_saves()
         saver = self._runs.saver(model, optimizer)
-        given = _several(lr_scheduler)
-        return saver.load(directory, resume or tag, strict=strict, lr_schedulers=given, **fit)
+        schedulers = _several(lr_scheduler)
+        return saver.load(directory, resume or tag, strict=strict, lr_schedulers=schedulers, **fit)
 
     def wait(self) -> None:
         """Wait until all asynchronous saves of this Booster are written.
@@ -559,14 +559,14 @@ def _pipeline_step(
     data_iter: Iterator[Any],
     criterion: Callable[[Any, Any], torch.Tensor],
     optimizer: torch.optim.Optimizer | None,
-    wanted: tuple[bool, bool, bool],
+    returns: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
     """Run one step of a pipeline; see :meth:`shardwise.booster.Booster.execute_pipeline`.
 
     Args:
         steps: the pipeline steps of the model's session.
         data_iter, criterion, optimizer: as in ``execute_pipeline``.
-        wanted: whether to return the loss, the outputs, the loss on every rank.
+        returns: whether to return the loss, the outputs, the loss on every rank.
 
     Raises:
         ValueError: gradients are enabled and there is no optimizer.
@@ -574,7 +574,7 @@ def _pipeline_step(
         StopIteration: it is exhausted.
         PeerError: that of another rank is exhausted, or another rank failed.
     """
-    wants_loss, wants_outputs, broadcast_loss = wanted
+    wants_loss, wants_outputs, broadcast_loss = returns
     train = torch.is_grad_enabled()
     if optimizer is None and train:
         raise ValueError(

@@ -102,8 +102,8 @@ def _total_norm(gradients: Sequence[torch.Tensor], norm_type: float, error_if_no
             kind = gradient.device_mesh, gradient.placements
         kinds.setdefault(kind, []).append(gradient)
     norms: list[torch.Tensor] = []
-    for kind, found in kinds.items():
-        of = [_norms_on_mesh(found, norm_type)] if isinstance(kind, tuple) else found
+    for kind, grads in kinds.items():
+        of = [_norms_on_mesh(grads, norm_type)] if isinstance(kind, tuple) else grads
         norm = get_total_norm(of, norm_type, error_if_nonfinite)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         norms.append(norm.to(norms[0].device) if norms else norm)

@@ -76,9 +76,9 @@ def with_adapter(
 
 def _adapts(name: str) -> list[str]:
     """Return possible names of the parameter that parameter ``name`` of an adapter changes or replaces."""
-    kept = _KEPT.fullmatch(name)
-    if kept is not None:
-        return [f"{kept['module']}.original_module.{kept['rest']}"]
+    match = _KEPT.fullmatch(name)
+    if match is not None:
+        return [f"{match['module']}.original_module.{match['rest']}"]
     adapted = _ADAPTED.fullmatch(name)
     return [] if adapted is None else [f"{adapted['module']}.base_layer.weight", f"{adapted['module']}.weight"]
 
@@ -184,8 +184,8 @@ def _pack(model: nn.Module, config: Any) -> nn.Module:
             f"quantize=True of a {type(model).__name__} without values: load them before enable_lora, or give one that "
             "is packed, from_pretrained(folder, quantization_config=BitsAndBytesConfig(...))"
         )
-    whole = import_module("accelerate.utils.bnb").get_keys_to_not_convert(model)
-    left = [*(whole if config.skip_modules is None else config.skip_modules), *(config.keep_in_fp32_modules or ())]
+    excluded = import_module("accelerate.utils.bnb").get_keys_to_not_convert(model)
+    left = [*(excluded if config.skip_modules is None else config.skip_modules), *(config.keep_in_fp32_modules or ())]
     device, packed = default_device(), 0
     for path, layer in list(model.named_modules()):
         # A derived class may read its weight in other code, as torch's attention does.

@@ -28,10 +28,11 @@ class ProcessGroupMesh:
 
     def __init__(self, *size: int) -> None:
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(f"ProcessGroupMesh{size} before the processes have met: call launch_from_torch() first")
+            raise RuntimeError(f"ProcessGroupMesh{size} needs a process group; call launch_from_torch() first")
         if math.prod(size) != dist.get_world_size():
             raise ValueError(
-                f"ProcessGroupMesh{size} is a grid of {math.prod(size)} ranks, but there are {dist.get_world_size()}"
+                f"ProcessGroupMesh{size} is a grid of {math.prod(size)} ranks, but there are {dist.get_world_size()}; "
+                "give sizes whose product is the number of ranks"
             )
         self._shape, self._rank = tuple(size), dist.get_rank()
         self._groups: dict[Coordinate, dist.ProcessGroup] = {}
@@ -63,7 +64,7 @@ class ProcessGroupMesh:
             ValueError: the grid has no such rank.
         """
         if not 0 <= rank < math.prod(shape):
-            raise ValueError(f"rank {rank} is outside of a grid of {tuple(shape)}")
+            raise ValueError(f"rank={rank} is outside of a grid of {tuple(shape)}; give 0 to {math.prod(shape) - 1}")
         place = []
         for size in reversed(shape):
             rank, index = divmod(rank, size)
@@ -87,7 +88,9 @@ class ProcessGroupMesh:
         rank = 0
         for index, size in zip(coord, shape, strict=True):
             if mode == "raise" and not 0 <= index < size:
-                raise ValueError(f"coord={tuple(coord)} is outside of a grid of {tuple(shape)}")
+                raise ValueError(
+                    f"coord={tuple(coord)} is outside of a grid of {tuple(shape)}; use mode='wrap' or 'clip'"
+                )
             rank = rank * size + (index % size if mode == "wrap" else min(max(index, 0), size - 1))
         return rank
 
@@ -97,13 +100,13 @@ class ProcessGroupMesh:
     ) -> list[Coordinate]:
         """Return the coordinates that differ from ``base_coord`` only along the axes, the last axis fastest."""
         axes, choices = _axes(axis, indices_at_axis)
-        found = []
+        coordinates = []
         for chosen in itertools.product(*choices):
             place = list(base_coord)
             for each, index in zip(axes, chosen, strict=True):
                 place[each] = index
-            found.append(tuple(place))
-        return found
+            coordinates.append(tuple(place))
+        return coordinates
 
     def create_group_along_axis(
         self,
@@ -122,9 +125,9 @@ class ProcessGroupMesh:
             This rank's group; ``None`` if the rank is in no group.
         """
         axes, choices = _axes(axis, self._all_along(axis) if indices_at_axis is None else indices_at_axis)
-        others = [range(1) if each in axes else range(size) for each, size in enumerate(self._shape)]
+        bases = [range(1) if each in axes else range(size) for each, size in enumerate(self._shape)]
         own = None
-        for base in itertools.product(*others):
+        for base in itertools.product(*bases):
             places = self.get_coords_along_axis(base, axes, choices)
             ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
             if ranks not in self._groups:
@@ -156,7 +159,7 @@ class ProcessGroupMesh:
         for ranks, each in self._groups.items():
             if each is group:
                 return list(ranks)
-        raise ValueError(f"{group!r} is no group of this ProcessGroupMesh{self._shape}: give one that it returned")
+        raise ValueError(f"{group!r} is not a group of this ProcessGroupMesh{self._shape}; give one that it returned")
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy all groups that this grid created."""
@@ -196,7 +199,7 @@ class ProcessGroupManager:
             ValueError: a group of that name exists.
         """
         if name in self.pg_store:
-            raise ValueError(f"there is a process group {name!r} already: give another name, or destroy it")
+            raise ValueError(f"name={name!r} is the name of an existing process group; give another name")
         self.pg_store[name] = made_together(ranks, backend)
         return self.pg_store[name]
 
@@ -207,7 +210,7 @@ class ProcessGroupManager:
             ValueError: there is no group of that name.
         """
         if name not in self.pg_store:
-            raise ValueError(f"there is no process group {name!r}, but {sorted(self.pg_store)}")
+            raise ValueError(f"name={name!r} is not a process group; there are {sorted(self.pg_store)}")
         return self.pg_store[name]
 
     def destroy(self, name: str) -> None:

@@ -83,8 +83,8 @@ class Runs:
         session = _session(optimizer)
         if session is not None:
             return EngineRun(session), session.optimizers.index(optimizer)
-        found = self._modules.get(unwrap_optimizer(optimizer))
-        return self._torch_run(None if found is None else found(), optimizer), 0
+        module = self._modules.get(unwrap_optimizer(optimizer))
+        return self._torch_run(None if module is None else module(), optimizer), 0
 
     def of_scheduler(self, scheduler: Any) -> Run:
         """Return the run of the scheduler's optimizer; a run of all ranks if no boosted model has that optimizer."""

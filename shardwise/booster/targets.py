@@ -33,13 +33,13 @@ def target(path: str | Path, suffix: str) -> Path:
     Raises:
         ValueError: the name has another suffix.
     """
-    wanted = Path(as_path("checkpoint", path, "a file or directory"))
-    if wanted.suffix not in ("", suffix, *TORCH_SUFFIXES):
+    requested = Path(as_path("checkpoint", path, "a file or directory"))
+    if requested.suffix not in ("", suffix, *TORCH_SUFFIXES):
         raise ValueError(
-            f"checkpoint={str(wanted)!r}: files are written as {suffix} or as torch's {', '.join(TORCH_SUFFIXES)}, not "
-            f"as {wanted.suffix}; give {str(wanted.with_suffix(suffix))!r}"
+            f"checkpoint={str(requested)!r}: files are written as {suffix} or as torch's {', '.join(TORCH_SUFFIXES)}, "
+            f"not as {requested.suffix}; give {str(requested.with_suffix(suffix))!r}"
         )
-    return wanted
+    return requested
 
 
 def _check(shard: bool, gather_dtensor: bool, size_per_shard: float, prefix: str | None) -> None:

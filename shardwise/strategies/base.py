@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
@@ -99,8 +99,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
     @property
     def format(self) -> NumberFormat:
         """Number format of the precision."""
-        found: NumberFormat = self.precision_plugin.format
-        return found
+        return cast(NumberFormat, self.precision_plugin.format)
 
     @property
     def precision_plugin(self) -> Any:
@@ -238,15 +237,15 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         """Restore from a directory or file of any format that ``open_checkpoint`` reads. Collective."""
         return self._restored(self._saving.load(checkpoint_path, weights_only, super().load_checkpoint))
 
-    def _restored(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _restored(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return ``found`` with schedulers' states that fit; ``on_load_checkpoint`` sees it next."""
         module = self.lightning_module
         if module.trainer.state.fn.value == "fit":
-            check_schedulers(self.lr_scheduler_configs, found, module.strict_loading)
-            fit_schedulers(self.lr_scheduler_configs, found)
+            check_schedulers(self.lr_scheduler_configs, checkpoint, module.strict_loading)
+            fit_schedulers(self.lr_scheduler_configs, checkpoint)
         if self._live is not None:
             self._live.remember()
-        return found
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load the weights of a single file; those of a directory are already loaded.

@@ -85,16 +85,16 @@ def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> d
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     """
     a = arguments
-    found: dict[str, tuple[str, ...]] = {}
+    unused: dict[str, tuple[str, ...]] = {}
     if not a.use_chunk:
-        found["use_chunk=False gives each parameter a chunk of its own"] = ("chunk_size", *SEARCH)
+        unused["use_chunk=False gives each parameter a chunk of its own"] = ("chunk_size", *SEARCH)
     elif a.chunk_size is not None:
-        found["chunk_size is given, so none is searched"] = SEARCH
+        unused["chunk_size is given, so none is searched"] = SEARCH
     if a.placement_policy != "auto":
-        found["for placement_policy='auto' only"] = ("gpu_margin_mem_ratio",)
+        unused["for placement_policy='auto' only"] = ("gpu_margin_mem_ratio",)
     if precision != "fp16":
-        found[f"the loss scale is for fp16, and the precision is {precision}"] = SCALER
-    return given_in_vain(a, found)
+        unused[f"the loss scale is for fp16, and the precision is {precision}"] = SCALER
+    return given_in_vain(a, unused)
 
 
 def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, master_weights: bool = True) -> Plan:
@@ -259,8 +259,8 @@ class ColossalAI(ShardedStrategy):
 
         A value that is not a tensor is returned unchanged.
         """
-        given = tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
-        return super().reduce(given, group=group, reduce_op=reduce_op)
+        value = tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+        return super().reduce(value, group=group, reduce_op=reduce_op)
 
     # ---- passes and steps
 

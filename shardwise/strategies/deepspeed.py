@@ -186,7 +186,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         if self.exclude_frozen_parameters and self._saving.one_file:
             raise self._misconfiguration(
                 f"exclude_frozen_parameters={self.exclude_frozen_parameters} with checkpoint_io="
-                f"{type(self.checkpoint_io).__name__}, which is given whole checkpoints: leave one of them out"
+                f"{type(self.checkpoint_io).__name__}, which gets full checkpoints: leave one of them out"
             )
         settings = self._settled(trainer)
         if trainer.state.fn.value != "fit" or not self.is_global_zero:
@@ -238,8 +238,8 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         else:
             if self.is_global_zero:
                 LOG.info("configure_optimizers is not called: the DeepSpeed config has an optimizer, %s", name)
-            held = [param for param in self.lightning_module.parameters() if param.requires_grad]
-            self.optimizers = [make_optimizer(name, held, settings["optimizer.params"] or {}, self.lightning_module)]
+            params = [param for param in self.lightning_module.parameters() if param.requires_grad]
+            self.optimizers = [make_optimizer(name, params, settings["optimizer.params"] or {}, self.lightning_module)]
             self.lr_scheduler_configs = []
         if schedule is None:
             return
@@ -313,14 +313,14 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
             self._saving.whole_file = False
             return self._restored(load_deepspeed(self, path))
         with self._lenient(path):
-            found: dict[str, Any] = super().load_checkpoint(path, weights_only)
-        if self.load_full_weights and "state_dict" not in found:
-            found = {"state_dict": found, "lr_schedulers": [], "epoch": 0, "global_step": 0}
-            found["pytorch-lightning_version"] = self.ns.version
-        self._lacks_states = not found.get("optimizer_states")
+            checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        if self.load_full_weights and "state_dict" not in checkpoint:
+            checkpoint = {"state_dict": checkpoint, "lr_schedulers": [], "epoch": 0, "global_step": 0}
+            checkpoint["pytorch-lightning_version"] = self.ns.version
+        self._lacks_states = not checkpoint.get("optimizer_states")
         if self.load_full_weights and self._lacks_states:
-            found.setdefault("lr_schedulers", [])
-        return found
+            checkpoint.setdefault("lr_schedulers", [])
+        return checkpoint
 
     @contextmanager
     def _lenient(self, path: str) -> Iterator[None]:
@@ -366,11 +366,11 @@ class SavingWithoutFrozen(Saving):
         super().__init__(strategy)
         self._writers: dict[tuple[int, bool], Checkpointer] = {}
 
-    def _writer(self, session: Session, whole: bool) -> Checkpointer:
-        key = (id(session), whole)
+    def _writer(self, session: Session, full: bool) -> Checkpointer:
+        key = (id(session), full)
         if key not in self._writers:
             self.wait_for_saves()
-            self._writers = {key: Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))}
+            self._writers = {key: Checkpointer(WithoutFrozen(session if full else ModelOnly(session)))}
         self._writers[key].steps = session.checkpoints.steps
         return self._writers[key]
 
@@ -394,8 +394,8 @@ def load_deepspeed(strategy: Any, path: str) -> dict[str, Any]:
     fitting = module.trainer.state.fn.value == "fit"
     strict, configs = module.strict_loading, strategy.lr_scheduler_configs
     check = partial(check_schedulers, configs, strict=strict) if fitting else None
-    found = take_over(strategy.session, path, strict, fitting, [], check)
-    state = {"lr_schedulers": [], "epoch": 0, "global_step": 0, **found.client_state}
+    result = take_over(strategy.session, path, strict, fitting, [], check)
+    state = {"lr_schedulers": [], "epoch": 0, "global_step": 0, **result.client_state}
     state.setdefault("pytorch-lightning_version", strategy.ns.version)
     state["state_dict"] = outline(strategy.session)
     return state
@@ -530,9 +530,9 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         return self._settings
 
     def _plan(self, module: nn.Module) -> Plan:
-        plan, told = self._translated(self._read(), module)
+        plan, report = self._translated(self._read(), module)
         if self.is_global_zero:
-            self._tell(told)
+            self._tell(report)
         return plan
 
     def _building(self) -> AbstractContextManager[Any]:
@@ -561,16 +561,16 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
 
     # ---- checkpoints
 
-    def writer(self, session: Session, whole: bool) -> Checkpointer:
+    def writer(self, session: Session, full: bool) -> Checkpointer:
         """See :meth:`FabricStrategy.writer`; without frozen parameters if ``exclude_frozen_parameters``."""
         if not self.exclude_frozen_parameters:
-            return super().writer(session, whole)
-        return Checkpointer(WithoutFrozen(session if whole else ModelOnly(session)))
+            return super().writer(session, full)
+        return Checkpointer(WithoutFrozen(session if full else ModelOnly(session)))
 
-    def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
+    def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:
         """See :meth:`FabricStrategy.restore`; also reads directories that DeepSpeed wrote."""
         if self.broadcast(is_of_deepspeed(os.fspath(path))):
-            return dict(take_over(session, path, strict, whole, [], check).client_state)
+            return dict(take_over(session, path, strict, full, [], check).client_state)
         if strict and frozen_ones_are_missing(session, path):
             strict = False
-        return super().restore(session, path, strict, whole, check)
+        return super().restore(session, path, strict, full, check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -173,13 +173,13 @@ class DeepSpeedArguments:
 
 def quiet_paths(arguments: DeepSpeedArguments) -> frozenset[str]:
     """Return the paths of keys whose arguments have their defaults, about which there is no warning."""
-    given = set(changed(arguments, names_of(DeepSpeedArguments)))
+    names = set(changed(arguments, names_of(DeepSpeedArguments)))
     places = {f"{ZERO}.{name}": name for name in OF_ZERO} | {name: name for name in TOP}
     places |= {f"{ZERO}.{OPTIM}.{key}": name for key, name in OF_OPTIM.items()}
     places |= {f"{ZERO}.{PARAM}.{key}": name for key, name in OF_PARAM.items()}
     places |= {f"aio.{name}": name for name in AIO} | {f"aio.{NEW_NAME}": "thread_count"}
     places |= {f"fp16.{name}": name for name in FP16}
-    return frozenset(path for path, name in places.items() if name not in given)
+    return frozenset(path for path, name in places.items() if name not in names)
 
 
 NEW_NAME = "intra_op_parallelism"  # DeepSpeed's name of thread_count since 0.16
@@ -242,43 +242,43 @@ def complete(
         facts: see :class:`TrainerFacts`.
         error: raised if the configuration contradicts the Trainer.
     """
-    found = load_config(tree)
-    given = found.get(ACCUMULATION)
-    if given not in (None, AUTO) and given != facts.accumulation:
+    config = load_config(tree)
+    steps = config.get(ACCUMULATION)
+    if steps not in (None, AUTO) and steps != facts.accumulation:
         raise error(
-            f"gradient_accumulation_steps={given!r} in the DeepSpeed config, but Trainer has "
+            f"gradient_accumulation_steps={steps!r} in the DeepSpeed config, but Trainer has "
             f"accumulate_grad_batches={facts.accumulation}: leave the key out, or give the same number"
         )
     values = ((ACCUMULATION, facts.accumulation), (MICRO, facts.micro_batch), (CLIPPING, facts.clip))
     for name, value in values:
-        if found.get(name) in (None, AUTO):
-            found[name] = value
-    if found.get(TOGETHER) == AUTO:
-        del found[TOGETHER]
-    _set_precision(found, arguments, facts.precision, error)
-    return found
+        if config.get(name) in (None, AUTO):
+            config[name] = value
+    if config.get(TOGETHER) == AUTO:
+        del config[TOGETHER]
+    _set_precision(config, arguments, facts.precision, error)
+    return config
 
 
 def _set_precision(
-    found: dict[str, Any], arguments: DeepSpeedArguments, precision: str, error: type[Exception]
+    config: dict[str, Any], arguments: DeepSpeedArguments, precision: str, error: type[Exception]
 ) -> None:
     half = {"16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
     for name in ("fp16", "bf16", "bfloat16"):
-        block = found.get(name)
+        block = config.get(name)
         if isinstance(block, Mapping) and block.get("enabled") == AUTO:
-            found[name] = {**block, "enabled": half is not None and half == name.replace("bfloat16", "bf16")}
-    bf16 = "bfloat16" if "bfloat16" in found else "bf16"
-    on = {"fp16": _enabled(found.get("fp16")), "bf16": _enabled(found.get(bf16))}
+            config[name] = {**block, "enabled": half is not None and half == name.replace("bfloat16", "bf16")}
+    bf16 = "bfloat16" if "bfloat16" in config else "bf16"
+    on = {"fp16": _enabled(config.get("fp16")), "bf16": _enabled(config.get(bf16))}
     other = {"fp16": "bf16", "bf16": "fp16"}.get(half or "")
     if half is not None and other is not None and on[other]:
         raise error(
             f"the DeepSpeed config enables {other} and Trainer has precision={precision!r}: fp16 and bf16 cannot both "
             "be on; change one of them"
         )
-    if half == "fp16" and "fp16" not in found:
-        found["fp16"] = arguments.fp16()
-    elif half == "bf16" and bf16 not in found:
-        found[bf16] = {"enabled": True}
+    if half == "fp16" and "fp16" not in config:
+        config["fp16"] = arguments.fp16()
+    elif half == "bf16" and bf16 not in config:
+        config[bf16] = {"enabled": True}
 
 
 def _enabled(block: Any) -> bool:
@@ -349,32 +349,32 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
     apart = ("remote_device", *FP16)
     settings = read_config(a.to_config() if config is None else config)
     stage = settings.stage
-    found: dict[str, tuple[str, ...]] = {}
+    unused: dict[str, tuple[str, ...]] = {}
     if config is not None:
         names = tuple(name for name in names_of(DeepSpeedArguments) if name not in apart)
-        found["a DeepSpeed config was given, which says all of this"] = names
+        unused["a DeepSpeed config was given, which says all of this"] = names
     elif not a.zero_optimization:
         offload = ("offload_optimizer", "offload_parameters", *OF_OPTIM.values(), *OF_PARAM.values())
-        found["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload)
+        unused["zero_optimization=False replicates everything"] = (*OF_ZERO, *TOP, *offload)
     else:
         if not a.offload_optimizer:
             names = ("offload_optimizer_device", "optimizer_buffer_count")
-            found["offload_optimizer is False"] = names
+            unused["offload_optimizer is False"] = names
         if not a.offload_parameters:
             names = ("offload_params_device", "params_buffer_count", "params_buffer_size", "max_in_cpu")
-            found["offload_parameters is False"] = names
+            unused["offload_parameters is False"] = names
         if a.offload_optimizer and stage == 0:
-            found["offloading is for stages 1 to 3, and this is stage 0"] = ("offload_optimizer",)
+            unused["offloading is for stages 1 to 3, and this is stage 0"] = ("offload_optimizer",)
         if a.offload_parameters and stage < 3:
-            found[f"parameters leave the device at stage 3 only, and this is stage {stage}"] = ("offload_parameters",)
+            unused[f"parameters leave the device at stage 3 only, and this is stage {stage}"] = ("offload_parameters",)
         if not (a.offload_optimizer or a.offload_parameters):
-            found["nothing is offloaded"] = ("nvme_path", "pin_memory")
+            unused["nothing is offloaded"] = ("nvme_path", "pin_memory")
     home, _ = home_of_parameters(settings)
     if stage != 3:
-        found[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
+        unused[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
     elif a.remote_device != home:
-        found[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
-    return given_in_vain(a, found)
+        unused[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
+    return given_in_vain(a, unused)
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
@@ -437,8 +437,7 @@ class ConfiguredByDeepSpeed:
 
     @property
     def _misconfiguration(self) -> type[Exception]:
-        found: type[Exception] = self.ns.load("utilities.exceptions.MisconfigurationException")
-        return found
+        return cast(type[Exception], self.ns.load("utilities.exceptions.MisconfigurationException"))
 
     def _warn(self, message: str) -> None:
         if message not in self._reported:
@@ -499,7 +498,7 @@ class ConfiguredByDeepSpeed:
 
     def _tell(self, report: Report) -> None:
         quiet = frozenset() if self._config_given else quiet_paths(self.arguments)
-        told = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
-        if (told.ignored or told.notes) and str(told) not in self._reported:
-            self._reported.add(str(told))
-            told.warn()
+        reported = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
+        if (reported.ignored or reported.notes) and str(reported) not in self._reported:
+            self._reported.add(str(reported))
+            reported.warn()

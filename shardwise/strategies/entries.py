@@ -178,21 +178,21 @@ def _from_data(value: Any) -> Any:
         return {key: _from_data(item) for key, item in value.items()}
     name, data = value[CLASS], _from_data(value[VALUE])
     if name not in MAKERS:
-        raise ValueError(f"an entry of the checkpoint is a {name!r}, which is not known here. Update shardwise")
+        raise ValueError(f"an entry of the checkpoint is a {name!r}, unknown to this version; update shardwise")
     return MAKERS[name](data)
 
 
 def _dtype(data: Any) -> torch.dtype:
-    found = getattr(torch, data, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"an entry of the checkpoint is the dtype {data!r}, which this torch does not have. Update it")
-    return found
+    dtype = getattr(torch, data, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"an entry of the checkpoint has the dtype {data!r}, unknown to this torch; update torch")
+    return dtype
 
 
 def _class(name: str) -> Any:
     """Return a class of another library that is known here, or ``None`` if the library is not installed."""
     if name not in (*ATTRIBUTE_DICTS, *OMEGACONF):
-        raise ValueError(f"an entry of the checkpoint is the class {name!r}, which is not known here. Update shardwise")
+        raise ValueError(f"an entry of the checkpoint is a {name!r}, unknown to this version; update shardwise")
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -113,8 +113,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
     @property
     def format(self) -> NumberFormat:
         """Number format of the precision."""
-        found: NumberFormat = self.precision.format
-        return found
+        return cast(NumberFormat, self.precision.format)
 
     @property
     def precision(self) -> Any:
@@ -171,8 +170,8 @@ class FabricStrategy(_Base):  # type: ignore[misc]
             ValueError: the optimizer has parameters of no model, or of several.
             RuntimeError: the model is already sharded with other optimizers.
         """
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        owners = [late for late in self._late if any(id(param) in held for param in late.module.parameters())]
+        param_ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owners = [late for late in self._late if any(id(param) in param_ids for param in late.module.parameters())]
         if len(owners) != 1:
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {len(owners)} models that were set up: make it from the "
@@ -286,13 +285,13 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     # ---- checkpoints
 
-    def writer(self, session: Session, whole: bool) -> Checkpointer:
-        """Return the writer of a directory; ``whole``: with the optimizers."""
-        return writer_of(session, whole)
+    def writer(self, session: Session, full: bool) -> Checkpointer:
+        """Return the writer of a directory; ``full``: with the optimizers."""
+        return writer_of(session, full)
 
-    def restore(self, session: Session, path: str, strict: bool, whole: bool, check: Check = None) -> dict[str, Any]:
-        """Load a directory into a session, ``whole``: with its optimizers; return the other entries. Collective."""
-        return restored(session, path, strict, whole, check)
+    def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:
+        """Load a directory into a session, with its optimizers or without; return the other entries. Collective."""
+        return restored(session, path, strict, full, check)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the full state on the host of every rank, in fp32 if there are masters. Collective."""
@@ -304,8 +303,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the full state on every rank in torch's format. Collective."""
-        found: dict[str, Any] = optimizer.state_dict()
-        return found
+        return cast(dict[str, Any], optimizer.state_dict())
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -349,20 +347,20 @@ class FabricSaving:
     @property
     def one_file(self) -> bool:
         """Return True if checkpoints are single files of a user's ``checkpoint_io``."""
-        given = self._strategy._checkpoint_io
-        return given is not None and type(given) is not self._strategy.ns.load("plugins.io.torch_io.TorchCheckpointIO")
+        io = self._strategy._checkpoint_io
+        return io is not None and type(io) is not self._strategy.ns.load("plugins.io.torch_io.TorchCheckpointIO")
 
     # ---- models and optimizers in a state
 
     def _sessions(self, state: Mapping[str, Any]) -> dict[str, Session]:
-        found = {}
+        sessions = {}
         for name, value in state.items():
             if isinstance(value, nn.Module):
                 try:
-                    found[name] = self._strategy.late(value).session
+                    sessions[name] = self._strategy.late(value).session
                 except ValueError:
                     continue  # a module that Fabric did not set up
-        return found
+        return sessions
 
     def _one(self, state: Mapping[str, Any], call: str) -> tuple[str, Session]:
         sessions = self._sessions(state)
@@ -376,27 +374,27 @@ class FabricSaving:
     @staticmethod
     def _optimizers(state: Mapping[str, Any], session: Session, call: str) -> list[str]:
         """Return the names of the session's optimizers in ``state`` in the session's order: all of them, or none."""
-        found = {}
+        names = {}
         for name, value in state.items():
             own = value.target if isinstance(value, LateOptimizer) else value
             if any(own is each for each in session.optimizers):
-                found[name] = own
+                names[name] = own
             elif isinstance(own, Optimizer) and hasattr(own, "engine"):
                 raise ValueError(
                     f"{call}: state[{name!r}] is an optimizer of another model than state has; save each model with "
                     "its own, in a directory of its own"
                 )
-        if found and len(found) != len(session.optimizers):
+        if names and len(names) != len(session.optimizers):
             raise ValueError(
-                f"{call} with {len(found)} of the model's {len(session.optimizers)} optimizers ({', '.join(found)}): "
+                f"{call} with {len(names)} of the model's {len(session.optimizers)} optimizers ({', '.join(names)}): "
                 "give all, or none to leave them out"
             )
-        return [name for each in session.optimizers for name, own in found.items() if own is each]
+        return [name for each in session.optimizers for name, own in names.items() if own is each]
 
     # ---- saving
 
     def save(
-        self, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, whole: Callable[..., None]
+        self, path: Any, state: dict[str, Any], storage_options: Any, filter: Any, save_file: Callable[..., None]
     ) -> None:
         """Save a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.save_checkpoint`.
 
@@ -406,30 +404,30 @@ class FabricSaving:
             CheckpointError: on every rank, if an entry cannot be saved, or a file cannot be written.
         """
         if self.one_file or not self._sessions(state):
-            whole(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
+            save_file(os.fspath(self._strategy.broadcast(path)), state, storage_options, filter)
             return
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
                 raise TypeError(
-                    f"save({name}={value!r:.80}): ranks write files of their own, whole tensors of the model; give the "
+                    f"save({name}={value!r:.80}): each rank writes its part of the model; give the "
                     "strategy a checkpoint_io for single files, which take it"
                 )
         call = f"save({os.fspath(path)!r})"
         name, session = self._one(state, call)
         optimizers = self._optimizers(state, session, call)
-        rest = {key: value for key, value in state.items() if key != name and key not in optimizers}
+        extra = {key: value for key, value in state.items() if key != name and key not in optimizers}
         with saving_to(session, path) as path:
-            packed = self._packed(rest, [name, *optimizers], session, path)
+            packed = self._packed(extra, [name, *optimizers], session, path)
             writer = self._strategy.writer(session, bool(optimizers))
             root, tag = place(path)
             writer.latest = False
             writer.save(root, tag, step=session.checkpoints.steps, user_state=packed)
 
-    def _packed(self, rest: dict[str, Any], names: list[str], session: Session, path: str) -> dict[str, Any] | None:
+    def _packed(self, extra: dict[str, Any], names: list[str], session: Session, path: str) -> dict[str, Any] | None:
         packed: list[dict[str, Any]] = []
 
         def put() -> None:
-            converted = self._strategy._convert_stateful_objects_in_state(rest, filter={})
+            converted = self._strategy._convert_stateful_objects_in_state(extra, filter={})
             packed.extend([pack({FABRIC: converted, FABRIC_NAMES: names})] if session.mesh.rank == 0 else [])
 
         agree(session.mesh.world.exchange_object, f"put together the entries of {path}", put)
@@ -438,7 +436,7 @@ class FabricSaving:
     # ---- loading
 
     def load(
-        self, path: Any, state: Any, strict: bool, weights_only: bool | None, whole: Callable[..., dict[str, Any]]
+        self, path: Any, state: Any, strict: bool, weights_only: bool | None, load_file: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
         """Load a checkpoint; see :meth:`shardwise.strategies.fabric.FabricStrategy.load_checkpoint`.
 
@@ -449,7 +447,7 @@ class FabricSaving:
         path = os.fspath(self._strategy.broadcast(path))
         if not self._strategy.broadcast(os.path.isdir(path)):
             more = {} if weights_only is None else {"weights_only": weights_only}
-            return whole(path, state, strict, **more)
+            return load_file(path, state, strict, **more)
         call = f"load({path!r})"
         if isinstance(state, nn.Module):
             self._strategy.restore(self._one({"obj": state}, call)[1], path, strict, False)
@@ -462,10 +460,10 @@ class FabricSaving:
         state = {} if state is None else state
         name, session = self._one(state, call)
         optimizers = self._optimizers(state, session, call)
-        wanted = [key for key in state if key != name and key not in optimizers]
+        keys = [key for key in state if key != name and key not in optimizers]
 
         def check(entries: Mapping[str, Any]) -> None:
-            missing = [key for key in wanted if key not in entries]
+            missing = [key for key in keys if key not in entries]
             if strict and missing:
                 raise ValueError(
                     f"the state asks for {', '.join(missing)}, which {path} does not have (it has "
@@ -474,7 +472,7 @@ class FabricSaving:
 
         entries = dict(self._strategy.restore(session, path, strict, bool(optimizers), check))
         check(entries)
-        for key in wanted:
+        for key in keys:
             if key in entries:
                 value = entries.pop(key)
                 if hasattr(state[key], "load_state_dict"):
@@ -486,23 +484,23 @@ class FabricSaving:
 
 def entries_of(user_state: Any) -> dict[str, Any]:
     """Return a program's other entries of a checkpoint that Fabric or a Trainer wrote."""
-    found = unpack(user_state)
-    inner = found.get(FABRIC)
-    return dict(inner) if isinstance(inner, Mapping) else found
+    entries = unpack(user_state)
+    inner = entries.get(FABRIC)
+    return dict(inner) if isinstance(inner, Mapping) else entries
 
 
-def writer_of(session: Session, whole: bool) -> Checkpointer:
-    """Return the writer of a directory; ``whole``: with the optimizers."""
-    return session.checkpoints if whole else Checkpointer(ModelOnly(session))
+def writer_of(session: Session, full: bool) -> Checkpointer:
+    """Return the writer of a directory; ``full``: with the optimizers."""
+    return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
 
-def restored(session: Session, path: str, strict: bool, whole: bool, check: Check) -> dict[str, Any]:
-    """Restore a session (``whole``: with optimizers, loss scale and random numbers); return the other entries."""
-    if whole:
-        given = (lambda state: check(entries_of(state))) if check is not None else None
-        found = session.checkpoints.load(path, strict=strict, check=given)
+def restored(session: Session, path: str, strict: bool, full: bool, check: Check) -> dict[str, Any]:
+    """Restore a session (``full``: with optimizers, loss scale and random numbers); return the other entries."""
+    if full:
+        check_entries = (lambda state: check(entries_of(state))) if check is not None else None
+        result = session.checkpoints.load(path, strict=strict, check=check_entries)
     else:
-        found = load_weights(session, path, strict)
-    if found is None:
-        raise FileNotFoundError(f"no checkpoint in {path}")
-    return entries_of(found.user_state)
+        result = load_weights(session, path, strict)
+    if result is None:
+        raise FileNotFoundError(f"no checkpoint in {path}; give a directory or file that was saved")
+    return entries_of(result.user_state)

@@ -133,21 +133,21 @@ def default_auto_wrap_policy(
 
 def chosen_modules(module: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the modules in ``module``, itself included, that a policy makes units, innermost first."""
-    found: list[nn.Module] = []
-    _choose(module, policy, True, found)
-    return found
+    chosen: list[nn.Module] = []
+    _choose(module, policy, True, chosen)
+    return chosen
 
 
-def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, found: list[nn.Module]) -> int:
+def _choose(module: nn.Module, policy: Callable[..., bool], root: bool, chosen: list[nn.Module]) -> int:
     """Return the number of elements under ``module`` that are in units now."""
     takes_root = "module_is_root" in inspect.signature(policy).parameters
     ask = functools.partial(policy, **({"module_is_root": root} if takes_root else {}))
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not ask(module=module, recurse=True, unwrapped_params=numel):
         return 0
-    wrapped = sum(_choose(child, policy, False, found) for child in module.children())
+    wrapped = sum(_choose(child, policy, False, chosen) for child in module.children())
     if ask(module=module, recurse=False, unwrapped_params=numel - wrapped):
-        found.append(module)
+        chosen.append(module)
         return numel
     return wrapped
 
@@ -162,10 +162,10 @@ def unit_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def _warn_of(arguments: dict[str, Any], what: str) -> None:
-    given = sorted(set(arguments) - {"wrapper_cls"})
-    if given:
+    ignored = sorted(set(arguments) - {"wrapper_cls"})
+    if ignored:
         warn_user(
-            f"{what}({', '.join(given)}): how units are sharded is the strategy's choice; give these to "
+            f"{what}({', '.join(ignored)}): how units are sharded is the strategy's choice; give these to "
             "DDPFullyShardedStrategy"
         )
 

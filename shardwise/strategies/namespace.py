@@ -61,8 +61,8 @@ class Namespace:
         Raises:
             ImportError: the version is not supported.
         """
-        found = tuple(int(part) for part in self.version.split(".")[:2])
-        if not OLDEST <= found < TOO_NEW:
+        version = tuple(int(part) for part in self.version.split(".")[:2])
+        if not OLDEST <= version < TOO_NEW:
             raise ImportError(f"{self.pytorch} {self.version}: the strategies need version 2.2 to 2.6")
 
 
@@ -78,14 +78,14 @@ def _load(package: str, path: str) -> Any:
     for cut in range(len(parts), -1, -1):
         name = ".".join((package, *parts[:cut]))
         try:
-            found: Any = importlib.import_module(name)
+            value: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}.") or cut == 0:
                 raise
             continue
         for part in parts[cut:]:
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
     raise ImportError(f"{package} has no {path}")
 
 

@@ -62,10 +62,10 @@ def format_of(precision: Any) -> NumberFormat:
         ValueError: ``precision`` is not in :data:`PRECISIONS`.
     """
     name = str(precision)
-    found = PRECISIONS.get(_SHORT.get(name, name))
-    if found is None:
+    number_format = PRECISIONS.get(_SHORT.get(name, name))
+    if number_format is None:
         raise ValueError(f"precision={precision!r}: a sharded strategy runs in {', '.join(PRECISIONS)}")
-    return found
+    return number_format
 
 
 REPLACEABLE = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision", "DeepSpeedPrecision")

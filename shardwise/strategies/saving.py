@@ -117,8 +117,8 @@ class Saving:
     @property
     def _given_io(self) -> Any:
         """The user's ``checkpoint_io``; ``None`` for Lightning's default."""
-        given = self._strategy._checkpoint_io
-        return None if given is None or type(given) is self._strategy.ns.load("plugins.io.TorchCheckpointIO") else given
+        io = self._strategy._checkpoint_io
+        return None if io is None or type(io) is self._strategy.ns.load("plugins.io.TorchCheckpointIO") else io
 
     @property
     def _asynchronous(self) -> bool:
@@ -136,8 +136,8 @@ class Saving:
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's full state, or ``{}`` while Lightning collects a checkpoint."""
-        found: dict[str, Any] = {} if self._dumping else optimizer.state_dict()
-        return found
+        state: dict[str, Any] = {} if self._dumping else optimizer.state_dict()
+        return state
 
     # ---- saving
 
@@ -202,9 +202,9 @@ class Saving:
             )
         return packed[0] if packed else None
 
-    def _writer(self, session: Session, whole: bool) -> Checkpointer:
-        """Return the writer of a directory; ``whole``: with the optimizers."""
-        return session.checkpoints if whole else Checkpointer(ModelOnly(session))
+    def _writer(self, session: Session, full: bool) -> Checkpointer:
+        """Return the writer of a directory; ``full``: with the optimizers."""
+        return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
     # ---- loading
 
@@ -226,7 +226,7 @@ class Saving:
         else:
             restored = load_weights(session, path, module.strict_loading)
         if restored is None:
-            raise FileNotFoundError(f"no checkpoint in {path}")
+            raise FileNotFoundError(f"no checkpoint in {path}; give a directory or file that was saved")
         state = unpack(restored.user_state)
         if FABRIC in state:  # other state of a Fabric program
             state = {}
@@ -332,26 +332,26 @@ def scheduler_classes(configs: Sequence[Any]) -> list[str]:
     return [scheduler_class(config.scheduler) for config in configs]
 
 
-def _saved(configs: Sequence[Any], found: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:
+def _saved(configs: Sequence[Any], checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:
     """Iterate over number, scheduler, and the state that ``found`` has for it."""
-    states = found.get("lr_schedulers") or ()
-    kinds = [*(found.get(CLASSES) or ()), *[""] * len(states)]
+    states = checkpoint.get("lr_schedulers") or ()
+    kinds = [*(checkpoint.get(CLASSES) or ()), *[""] * len(states)]
     for number, (config, state, kind) in enumerate(zip(configs, states, kinds, strict=False)):
         yield number, config.scheduler, SavedScheduler(state, kind)
 
 
-def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: bool) -> None:
+def check_schedulers(configs: Sequence[Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
     """Check that the states in ``found["lr_schedulers"]`` are those of the schedulers.
 
     Args:
         configs: Lightning's ``LRSchedulerConfig``.
-        found: Lightning's dictionary.
+        checkpoint: Lightning's dictionary.
         strict: a state of another class, or for another number of param groups, is an error.
 
     Raises:
         ValueError: a state belongs to another scheduler, or has values that its class never has.
     """
-    for number, scheduler, saved in _saved(configs, found):
+    for number, scheduler, saved in _saved(configs, checkpoint):
         reason = saved.misfit(scheduler)
         if reason is not None and strict:
             raise ValueError(
@@ -362,14 +362,14 @@ def check_schedulers(configs: Sequence[Any], found: Mapping[str, Any], strict: b
             check_scheduler(scheduler, saved.state, f"learning-rate scheduler {number}")
 
 
-def fit_schedulers(configs: Sequence[Any], found: dict[str, Any]) -> None:
+def fit_schedulers(configs: Sequence[Any], checkpoint: dict[str, Any]) -> None:
     """Adapt states that were checked without ``strict`` to the schedulers.
 
     A scheduler keeps its own state, with a warning, if the saved state is of another class. If the optimizer has other
     param groups, the state gets the learning rates of these groups.
     """
-    states = list(found.get("lr_schedulers") or ())
-    for number, scheduler, saved in _saved(configs, found):
+    states = list(checkpoint.get("lr_schedulers") or ())
+    for number, scheduler, saved in _saved(configs, checkpoint):
         reason = saved.misfit(scheduler)
         if reason is None:
             continue
@@ -380,4 +380,4 @@ def fit_schedulers(configs: Sequence[Any], found: dict[str, Any]) -> None:
             warn_user(f"learning-rate scheduler {number}: {reason}; it stays as it is")
             states[number] = scheduler.state_dict()
     if states:
-        found["lr_schedulers"] = states
+        checkpoint["lr_schedulers"] = states

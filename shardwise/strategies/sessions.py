@@ -37,7 +37,9 @@ class Live:
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"{self.session} lives on {self.session.mesh.size} ranks and cannot be pickled or copied")
+        raise TypeError(
+            f"{self.session} on {self.session.mesh.size} ranks cannot be copied or pickled; save it instead"
+        )
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -95,10 +97,10 @@ class Live:
             if not param.is_floating_point() or torch.promote_types(own, param.dtype) == param.dtype:
                 continue
             narrow = param.detach()
-            held = narrow.untyped_storage()
-            key = held.data_ptr(), own
+            storage = narrow.untyped_storage()
+            key = storage.data_ptr(), own
             if key not in wide:
-                wide[key] = narrow.new_empty(0).set_(held).to(own)
+                wide[key] = narrow.new_empty(0).set_(storage).to(own)
             point(param, wide[key].as_strided(narrow.shape, narrow.stride(), narrow.storage_offset()))
 
     def fits(self, plan: Plan, device: torch.device) -> bool:

@@ -46,10 +46,10 @@ def to_single_file(
         CheckpointDamage: a file is damaged.
         OSError: ``file`` cannot be written; an existing file is unchanged.
     """
-    found = whole(os.fspath(directory), optimizers)
+    content = whole(os.fspath(directory), optimizers)
     with output_file(Path(file)) as unfinished:
-        write_torch(unfinished, found)
-    return found
+        write_torch(unfinished, content)
+    return content
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -141,11 +141,11 @@ class _Reader:
         place = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else None
         if not isinstance(place, str) or not os.path.isdir(place) or detect_format(place) != "native":
             return self._files(path_or_url, map_location, *args, **kwargs)
-        found = whole(place, self._optimizers, module_alone=not self._optimizers)
+        content = whole(place, self._optimizers, module_alone=not self._optimizers)
         device = map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
         if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves CPU storages unchanged
-            return found
-        return {key: _moved(value, torch.device(device)) for key, value in found.items()}
+            return content
+        return {key: _moved(value, torch.device(device)) for key, value in content.items()}
 
 
 def _moved(value: Any, device: torch.device) -> Any:

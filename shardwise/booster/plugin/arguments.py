@@ -68,8 +68,8 @@ def fits(value: object, hint: Any) -> bool:
         return isinstance(value, bool | np.bool_) or (isinstance(value, Integral) and value in (0, 1))
     if hint in (int, float):
         number = isinstance(value, Real) and not isinstance(value, bool)
-        whole = isinstance(value, Integral) or (number and float(value).is_integer())  # type: ignore[arg-type]
-        return number and (hint is float or whole)
+        is_whole_number = isinstance(value, Integral) or (number and float(value).is_integer())  # type: ignore[arg-type]
+        return number and (hint is float or is_whole_number)
     if hint is torch.device and isinstance(value, str):
         try:
             torch.device(value)
@@ -214,9 +214,9 @@ class SequenceArguments:
                 f"{self.chosen!r} is over the ranks of tp_size": ("sp_size", "inner_ring_size"),
                 "gathers of sequences and products do not overlap": ("enable_sequence_overlap",),
             }
-        found: dict[str, Any] = {f"{self.chosen!r} has nothing of that kind": ("enable_sequence_overlap",)}
+        unused: dict[str, Any] = {f"{self.chosen!r} has nothing of that kind": ("enable_sequence_overlap",)}
         if self.sp == 1:
-            found["sp_size is 1"] = ("enable_sequence_parallelism", "sequence_parallelism_mode", "inner_ring_size")
+            unused["sp_size is 1"] = ("enable_sequence_parallelism", "sequence_parallelism_mode", "inner_ring_size")
         elif self.chosen != "ring_attn":
-            found["for sequence_parallelism_mode='ring_attn' only"] = ("inner_ring_size",)
-        return found
+            unused["for sequence_parallelism_mode='ring_attn' only"] = ("inner_ring_size",)
+        return unused

@@ -71,10 +71,10 @@ def data_parallel_size(ranks: int, tp_size: int, pp_size: int = 1, sp_size: int 
         ValueError: the product of the sizes does not divide them.
     """
     if ranks % (tp_size * pp_size * sp_size):
-        given = f"tp_size={tp_size}"
-        given += "".join(f" x {name}={size}" for name, size in (("pp_size", pp_size), ("sp_size", sp_size)) if size > 1)
+        sizes = f"tp_size={tp_size}"
+        sizes += "".join(f" x {name}={size}" for name, size in (("pp_size", pp_size), ("sp_size", sp_size)) if size > 1)
         raise ValueError(
-            f"{given} does not divide the {ranks} ranks: start another number of them, or give sizes whose product "
+            f"{sizes} does not divide the {ranks} ranks: start another number of them, or give sizes whose product "
             f"divides {ranks}"
         )
     return ranks // (tp_size * pp_size * sp_size)

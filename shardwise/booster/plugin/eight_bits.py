@@ -91,17 +91,17 @@ def _gather(out: Tensor, own: Tensor, group: dist.ProcessGroup | None, format_: 
     """Fill ``out`` with every rank's rounded ``own``; the result is the same on all ranks."""
     if own.numel():
         sent = format_.write(own.reshape(1, -1))
-        found = sent.new_empty(out.numel() // own.numel(), sent.numel())
-        all_gather_single(found.view(-1), sent.view(-1), group=group)
-        format_.read(found, out.view(found.shape[0], -1))
+        received = sent.new_empty(out.numel() // own.numel(), sent.numel())
+        all_gather_single(received.view(-1), sent.view(-1), group=group)
+        format_.read(received, out.view(received.shape[0], -1))
 
 
 def _sum_of_slices(out: Tensor, rows: Tensor, group: dist.ProcessGroup | None, scale: float) -> None:
     """Fill ``out`` with the scaled sum over the ranks of this rank's row, computed in fp32."""
     if rows.numel():
         sent = GRADIENTS.write(rows)
-        found = torch.empty_like(sent)
-        dist.all_to_all_single(found.view(-1), sent.view(-1), group=group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
         wide = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        GRADIENTS.read(found, wide)
+        GRADIENTS.read(received, wide)
         out.copy_((wide.sum(0) * scale).view(out.shape))

@@ -257,9 +257,9 @@ def _sync_states(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> No
     for group in mesh.get_all_groups():
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors.values():
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, src=source, group=group)
-            tensor.detach().copy_(whole)
+            full = tensor.detach().contiguous()
+            dist.broadcast(full, src=source, group=group)
+            tensor.detach().copy_(full)
 
 
 def _device_mesh(

@@ -34,11 +34,11 @@ def unit_modules(
     """
     chosen: set[nn.Module] = set()
     if policy is not None and hasattr(policy, "_run_policy"):
-        found: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, {})
-        for module, own in found.items():
+        options: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, {})
+        for module, own in options.items():
             if own:
                 refuse("auto_wrap_policy", own, f"{type(module).__name__} asks for arguments of its own; return True")
-        chosen = set(found)
+        chosen = set(options)
     elif policy is not None:
         _recurse(root, policy, ignored, chosen)
     chosen |= {m for m in root.modules() if isinstance(m, always) and next(m.parameters(), None) is not None}
@@ -63,8 +63,8 @@ def _can_be_unit(module: nn.Module, owners_of_tied: list[set[nn.Module]]) -> boo
     ``fully_shard`` requires all owners of a tied parameter in one unit, so such a module is part of the outer unit.
     """
     inner = set(module.modules())
-    whole = all(owners <= inner or not owners & inner for owners in owners_of_tied)
-    return whole and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    is_complete = all(owners <= inner or not owners & inner for owners in owners_of_tied)
+    return is_complete and not isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def _recurse(module: nn.Module, policy: Callable[..., Any], ignored: set[nn.Module], chosen: set[nn.Module]) -> int:

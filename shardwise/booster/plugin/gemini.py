@@ -231,19 +231,19 @@ def _unused(arguments: GeminiPlugin) -> dict[str, tuple[str, ...]]:
     """Return the arguments without effect, by reason."""
     a = arguments
     if a.placement_policy == "auto":
-        kept = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
-        found: dict[str, tuple[str, ...]] = {
+        keeps_gathered = any(entry.get("keep_gathered", False) for entry in (a.chunk_config_dict or {}).values())
+        unused: dict[str, tuple[str, ...]] = {
             "for placement_policy='static' only": STATIC_FRACTIONS,
-            "placement_policy='auto' decides what stays gathered": ("chunk_config_dict",) if kept else (),
+            "placement_policy='auto' decides what stays gathered": ("chunk_config_dict",) if keeps_gathered else (),
         }
     else:
-        found = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
+        unused = {"for placement_policy='auto' only": (*AUTO_RATIOS, "memstats")}
         if a.offload_optim_frac == 0.0 and a.offload_param_frac == 0.0:
-            found["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
+            unused["nothing is offloaded (but by an optimizer with nvme_offload_fraction > 0)"] = ("pin_memory",)
     reason = _nothing_ahead(a)
     if reason is not None:
-        found[reason] = ("max_prefetch",)
-    return found
+        unused[reason] = ("max_prefetch",)
+    return unused
 
 
 def _nothing_ahead(arguments: GeminiPlugin) -> str | None:

@@ -263,18 +263,18 @@ def _check_pipeline(arguments: HybridParallelPlugin) -> None:
 def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
     """Return the arguments without effect, by reason."""
     a = arguments
-    found: dict[str, Iterable[str]] = sequence_arguments(a).unused()
+    unused: dict[str, Iterable[str]] = sequence_arguments(a).unused()
     if a.pp_size == 1:
-        found["there is no pipeline (pp_size=1)"] = PIPELINE
+        unused["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
-        found["num_microbatches goes before it"] = ("microbatch_size",)
+        unused["num_microbatches goes before it"] = ("microbatch_size",)
     if a.zero_stage == 0:
-        found["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
+        unused["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
     else:
-        found["for zero_stage=0 only"] = DDP
+        unused["for zero_stage=0 only"] = DDP
     if a.tp_size == 1:
-        found["for tp_size > 1 only"] = ("make_vocab_size_divisible_by", "custom_policy")
-    return found
+        unused["for tp_size > 1 only"] = ("make_vocab_size_divisible_by", "custom_policy")
+    return unused
 
 
 def sequence_arguments(arguments: HybridParallelPlugin) -> SequenceArguments:

@@ -152,12 +152,6 @@ def _deferred(names: Names) -> None:
     names.update(build_model=_net, HybridAdam=HybridAdam, torch=torch)
 
 
-def _tokens(names: Names) -> None:
-    _training(names)
-    inputs, targets = next(iter(names["loader"]))
-    names.update(inputs=inputs, targets=targets, tokens=8)
-
-
 def _blocks(names: Names) -> None:
     _training(names)
     names["model"].blocks = [names["model"][0]]
@@ -335,7 +329,6 @@ PAGES: dict[str, list[Block]] = {
         Block(first="booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
         Block(first="model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
         Block(first="from shardwise import deferred_init", before=_deferred),
-        Block(first="from shardwise import build", before=_tokens, after=_changed),
     ],
     "docs/checkpoint-format.md": [Block(first="import json", after=_read_by_itself)],
     "docs/checkpoints.md": [

@@ -44,6 +44,11 @@ def _stays(names: Names) -> None:
     assert {"embed.weight", "layers.0.weight"} <= set(shown), shown
 
 
+def _tokens(names: Names) -> None:
+    _given(names)
+    names.update(criterion=nn.MSELoss(), targets=torch.zeros(2, 8), tokens=8)
+
+
 def _trained(names: Names) -> None:
     """The session's model is another one than before."""
     state = names["session"].module.state_dict()
@@ -88,7 +93,10 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="session = shardwise.shard(model", before=_given, after=_trained),
         Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
     ],
-    "docs/limits.md": [Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
+    "docs/limits.md": [
+        Block(first="from shardwise import build", before=_tokens, after=_trained),
+        Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named),
+    ],
     "docs/quickstart.md": [
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),

@@ -279,7 +279,7 @@ def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -
     assert run_ranks(RANKS, _save_after_test, kind, str(tmp_path)) == [([], True)] * RANKS
 
 
-# ---- between strategies, stages, numbers of ranks, and other front-ends
+# ---- between strategies, stages and other front-ends
 
 
 def _save_one_epoch(kind: str, path: str) -> None:
@@ -340,36 +340,6 @@ def test_a_file_of_stock_ddp_is_resumed_by_each(chosen: slice, straight_stock: l
 @pytest.mark.campaign
 def test_checkpoints_go_from_each_to_each(straight_stock: list[Whole], tmp_path: Path) -> None:
     _check_exchange(ALL_PAIRS, tmp_path, straight_stock)
-
-
-def _alone(kind: str, path: str) -> tuple[Whole, int]:
-    warnings.simplefilter("ignore")
-    made = trainer(strategy(kind), max_epochs=2)
-    made.fit(toy(schedule=True, seed=5), data(1), ckpt_path=path)
-    steps = made.global_step
-    close(made)
-    tested = trainer(strategy(kind))
-    tested.test(toy(seed=6), data(1), ckpt_path=path, verbose=False)
-    found = weights(tested)
-    close(tested)
-    return found, steps
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
-def test_another_number_of_ranks(kind: str, tmp_path: Path) -> None:
-    """DeepSpeed refused it."""
-    saved = run_ranks(RANKS, _save_and_tell, kind, str(tmp_path / "two.ckpt"))[0]
-    ((found, steps),) = run_ranks(1, _alone, kind, str(tmp_path / "two.ckpt"))
-    assert differences(found, saved) == [] and steps == 5 + 1
-
-
-def _save_and_tell(kind: str, path: str) -> Whole:
-    _save_one_epoch(kind, path)
-    made = trainer(strategy(kind))
-    made.validate(toy(seed=4), data(1), ckpt_path=path, verbose=False)
-    found = weights(made)
-    close(made)
-    return found
 
 
 def _plain() -> nn.Module:

@@ -207,21 +207,6 @@ def test_the_loss_scale_of_fp16_follows_its_arguments() -> None:
     assert run_ranks(RANKS, _fp16, 2, "16-true") == [([1.0, 1.0], True, "torch.float16")] * RANKS
 
 
-def _double() -> tuple[str, float]:
-    made = trainer(_made(placement_policy="cuda"), precision="64-true")
-    model = toy()
-    made.fit(model, data(2))
-    found = made.strategy.lightning_module_state_dict()
-    dtype = str(found["net.0.weight"].dtype)
-    close(made)
-    return dtype, float(found["net.0.weight"].sum())
-
-
-def test_64_true_trains_in_fp64() -> None:
-    (dtype, one), (_, other) = run_ranks(RANKS, _double)
-    assert dtype == "torch.float64" and one == other
-
-
 # ---- between ranks
 
 

@@ -182,51 +182,7 @@ def test_precision(name: str, dtype: torch.dtype, saved: torch.dtype, most: floa
         assert scaled == (name == "16-mixed")
 
 
-def by_trainer() -> tuple[str, str]:
-    made = trainer(DDPFullyShardedStrategy(), precision="bf16")
-    model = toy(body=Watched)
-    made.fit(model, data(1))
-    found = made.precision, model.seen[0]
-    close(made)
-    return found
-
-
-def test_precision_given_to_the_trainer() -> None:
-    for precision, seen in run_ranks(RANKS, by_trainer):
-        assert precision == "bf16-mixed" and seen == "torch.bfloat16 torch.bfloat16 torch.bfloat16"
-
-
 # ---- every entry point
-
-
-def entries(make: Callable[[], Any]) -> dict[str, Any]:
-    """Validation first, then training twice, testing and predicting with one Trainer and one model."""
-    model, found = toy(schedule=True), {}
-    made = trainer(make(), max_epochs=1)
-    found["val first"] = made.validate(model, data(), verbose=False)[0]["val_loss"]
-    made.fit(model, data(), data(seed=1))
-    found["val"] = float(made.callback_metrics["val_loss"])
-    found["train"] = float(made.callback_metrics["train_loss"])
-    found["test"] = made.test(model, data(seed=2), verbose=False)[0]["test_loss"]
-    made.fit_loop.max_epochs = 2
-    made.fit(model, data(), data(seed=1))
-    found["steps"] = made.global_step
-    live = getattr(made.strategy, "_live", None)
-    found["test again"] = made.test(model, data(seed=2), verbose=False)[0]["test_loss"]
-    predicted = made.predict(model, data(seed=2))
-    found["predicted"] = float(sum(part.double().sum() for part in predicted))
-    other = trainer(make())
-    found["other Trainer"] = other.test(model, data(seed=2), verbose=False)[0]["test_loss"]
-    found["one session"] = all(getattr(each.strategy, "_live", None) is live for each in (made, other))
-    found["weights"] = float(sum(value.double().sum() for value in weights(other).values()))
-    close(other)
-    return found
-
-
-@pytest.mark.full
-def test_every_entry_point() -> None:
-    for ours, theirs in both(entries):
-        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def after_inference() -> tuple[float, bool]:
@@ -266,34 +222,6 @@ def after_inference() -> tuple[float, bool]:
 def test_training_goes_on_after_inference_mode() -> None:
     for ratio, inference in run_ranks(RANKS, after_inference):
         assert ratio < 0.5 and not inference
-
-
-class Reading(Toy):
-    """Asks other ranks from a step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        rank = self.global_rank  # type: ignore[attr-defined]
-        gathered = self.all_gather(torch.tensor([float(rank)]))  # type: ignore[attr-defined]
-        strategy = self.trainer.strategy  # type: ignore[attr-defined]
-        self.seen = [
-            gathered.tolist(),
-            float(strategy.reduce(torch.tensor(float(rank)), reduce_op="mean")),
-            strategy.broadcast(f"from {rank}"),
-            strategy.reduce_boolean_decision(rank == 0, all=False),
-            strategy.reduce_boolean_decision(rank == 0),
-        ]
-        return super().training_step(batch, batch_idx)
-
-
-def asking() -> list[Any]:
-    model = toy(body=Reading)
-    fit(DDPFullyShardedStrategy(), model)
-    return model.seen
-
-
-def test_ranks_ask_each_other() -> None:
-    for found in run_ranks(RANKS, asking):
-        assert found == [[[0.0], [1.0]], 0.5, "from 0", True, False]
 
 
 def wrong() -> None:
