@@ -51,7 +51,7 @@ BUDGETS = {
     "huggingface, pytorch, late": _of(1160, 1150, "huggingface pytorch late"),
     "compat, port": _of(490, 250, "compat"),
     "cli, testing": _of(2110, 2230, "cli testing"),
-    TESTS: _of(77150, 52000, ""),
+    TESTS: _of(77000, 52000, ""),
 }
 
 

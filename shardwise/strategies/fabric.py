@@ -14,14 +14,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.write import agree
 from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
-from shardwise.session import Session
+from shardwise.session import Session, ShardedOptimizer
 from shardwise.strategies.entries import pack, unpack
 from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
@@ -379,7 +378,7 @@ class FabricSaving:
             own = value.target if isinstance(value, LateOptimizer) else value
             if any(own is each for each in session.optimizers):
                 names[name] = own
-            elif isinstance(own, Optimizer) and hasattr(own, "engine"):
+            elif isinstance(own, ShardedOptimizer):
                 raise ValueError(
                     f"{call}: state[{name!r}] is an optimizer of another model than state has; save each model with "
                     "its own, in a directory of its own"
@@ -452,7 +451,7 @@ class FabricSaving:
         if isinstance(state, nn.Module):
             self._strategy.restore(self._one({"obj": state}, call)[1], path, strict, False)
             return {}
-        if isinstance(state, Optimizer):
+        if isinstance(state, torch.optim.Optimizer):
             raise ValueError(
                 f"load_raw({path!r}, {type(state).__name__}): a directory has optimizers with their model; use "
                 "fabric.load(path, {'model': model, 'optimizer': optimizer})"

@@ -74,9 +74,9 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
     ],
     "docs/finetune.md": [
-        Block(first="shardwise run --nproc 2 examples/finetune.py", how="options", why=FINETUNE),
+        Block(first="shardwise run --nproc 2 examples/finetune.py", how="shown", why=FINETUNE),
         *(Block(first=first, how="shown", why=FINETUNE) for first in EXCERPTS),
-        Block(first="shardwise run --nproc 2 examples/finetune.py --lora", how="options", why=FINETUNE),
+        Block(first="shardwise run --nproc 2 examples/finetune.py --lora", how="shown", why=FINETUNE),
     ],
     "docs/clusters.md": [
         Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),

@@ -386,7 +386,7 @@ def through_the_plugin(memory: int | None, tmp: str) -> tuple[list[float], list[
         booster.backward(loss, own)
         own.step()
         losses.append(float(loss.detach()))
-    session = own.engine
+    session = plugin.session(boosted)
     return losses, [session.ledger.peak_bytes], sum(float(p.double().sum()) for p in boosted.state_dict().values())
 
 
