@@ -12,12 +12,12 @@ from contextlib import suppress
 
 import other_numbers
 import pytest
-import sets
 import side_by_side
 import torch
 
 from shardwise.testing import close_pools, pool, run_ranks
 from tests.launcher_variables import without_launcher
+from tests.support import sets
 
 # No test asks how long something took; on a busy machine the first example takes seconds.
 with suppress(ImportError):  # a GPU machine may have pytest alone, which is enough for tests/gpu

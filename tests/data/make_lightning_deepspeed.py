@@ -2,7 +2,7 @@
 
 Needs DeepSpeed (0.19.8 was used), no GPU, and a checkpoint of the same run under Lightning's own ddp, whose entries
 beside the weights are what Lightning hands to DeepSpeed as client state. Model, data and optimizer are those of
-``tests/helpers/lightning_setup.py``:
+``tests/support/lightning_setup.py``:
 
     python make_lightning_deepspeed.py ddp.ckpt ds
     tar --sort=name --owner=0 --group=0 -cJf lightning_deepspeed.tar.xz ds

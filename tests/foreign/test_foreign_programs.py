@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import launching
 import pytest
-from sets import campaign, full
 
 from tests.foreign.cases import CASES, Case
 from tests.foreign.running import outcome
+from tests.support import launching
+from tests.support.sets import campaign, full
 
 QUICK = "colossalai_zero.py 2"
 FULL = {"colossalai_booster.py --plugin gemini", "deepspeed_zero3.py"}

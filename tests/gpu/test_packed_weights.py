@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import RankPool
 
-sys.path.append(str(Path(__file__).parents[1] / "helpers"))
-
 
 def trained(device_type: str, bits: int, stage: int | None, where: str) -> tuple[list[float], dict[str, Any], int]:
     """Losses, state and bytes of parameters on the device; ``stage`` ``None``: plain PyTorch."""
-    from packed_setup import adamw, adapted, base, silent, train
+    from tests.support.packed_setup import adamw, adapted, base, silent, train
 
     device = device_of_rank(device_type)
     with silent():

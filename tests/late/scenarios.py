@@ -1,4 +1,4 @@
-"""What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/helpers``."""
+"""What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/support``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
-from late_setup import Found
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.late_setup import Found
 
 __all__ = ["ALONE", "Scenario", "scenarios"]
 
@@ -72,7 +71,7 @@ class Scenario:
     def on_rank(self, seed: int) -> Found:
         """On this rank's late device."""
         home = next((home for home, functions in HOMES.items() if self.function in functions), "late_setup")
-        function: Callable[..., Found] = getattr(importlib.import_module(home), self.function)
+        function: Callable[..., Found] = getattr(importlib.import_module(f"tests.support.{home}"), self.function)
         return function(self.plan, seed, *self.more)
 
 

@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "helpers")]  # as pytest has them
-
-from tensor_cases import CASES  # noqa: E402
+sys.path += [str(TESTS)]  # as pytest has them
 
 from shardwise.testing import close_pools, run_ranks  # noqa: E402
 from tests.parity.hybrid import LAYOUTS, Found, measured  # noqa: E402
+from tests.support.tensor_cases import CASES  # noqa: E402
 
 TIMEOUT = 1800.0
 

@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from engine_setup import adam
-from tensor_cases import CASES
-from tensor_setup import PAD, Case, Exact, loss_of
 from torch import Tensor
 
 from shardwise.core.mesh import Mesh
@@ -19,6 +16,9 @@ from shardwise.core.parallel.pipeline import split_batch
 from shardwise.plan import MeshPlan, Plan, replicated, zero
 from shardwise.plan.parallel import PipelinePlan, TensorPlan
 from shardwise.session import Session, build
+from tests.support.engine_setup import adam
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 
 __all__ = ["LAYOUTS", "Found", "measured"]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sets import full
 
 from shardwise.testing import run_ranks
 from tests.parity.broken import FAULTS, train_broken
 from tests.parity.covering import Row
 from tests.parity.matrix import make_setting, tolerance
 from tests.parity.sharded import Run, Setting, check_beside_rounding, check_runs, plain, rounding
+from tests.support.sets import full
 
 PLAIN_ROW: Row = {
     "model": "residual",

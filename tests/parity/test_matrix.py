@@ -12,7 +12,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from sets import full
 
 from shardwise.testing import RankError, run_ranks
 from tests.parity.covering import Row
@@ -29,6 +28,7 @@ from tests.parity.matrix import (
 )
 from tests.parity.sharded import Run, check_beside_rounding, plain, train_all, train_on_rank
 from tests.support.models import MODELS
+from tests.support.sets import full
 
 BATCH = 24
 """Settings that ranks run in one task, so that they do not idle while the caller compares."""

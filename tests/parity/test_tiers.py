@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sets import full
 
 from shardwise.testing import run_ranks
 from tests.parity.broken_tiers import FAULTS, train_faulty
@@ -39,6 +38,7 @@ from tests.parity.tiers import (
     train_tiers,
 )
 from tests.support.models import MODELS
+from tests.support.sets import full
 
 BATCH = 8
 """Rows that ranks run in one task."""

@@ -82,7 +82,7 @@ def forked_python(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """As :func:`python`, in a fork of the server behind the rank pool, which has imported torch already."""
-    from launching import Forked, forked
+    from tests.support.launching import Forked, forked
 
     environment = dict(surroundings() if env is None else env)
     with tempfile.TemporaryDirectory(prefix="program-") as folder:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sets import campaign
 from torch import nn
 
 from shardwise.core.base import tree
@@ -20,6 +19,7 @@ from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import replicated
 from shardwise.session import build
+from tests.support.sets import campaign
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 

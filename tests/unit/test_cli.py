@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launching import SECONDS, finished, started
 from program_setup import forked_python, python, surroundings
-from sets import campaign, full
 
 from shardwise.cli import run
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser, main
 from shardwise.cli.run import status_of
+from tests.support.launching import SECONDS, finished, started
+from tests.support.sets import campaign, full
 
 BAD_RUN = [
     ("--nproc 0 SCRIPT", "--nproc 0"),

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import SECONDS, Forked, forked, start, started, written
-from sets import campaign, full
 
 from shardwise.cli import follow, run
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser
 from shardwise.cli.run import launch
 from shardwise.core.comm.mapping import start_time
+from tests.support.launching import SECONDS, Forked, forked, start, started, written
+from tests.support.sets import campaign, full
 
 TRAINING = """
 import os, pathlib, signal, sys, time

@@ -17,10 +17,10 @@ from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program_setup import forked_python, python
-from sets import campaign
 
 from shardwise.core.memory.disk import file as disk_file
 from shardwise.core.memory.disk.store import DiskError, DiskStore
+from tests.support.sets import campaign
 
 
 @pytest.fixture

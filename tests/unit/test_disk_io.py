@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
-from sets import full
 
 from shardwise.core.memory.disk.io import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskError, DiskStore
+from tests.support.sets import full
 
 
 @pytest.fixture

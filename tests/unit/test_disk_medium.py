@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from disk_setup import KIB, MIB, SIZES, disk_plan, holds, put
 from program_setup import forked_python, python
-from sets import full
 
 from shardwise.core.memory.disk import DiskError, DiskStore, Medium, known_media, register_medium
 from shardwise.plan import DiskPlan
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
+from tests.support.sets import full
 
 
 class Shelf(CompressedMemory):

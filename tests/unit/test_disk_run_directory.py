@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from disk_setup import disk_plan, holds, put
-from launching import SECONDS, forked, start
 
 from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
+from tests.support.launching import SECONDS, forked, start
 
 
 def hold(parent: Path, told: Connection) -> None:

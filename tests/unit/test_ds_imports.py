@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from sets import full
+
+from tests.support.sets import full
 
 ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
 NOT_OF_DEEPSPEED = {"utils.is_initialized"}

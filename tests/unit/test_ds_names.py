@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import assert_refused
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.compat import UnsupportedName
 from shardwise.deepspeed import entry as entry_module
 from shardwise.deepspeed.config import read_config
+from tests.support.on_ranks import assert_refused
 
 comm: Any = importlib.import_module("shardwise.deepspeed.comm")
 utils: Any = importlib.import_module("shardwise.deepspeed.utils")

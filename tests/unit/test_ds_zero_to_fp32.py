@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import Recorded, close, ds_config, optimizer_block, start
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from shardwise.deepspeed.zero_to_fp32 import (
     main,
 )
 from shardwise.testing import assert_close
+from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from formats_setup import differing, same_bits, tensor
-from sets import full
 
 from shardwise.core.checkpoint.formats import open_checkpoint, write_peft
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.peft import name_in_file, name_in_model
 from shardwise.core.checkpoint.source import CheckpointError
+from tests.support.sets import full
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "bias": "none", "modules_to_save": ["norm", "classifier"]}
 START = "base_model.model.model"

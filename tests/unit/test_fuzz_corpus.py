@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sets import full
 
 from tests.faults.fuzz import Reader
 from tests.faults.fuzz.campaign import CORPUS, corpus, reading_process
@@ -17,6 +16,7 @@ from tests.faults.fuzz.changes import draw_changes
 from tests.faults.fuzz.pickles import CALLS
 from tests.faults.fuzz.subjects import SUBJECTS
 from tests.faults.fuzz.trial import READ, REFUSED, Bounds, ways_of
+from tests.support.sets import full
 
 RECIPES = corpus()
 WRONG: dict[str, str] = {

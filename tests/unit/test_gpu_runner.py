@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from launching import finished
 from program_setup import python, surroundings
 
 from benchmarks.gpu.driver import OUT
 from benchmarks.gpu.parts import FIRST_TESTS, LATER_TESTS, parts
 from benchmarks.gpu.results import Facts
+from tests.support.launching import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = Facts("a processor", 0, 2**36, 2**36, 0, "2.13.0", "3.12.3", True)

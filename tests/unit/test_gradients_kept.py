@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from sets import full
 from torch import nn
 
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.core.update.tiles import NEVER, WHOLE, PendingTile, TileStepper
 from shardwise.plan import zero
 from shardwise.session import build
+from tests.support.sets import full
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),

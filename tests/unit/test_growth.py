@@ -14,8 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from alike_setup import PLANS, WIDTH, made, train
-from sets import full
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.core.comm import NativeGroup
@@ -26,6 +24,8 @@ from shardwise.core.shards.layout import make_layout
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from tests.support.alike import Transport, alike_mesh
+from tests.support.alike_setup import PLANS, WIDTH, made, train
+from tests.support.sets import full
 
 FEW, SOME, MANY = 128, 1024, 8192
 BLOCKS = 4

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from sets import full
 
 from shardwise.cli.main import main
 from shardwise.core.base import tree
@@ -25,6 +24,7 @@ from shardwise.core.checkpoint.formats.native import NativeSource, verify, write
 from shardwise.core.checkpoint.formats.single import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.sets import full
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles

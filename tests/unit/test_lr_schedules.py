@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sets import full
 from torch import nn
 from torch.optim import lr_scheduler as plain
 
@@ -20,6 +19,7 @@ from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.checkpoint import write_lr_scheduler
 from shardwise.core.checkpoint.schedulers import SavedScheduler, fitting_state, regrouped
 from shardwise.nn import lr_scheduler as own
+from tests.support.sets import full
 
 TOTAL, WARM, STEPS = 20, 4, 26
 RATES = (0.1, 0.03)

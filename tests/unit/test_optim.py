@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from optim_setup import KINDS, SHAPES, Kind, assert_close, make_params, set_gradients
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.optim import AdamRule, AdamSlot, AdamTiles, FusedAdam, HybridAdam, adam_reference
 from shardwise.nn import optimizer as front
+from tests.support.sets import full
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 

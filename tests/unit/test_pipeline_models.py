@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_setup import VOCABULARY, WIDTH, made
-from tensor_setup import Exact
 from torch import Tensor, nn
 
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, register_body, split_batch, stage_model
 from shardwise.core.parallel.pipeline.staging import TABLES
 from shardwise.testing import assert_close
+from tests.support.hybrid_setup import VOCABULARY, WIDTH, made
+from tests.support.tensor_setup import Exact
 
 IDS = torch.randint(1, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(5))
 BATCH = {"input_ids": IDS, "labels": IDS}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_setup import made
 
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.core.parallel.pipeline.run import is_sentinel, sentinel
+from tests.support.hybrid_setup import made
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

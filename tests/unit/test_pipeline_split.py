@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_setup import made
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.parallel.pipeline import Passes, WeightGradients
 from shardwise.core.parallel.pipeline.split import WeightsApart
 from shardwise.testing import assert_close
+from tests.support.hybrid_setup import made
 
 IDS = torch.arange(12).view(2, 6)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from engine_setup import scaler
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.plan import ScalerPlan
+from tests.support.engine_setup import scaler
 
 
 def plan(**changes: float) -> ScalerPlan:

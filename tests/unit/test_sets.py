@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 CONFTEST = """
-import pytest, sets
-from sets import add_options as pytest_addoption, configure as pytest_configure, select as pytest_collection_modifyitems
+import pytest
+from tests.support import sets
+
+pytest_addoption, pytest_configure, pytest_collection_modifyitems = sets.add_options, sets.configure, sets.select
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
@@ -24,7 +26,7 @@ def pytest_runtest_makereport(item):
 """
 TESTS = """
 import pytest
-from sets import campaign, full
+from tests.support.sets import campaign, full
 
 @pytest.mark.parametrize("row", ["a", *full("b", pytest.param("c", id="third")), *campaign("d")])
 def test_rows(row): pass
@@ -51,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *options: str) -> tuple[list[str], str]:
     """The names of the tests that ran, in their order, and everything that was printed."""
     bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "helpers")} | bare
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | bare
     command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, "--rootdir", str(folder), *options]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)
     return re.findall(r"::(\S+) (?:PASSED|FAILED)", done.stdout), done.stdout + done.stderr
@@ -83,7 +85,7 @@ def test_the_command_of_a_failed_test_repeats_it(folder: Path) -> None:
     output = run(folder, "--full", ".")[1]
     command = output.split("Repeat this test alone")[1].splitlines()[1]
     assert shlex.split(command)[:2] == ["cd", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1] / "helpers")}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(
         f"{command} -c {os.devnull} --rootdir .", shell=True, env=environment, capture_output=True, encoding="utf-8"
     )

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from program_setup import python
-from sets import full
 from torch import nn
 
 import shardwise
 from shardwise.plan import DiskPlan, MeshPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, replicated, zero
 from shardwise.session import Settings
 from shardwise.testing import assert_close
+from tests.support.sets import full
 
 HOST: dict[str, Any] = {"state_host_fraction": 1.0, "pin_memory": True}
 DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "pin_memory": True, "disk": DiskPlan(directory="/fast")}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from program_setup import forked_python, python
-from sets import campaign
+
+from tests.support.sets import campaign
 
 PROGRAM = """
 import multiprocessing, sys, time

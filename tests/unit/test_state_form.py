@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sets import full
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
@@ -20,6 +19,7 @@ from shardwise.core.checkpoint.schedulers import SavedScheduler
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import zero
 from shardwise.session import build
+from tests.support.sets import full
 
 Make = Callable[[Any], torch.optim.Optimizer]
 O = torch.optim  # noqa: E741

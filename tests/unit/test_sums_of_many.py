@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from sets import full
 
 from shardwise.core.comm import Group, LocalGroup, Summary
 from shardwise.core.comm.control import Operation
 from shardwise.core.grads.norm import each_norm
+from tests.support.sets import full
 
 T = TypeVar("T")
 

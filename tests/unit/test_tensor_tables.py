@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 import transformers
-from tensor_cases import CASES, decoder
 from torch import nn
 
 from shardwise.core.parallel.tensor import (
@@ -30,6 +29,7 @@ from shardwise.core.parallel.tensor.rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads
 from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.plan import TensorPlan
+from tests.support.tensor_cases import CASES, decoder
 
 PLAN = TensorPlan(vocabulary_multiple=4)
 

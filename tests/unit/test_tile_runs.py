@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from sets import full
 from torch import nn
 
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.core.update.tiles import UpdateCalls, UpdateTile, _alike
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
+from tests.support.sets import full
 
 WIDTHS = [3, 5, 0, 7, 2, 4]
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sets import full
+
+from tests.support.sets import full
 
 pytest.importorskip("transformers")
 

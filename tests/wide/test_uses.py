@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 from shardwise.testing import RankError, assert_close, run_ranks
+from tests.support.sets import campaign, full
 from tests.wide.architectures import PLANS, plan_of
 from tests.wide.uses import USES, Around, Use
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.testing import assert_close
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 
 BATCH = 2
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, Optimizers, Run, assert_same, batch, plain
-from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import PLUGINS, Optimizers, Run, assert_same, batch, plain
+from tests.support.sets import full
 
 RANKS = 2
 

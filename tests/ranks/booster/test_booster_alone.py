@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, Run
-from sets import full
 
 from shardwise.core.comm import PeerError
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import PLUGINS, Run
+from tests.support.sets import full
 
 Call = Callable[[Run, str], object]
 CPU = torch.device("cpu")

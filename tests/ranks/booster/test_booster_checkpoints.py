@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
 from safetensors.torch import load_file
-from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
@@ -23,6 +21,8 @@ from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
+from tests.support.sets import full
 
 RANKS = 2
 
@@ -398,11 +398,7 @@ def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
 
 def _not_boosted_together() -> None:
     run, other = Run(PLUGINS["zero1"]()), Run(PLUGINS["ddp"]())
-    for model, optimizer in (
-        (run.model, other.optimizer),
-        (other.model, run.optimizer),
-        (Net(), None),
-    ):
+    for model, optimizer in ((run.model, other.optimizer), (other.model, run.optimizer), (Net(), None)):
         booster = run.booster if model is run.model else other.booster
         with pytest.raises(ValueError, match="boost"):
             booster.save_checkpoint("nowhere", model, optimizer)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.testing import RankError, run_ranks
+from tests.support.sets import full
 
 RANKS = 2
 PRINTED = Path(__file__).parents[3] / "examples" / "booster_plugins"

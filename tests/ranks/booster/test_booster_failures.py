@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
-from sets import full
 
 from shardwise.core.checkpoint import CheckpointError, atomic, portable
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.formats import huggingface
 from shardwise.core.engine.fragments import FragmentReader
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import PLUGINS, TINY, Run, assert_same, load, plain, save
+from tests.support.sets import full
 
 RANKS = 2
 

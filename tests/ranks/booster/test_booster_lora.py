@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import SMALL
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from sets import full
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -24,6 +22,8 @@ from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, T
 from shardwise.cli.main import main
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import SMALL
+from tests.support.sets import full
 
 RANKS = 2
 PLUGINS: dict[str, Callable[[], Plugin]] = {

@@ -16,10 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import Run, batch
-from early_setup import Case, Seen, check_equal, counting
-from sets import full
-from tier_setup import digest
 from torch import nn
 
 from shardwise.booster import Booster
@@ -28,6 +24,10 @@ from shardwise.booster.plugin.base import ShardedPlugin, updates_early
 from shardwise.core.deferred import deferred_init
 from shardwise.core.optim import HybridAdam
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import Run, batch
+from tests.support.early_setup import Case, Seen, check_equal, counting
+from tests.support.sets import full
+from tests.support.tier_setup import digest
 
 RANKS = 2
 PIECES = {"chunk_config_dict": {RANKS: {"chunk_size": 40}}}  # several chunks of the small model

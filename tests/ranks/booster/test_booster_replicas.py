@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import Run, batch, start
 from safetensors.torch import load_file
-from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.booster_setup import Run, batch, start
+from tests.support.sets import full
 
 RTOL, STEPS, MICRO, MAX_NORM = 1e-6, 3, 2, 0.3
 make_adam = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2)

@@ -11,8 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import LENGTH, VOCABULARY, WIDTH, made
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 
@@ -30,6 +28,8 @@ from shardwise.plan import Plan, replicated
 from shardwise.session import build
 from shardwise.shardformer import ShardConfig, ShardFormer
 from shardwise.testing import run_ranks
+from tests.support.hybrid_setup import LENGTH, VOCABULARY, WIDTH, made
+from tests.support.sets import campaign, full
 
 STEPS, ROWS = 8, 4
 PLUGINS: dict[str, Callable[[bool], Any]] = {

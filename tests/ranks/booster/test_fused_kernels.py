@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hybrid_setup import LENGTH, VOCABULARY
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -14,6 +13,7 @@ from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from shardwise.shardformer import ShardConfig, ShardFormer
 from shardwise.shardformer.changes import Kernels, _RmsNorm, changed_model
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import LENGTH, VOCABULARY
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain_steps
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain_steps
 
 BATCH = 2
 FP32: dict[str, Any] = {"precision": "fp32", "max_norm": MAX_NORM}

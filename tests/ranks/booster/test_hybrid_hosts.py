@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 @pytest.mark.campaign
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
 def test_layers_are_cut_inside_a_host_and_the_rest_is_across() -> None:
-    paths = [str(HERE.parents[2]), str(HERE.parents[1] / "helpers")]
+    paths = [str(HERE.parents[2])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:
         where = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={hosts.names[0]}", "--master-port=29577"]

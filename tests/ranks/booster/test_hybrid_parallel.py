@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import (
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardwise.booster import Booster
+from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from shardwise.core.deferred import deferred_init
+from shardwise.nn.optimizer import HybridAdam
+from shardwise.shardformer import GradientCheckpointConfig
+from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import (
     MAX_NORM,
     POLICIES,
     STEPS,
@@ -21,18 +32,7 @@ from hybrid_setup import (
     optimizer_of,
     plain_steps,
 )
-from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file
-from sets import full
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
-from shardwise.core.deferred import deferred_init
-from shardwise.nn.optimizer import HybridAdam
-from shardwise.shardformer import GradientCheckpointConfig
-from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 RANKS, BATCH = 4, 2
 SIZES: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2, "num_attention_heads": 6}
@@ -137,11 +137,7 @@ WHOLE: dict[str, Any] = {"zero_stage": 0, "parallel_output": False}
 
 @pytest.mark.parametrize(
     ("kind", "given"),
-    [
-        *full(("llama", WHOLE)),
-        ("llama", {"zero_stage": 1}),
-        *full(("gpt2", WHOLE), ("gpt2", {"zero_stage": 1})),
-    ],
+    [*full(("llama", WHOLE)), ("llama", {"zero_stage": 1}), *full(("gpt2", WHOLE), ("gpt2", {"zero_stage": 1}))],
     ids=str,
 )
 def test_a_policy_of_the_users_own(kind: str, given: dict[str, Any]) -> None:

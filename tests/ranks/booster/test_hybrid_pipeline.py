@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,6 +22,8 @@ from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
+from tests.support.sets import campaign, full
 
 RANKS, ROWS = 4, 3
 EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
@@ -106,12 +106,7 @@ def _trained(kind: str, given: dict[str, Any], expected: Steps, division: tuple[
     for step, (losses, norm, values) in enumerate(expected):
         broadcast = step == 1
         found = booster.execute_pipeline(
-            batches,
-            model,
-            criterion_of(kind, plugin),
-            optimizer,
-            return_outputs=step == 2,
-            broadcast_loss=broadcast,
+            batches, model, criterion_of(kind, plugin), optimizer, return_outputs=step == 2, broadcast_loss=broadcast
         )
         optimizer.step()
         optimizer.zero_grad()

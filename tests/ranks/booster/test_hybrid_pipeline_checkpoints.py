@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_setup import MAX_NORM, Texts, loss_of, made, optimizer_of
 from safetensors.torch import load_file
-from sets import full
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, Texts, loss_of, made, optimizer_of
+from tests.support.sets import full
 
 REPLICAS, BATCH, STEPS = 2, 2, 4
 FP32: dict[str, Any] = {"precision": "fp32", "max_norm": MAX_NORM}
@@ -128,10 +128,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "way",
     [
         ("tp2dp2", "pp2dp2"),
-        *full(
-            (("pp2dp2", "tp2dp2", "pp2dp2inside", "zero1"),),
-            (("pp2dp2inside", "zbv2dp2", "alone", "zbv2dp2"),),
-        ),
+        *full((("pp2dp2", "tp2dp2", "pp2dp2inside", "zero1"),), (("pp2dp2inside", "zbv2dp2", "alone", "zbv2dp2"),)),
     ],
     ids="-".join,
 )

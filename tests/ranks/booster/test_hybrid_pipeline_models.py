@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import Texts, made, optimizer_of
 from peft import LoraConfig, PeftModel, get_peft_model
-from sets import full
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,6 +18,8 @@ from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.deferred import deferred_init
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import Texts, made, optimizer_of
+from tests.support.sets import full
 
 ROWS, STEPS, PARTS = 4, 2, 4
 ZBV: dict[str, Any] = {"pp_style": "zbv", "num_model_chunks": 2}

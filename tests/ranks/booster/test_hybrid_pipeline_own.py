@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +15,7 @@ from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import Body, register_body, split_batch
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 VOCABULARY, WIDTH, ROWS, STEPS, PARTS = 17, 8, 4, 2, 2
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_setup import Texts, made
-from sets import full
 from test_hybrid_pipeline import exact
 from torch import Tensor, nn
 
@@ -19,6 +17,8 @@ from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import Texts, made
+from tests.support.sets import full
 
 ROWS, PARTS, RATE, REPLICAS = 4, 4, 0.5, 2
 Named = list[tuple[str, nn.Parameter]]
@@ -72,7 +72,7 @@ def drop(params: Named) -> None:
 
 
 EDITS: list[tuple[Callable[[Named], None], int]] = [
-    *((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2)),
+    *((halve, 1), (halve, 2), (limit, 1), (norms, 2), (assign, 1), (drop, 1), (drop, 2))
 ]
 """Each with the number of calls before the step; the edit is after the first."""
 

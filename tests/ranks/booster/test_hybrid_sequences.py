@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Steps, Texts, made, optimizer_of, plain_steps
-from sets import full
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Steps, Texts, made, optimizer_of, plain_steps
+from tests.support.sets import full
 
 RANKS, BATCH = 4, 2
 RING = {"sequence_parallelism_mode": "ring_attn"}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import POLICIES, Texts, made
-from sets import full
 
 from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import POLICIES, Texts, made
+from tests.support.sets import full
 
 
 def inputs() -> dict[str, torch.Tensor]:

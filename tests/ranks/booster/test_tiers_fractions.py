@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from booster_setup import Run
-from sets import full
-from tier_setup import digest
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.optim import HybridAdam
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import Run
+from tests.support.sets import full
+from tests.support.tier_setup import digest
 
 RANKS = 2
 PIECES = {RANKS: {"chunk_size": 40}}

@@ -12,9 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import LENGTH, VOCABULARY, made
 from peft import LoraConfig
-from sets import full
 from torch import Tensor
 
 from shardwise.booster import Booster
@@ -29,6 +27,8 @@ from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import run_ranks
+from tests.support.hybrid_setup import LENGTH, VOCABULARY, made
+from tests.support.sets import full
 
 STEPS, ROWS = 6, 4
 PLUGINS: dict[str, Callable[[bool], Any]] = {

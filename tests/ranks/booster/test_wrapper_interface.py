@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from booster_setup import PLUGINS, batch, start
-from sets import full
 from torch import nn
 
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.testing import assert_close, run_ranks
+from tests.support.booster_setup import PLUGINS, batch, start
+from tests.support.sets import full
 
 RANKS = 2
 ENGINE = ("zero1", "zero2", "gemini")

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import Held
-from engine_setup import one_mesh
 from torch import nn
 
 from shardwise.core.checkpoint import restore
@@ -22,6 +20,8 @@ from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import Held
+from tests.support.engine_setup import one_mesh
 
 
 def train_meanwhile(root: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
@@ -21,6 +20,7 @@ from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 OLD = 11
 PLUGINS: dict[str, Callable[[], Plugin]] = {

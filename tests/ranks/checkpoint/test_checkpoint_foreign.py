@@ -14,8 +14,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from launching import forked, start
-from sets import full
 from torch import nn
 
 from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory
@@ -26,6 +24,8 @@ from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import Session, build
+from tests.support.launching import forked, start
+from tests.support.sets import full
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from launching import forked, start
-from sets import campaign, full
 
 from tests.faults import kills
+from tests.support.launching import forked, start
+from tests.support.sets import campaign, full
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:

@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import differences, everything
-from cut_setup import VOCABULARY, made
-from engine_setup import sharded
 from safetensors.torch import load_file
-from sets import campaign, full
-from tensor_cases import decoder
-from tensor_runs import adam, flat, plan_of, train, training
-from tensor_setup import Exact
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -34,6 +27,13 @@ from shardwise.core.parallel.tensor import ShardSpec, TPPlan
 from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.checkpoint_setup import differences, everything
+from tests.support.cut_setup import VOCABULARY, made
+from tests.support.engine_setup import sharded
+from tests.support.sets import campaign, full
+from tests.support.tensor_cases import decoder
+from tests.support.tensor_runs import adam, flat, plan_of, train, training
+from tests.support.tensor_setup import Exact
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 States = tuple[dict[str, Any], dict[str, Any]]

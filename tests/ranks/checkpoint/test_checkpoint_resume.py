@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import Run, close_to, differences, everything, plans, start
-from engine_setup import one_mesh
-from sets import campaign, full
 
 from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import Run, close_to, differences, everything, plans, start
+from tests.support.engine_setup import one_mesh
 from tests.support.models import MODELS
+from tests.support.sets import campaign, full
 
 SAVED_AFTER = 2
 Cell = tuple[str, str, str, str]

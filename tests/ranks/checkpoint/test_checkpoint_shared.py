@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_setup import Held, Run, differences, everything, start
-from engine_setup import PLANS, one_mesh
-from sets import full
 from torch import nn
 
 from shardwise.core.checkpoint.directory import scan
@@ -24,6 +21,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import Held, Run, differences, everything, start
+from tests.support.engine_setup import PLANS, one_mesh
+from tests.support.sets import full
 
 ROOT = "runs"
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.testing import run_ranks
+from tests.support.sets import full
 
 RANKS = 2
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 
 class Tied(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
@@ -18,6 +17,7 @@ from shardwise.core.checkpoint.formats import detect_format, open_checkpoint
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 STEPS = 3
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sets import full
 
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 from tests.faults.fuzz.trial import differing
+from tests.support.sets import full
 
 GROUP = ["state", "optimizers", 0, "groups", 0, "options"]
 SMALL = ["state", "optimizers", 0, "small", "first.weight", "step"]

@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import plans
-from engine_setup import one_mesh
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as ds
@@ -25,6 +22,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.checkpoint_setup import plans
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import full
 
 Optimizer = torch.optim.Optimizer
 State = dict[str, Any]

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_setup import SCALER, plans
-from engine_setup import adam, sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
@@ -21,6 +18,9 @@ from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import SCALER, plans
+from tests.support.engine_setup import adam, sharded
+from tests.support.sets import full
 
 NAMES = ("zero1", "zero3", "host", "bf16", "bf16 disk", "fp16", "straddling", "mixed")
 State = dict[str, Tensor]

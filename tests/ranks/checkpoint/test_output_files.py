@@ -12,11 +12,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from sets import campaign, full
 
 from shardwise.core.checkpoint.formats.output import output_files, write_text
 from shardwise.testing import run_ranks
 from tests.faults.system import in_place_of_the_system
+from tests.support.sets import campaign, full
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KINDS: dict[str, list[str]] = {

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import differences, everything
-from engine_setup import PLANS, one_mesh
-from sets import full
 from test_checkpoint_shared import ROOT, begin, inside, stop
 from torch import nn
 
@@ -26,6 +23,9 @@ from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import differences, everything
+from tests.support.engine_setup import PLANS, one_mesh
+from tests.support.sets import full
 
 
 def nested(levels: int, kind: Callable[[list[Any]], Any] = list) -> Any:

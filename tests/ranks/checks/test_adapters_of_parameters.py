@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from engine_setup import PLANS, sharded
 from peft import LoraConfig, get_peft_model
-from sets import full
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from shardwise.plan import Plan
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, sharded
+from tests.support.sets import full
 
 STEPS = 2
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import PLANS
-from sets import full
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -17,6 +15,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import OneParameter, Session, ShardedOptimizer, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS
+from tests.support.sets import full
 
 
 def net() -> nn.Module:

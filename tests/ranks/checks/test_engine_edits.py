@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import PLANS, loss_of, one_mesh, seeded, sgd, sharded, told
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, loss_of, one_mesh, seeded, sgd, sharded, told
+from tests.support.sets import campaign, full
 
 State = dict[str, Tensor]
 KEPT = ["zero1", "zero2"]

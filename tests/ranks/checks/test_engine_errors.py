@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_setup import PLANS, sharded, told
 from torch import nn
 
 from shardwise.plan import ByModule, MeshPlan, Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, sharded, told
 
 Make = Callable[[nn.Module], object]
 

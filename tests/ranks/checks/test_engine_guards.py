@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, loss_of, one_mesh, seeded, sgd, sharded, told
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, loss_of, one_mesh, seeded, sgd, sharded, told
+from tests.support.sets import full
 
 STAGES = ["zero3", *full("zero2", "zero3_gloo")]
 RESIDENT_TOO = ["zero2", "zero3", *full("zero3_gloo")]

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, data, loss_of, one_mesh, run_plain, seeded, sgd, sharded, told
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, adam, data, loss_of, one_mesh, run_plain, seeded, sgd, sharded, told
+from tests.support.sets import full
 
 STAGES = ["zero3", *full("zero2", "zero3_gloo")]
 State = dict[str, Tensor]

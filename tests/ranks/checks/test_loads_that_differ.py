@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, data, one_mesh, scaler, seeded
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -18,6 +16,8 @@ from shardwise.plan import zero
 from shardwise.pytorch.state_dict import set_model_state_dict
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, data, one_mesh, scaler, seeded
+from tests.support.sets import campaign, full
 
 State = dict[str, Any]
 ALL = ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, data, loss_of, seeded, sgd, sharded
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, data, loss_of, seeded, sgd, sharded
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 

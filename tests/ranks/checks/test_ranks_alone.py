@@ -9,15 +9,15 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, adam, data, seeded
-from engine_setup import two_layers as net
-from groups_setup import waits_at_most
-from sets import full
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, data, seeded
+from tests.support.engine_setup import two_layers as net
+from tests.support.groups_setup import waits_at_most
+from tests.support.sets import full
 
 WAITS_S = 600.0
 """A rank that waits so long is not told at once: the limit of ``run_ranks`` comes first."""

@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import one_mesh
-from sets import full
 from torch import nn
 
 from shardwise.core.checks import description
@@ -19,6 +17,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import full
 
 
 def net() -> nn.Module:

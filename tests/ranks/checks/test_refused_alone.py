@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, adam, one_mesh, seeded
-from engine_setup import two_layers as net
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardwise.core.comm import PeerError
 from shardwise.pytorch.state_dict import set_model_state_dict, set_optimizer_state_dict
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, one_mesh, seeded
+from tests.support.engine_setup import two_layers as net
 
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 

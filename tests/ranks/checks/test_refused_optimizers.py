@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import one_mesh
-from tier_setup import with_tiers
 from torch import nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.tier_setup import with_tiers
 
 
 class Normed(torch.optim.Optimizer):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import PLANS, one_mesh
-from sets import full
 from torch import nn
 
 from shardwise.core.checks.broken import Broken
@@ -17,6 +15,8 @@ from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.mesh import Mesh
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, one_mesh
+from tests.support.sets import full
 
 Change = Callable[[Session], None]
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sharded
-from engine_setup import tanh_net as net
-from scope import PER_HOST, hosts_of
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import ByTensor, Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.engine_setup import tanh_net as net
+from tests.support.scope import PER_HOST, hosts_of
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 SENT: list[object] = []

@@ -10,8 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
-from sets import full
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -21,6 +19,8 @@ from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from shardwise.deepspeed import initialize
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
+from tests.support.sets import full
 
 RESIDENT = ["ddp", "zero1", "zero2"]
 

@@ -8,16 +8,16 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, adam, data, one_mesh, seeded
-from engine_setup import two_layers as net
-from scope import Scope
-from sets import full
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 from shardwise.testing import RankPool, run_ranks
+from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded
+from tests.support.engine_setup import two_layers as net
+from tests.support.scope import Scope
+from tests.support.sets import full
 
 
 def pair(mesh: Mesh, plan: Plan) -> list[Session]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, data, loss_of, one_mesh, sgd, sharded, told
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, data, loss_of, one_mesh, sgd, sharded, told
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 SHARDED_SETS = ["zero3", *full("zero3_gloo", "zero3_tensor")]

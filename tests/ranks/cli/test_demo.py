@@ -19,10 +19,10 @@ from demo import __main__ as options
 from demo.model import ByteGPT, ModelSize, generate
 from demo.text import SEPARATOR, ByteWindows, load_corpus, text_files
 from demo.train import BadInput, StopRequest, learning_rate_factor, train
-from sets import full
 from torch import nn
 
 from shardwise.testing import RankPool
+from tests.support.sets import full
 
 SMALL = "--width 32 --depth 2 --heads 2 --context 32 --batch 4 --sample 10 --device cpu --learning-rate 0.01"
 TIERS = "--size 300K --context 32 --batch 1 --steps 3 --sample 0 --device cpu"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import assert_refused, on_ranks
 from shardwise.colossalai.booster import Booster
 from shardwise.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.colossalai.cluster import DistCoordinator, ProcessGroupManager, ProcessGroupMesh
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 
 from shardwise import colossalai, deepspeed
 from shardwise.testing import assert_close, run_ranks
+from tests.support.on_ranks import assert_refused, on_ranks
 
 STEPS, ROWS = 3, 4
 

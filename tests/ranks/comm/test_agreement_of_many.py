@@ -10,10 +10,6 @@ import other_numbers
 import pytest
 import torch
 import torch.distributed as dist
-from alike_setup import PLANS, WIDTH, Blocks, made, real_native
-from engine_setup import plain_steps
-from scope import Scope
-from sets import campaign, full
 from torch import Tensor
 
 from shardwise.core.comm import Group, PeerError, Summary, register_backend
@@ -21,6 +17,10 @@ from shardwise.core.grads import reducer
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor
 from shardwise.testing import assert_close, run_ranks
+from tests.support.alike_setup import PLANS, WIDTH, Blocks, made, real_native
+from tests.support.engine_setup import plain_steps
+from tests.support.scope import Scope
+from tests.support.sets import campaign, full
 
 FLAGS, MORE_FLAGS = 100, 2000
 

@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from scope import CPU, Scope, same, summed, values
-from sets import campaign, full
 
 from shardwise.core.comm import Buffer, Group, LocalGroup
 from shardwise.core.comm.mapping import MappingError
 from shardwise.core.comm.summing import TILE_NUMEL, RankSum
 from shardwise.core.memory.trace.tracker import TensorTracker
 from shardwise.testing import run_ranks
+from tests.support.scope import CPU, Scope, same, summed, values
+from tests.support.sets import campaign, full
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLICES = (0, 1, 7, 1300)

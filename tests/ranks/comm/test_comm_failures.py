@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launching import forked, start
-from scope import Scope
-from sets import full
 
 from shardwise.core.comm import ModelId, PeerError, SharedGroup
 from shardwise.testing import run_ranks
+from tests.support.launching import forked, start
+from tests.support.scope import Scope
+from tests.support.sets import full
 
 # Failures. These ranks are processes of their own, since a pool ends all its ranks soon after the first failure.
 

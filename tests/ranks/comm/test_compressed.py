@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from scope import CPU, Scope, values
-from sets import full
 from torch import Tensor
 
 from shardwise.core.comm import (
@@ -24,6 +22,8 @@ from shardwise.core.comm import (
     compressed,
 )
 from shardwise.testing import run_ranks
+from tests.support.scope import CPU, Scope, values
+from tests.support.sets import full
 
 SLICES = (0, 1, 7, BLOCK, 3 * BLOCK + 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

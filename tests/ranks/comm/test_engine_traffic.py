@@ -23,14 +23,14 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import PLANS, meshes, sharded
-from sets import full
 from torch import nn
 
 from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, meshes, sharded
+from tests.support.sets import full
 
 WIDTH, DEPTH = 17, 5
 UNIT = WIDTH * WIDTH + WIDTH

@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from scope import Scope
-from sets import full
 
 from shardwise.core.comm import Buffer, PeerError, SharedGroup, shared
 from shardwise.testing import run_ranks
+from tests.support.scope import Scope
+from tests.support.sets import full
 
 SOON_S, NEVER_S = 0.3, 600.0
 SLOW_S = 3 * shared.CHECK_S

@@ -11,11 +11,11 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from scope import Scope
 
 from shardwise.core.comm import PeerError
 from shardwise.core.comm.link import Link
 from shardwise.testing import run_ranks
+from tests.support.scope import Scope
 
 INSIDE_S = 0.2
 """Until a thread that has begun to wait is inside of gloo; sooner or later, the test passes."""

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from launching import SECONDS, forked, start
 from torch import nn
 
 from shardwise.core.comm import GroupMaker, choose, members, register_backend
@@ -22,6 +21,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.launching import SECONDS, forked, start
 
 RANKS = 4
 

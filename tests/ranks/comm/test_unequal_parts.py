@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from scope import Scope, same, summed, values
 
 from shardwise.core.comm import Group
 from shardwise.testing import run_ranks
+from tests.support.scope import Scope, same, summed, values
 
 
 def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> None:

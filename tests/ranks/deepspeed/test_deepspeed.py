@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ds_setup import Recorded, close, start
-from on_ranks import on_ranks
 from safetensors.torch import load_file
-from sets import full
 from shardwise.deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
+from tests.support.ds_setup import Recorded, close, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS = 2
 TUTORIAL = Path(__file__).parents[3] / "examples" / "deepspeed_tutorial.py"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import ds_config, start
-from on_ranks import on_ranks
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import PeerError
+from tests.support.ds_setup import ds_config, start
+from tests.support.on_ranks import on_ranks
 
 Call = Callable[[deepspeed.DeepSpeedEngine, str], object]
 

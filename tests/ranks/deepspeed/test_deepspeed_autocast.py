@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close, run_ranks
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, STEPS, PASSES, CLIP = 2, 5, 3, 0.05
 LIMIT = 1e-6

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import close, start
-from launching import SECONDS, forked
-from launching import start as start_process
-from on_ranks import on_ranks
-from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from tests.launcher_variables import without_launcher
+from tests.support.ds_setup import close, start
+from tests.support.launching import SECONDS, forked
+from tests.support.launching import start as start_process
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS = 2
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import close, ds_config, start
-from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
+from tests.support.ds_setup import close, ds_config, start
+from tests.support.on_ranks import on_ranks
 
 RANKS, MICRO = 2, 3
 

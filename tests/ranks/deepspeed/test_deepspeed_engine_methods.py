@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, start
-from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, start
+from tests.support.on_ranks import on_ranks
 
 RANKS, MICRO, STEPS = 2, 3, 3
 

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from ds_setup import close, start
-from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
+from tests.support.ds_setup import close, start
+from tests.support.on_ranks import on_ranks
 
 PASSES = 4
 RATE = 0.5

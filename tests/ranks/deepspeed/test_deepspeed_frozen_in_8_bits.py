@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.comm import INT8
 from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, STEPS, WIDTH = 2, 3, 24
 RTOL = 2e-5  # all is fp32

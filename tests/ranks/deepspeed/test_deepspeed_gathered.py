@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
+from tests.support.ds_setup import ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 QUICK = [(1, False), (3, True)]
 OTHERS = [(1, True), (3, False)]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed.zero import ZeroParamStatus
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS = 3
 WIDTH, LR = 48, 0.5  # sizes that divide by the ranks and need no padding

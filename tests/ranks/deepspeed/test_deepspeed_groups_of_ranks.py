@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_setup import adam, data, run_plain, seeded
-from on_ranks import on_ranks
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
+from tests.support.engine_setup import adam, data, run_plain, seeded
+from tests.support.on_ranks import on_ranks
 
 RANKS, PASSES, STEPS, WIDTH, DEPTH = 4, 2, 2, 6, 4
 # Nothing stays gathered for its own sake, and nothing is fetched ahead.

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.optim import AdamRule, AdamSlot, adam_reference
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, STEPS, LR, DECAY = 2, 6, 3e-2, 0.1
 BLOCKS: dict[str, tuple[dict[str, Any], torch.dtype, torch.dtype]] = {

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed import groups
 from shardwise.testing import assert_close
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, BATCH, TP = 4, 2, 2
 CONFIG: dict[str, Any] = {"train_batch_size": BATCH * RANKS // TP, "gradient_clipping": MAX_NORM}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed
-from on_ranks import on_ranks
 from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
 from shardwise.core.comm import PeerError
 from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 
 
 @on_ranks(RANKS)

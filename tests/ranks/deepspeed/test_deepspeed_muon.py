@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, STEPS, PASSES = 2, 4, 2
 RATES = {"muon_lr": 0.05, "adam_lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}

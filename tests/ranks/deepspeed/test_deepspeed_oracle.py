@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import close
 from safetensors.torch import load_file
-from sets import full
 from torch import Tensor
 
 import shardwise.deepspeed
 from shardwise.testing import PlainRecipe, run_ranks, train_plain
+from tests.support.ds_setup import close
+from tests.support.sets import full
 
 DATA = Path(__file__).parents[2] / "data"
 GENERATOR, STORED = DATA / "make_deepspeed_training.py", DATA / "deepspeed_training.safetensors"

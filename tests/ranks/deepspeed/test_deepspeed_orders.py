@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launching import finished
 from torch import nn
 
 from shardwise import deepspeed
 from shardwise.testing import run_ranks
+from tests.support.launching import finished
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

@@ -18,10 +18,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from ds_setup import close, start
-from groups_setup import GROUPS, Part, join, part_loss, part_steps
-from on_ranks import on_ranks
-from sharded_setup import adam
 from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
@@ -29,6 +25,10 @@ from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, start
+from tests.support.groups_setup import GROUPS, Part, join, part_loss, part_steps
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded_setup import adam
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import close, ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 STEPS, RATE, FACTORS = 3, 0.5, (1.0, 0.5)
 HALF = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}}}

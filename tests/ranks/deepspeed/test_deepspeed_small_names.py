@@ -9,15 +9,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, start
-from launching import SECONDS, forked
-from launching import start as start_process
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import run_ranks
+from tests.support.ds_setup import close, ds_config, start
+from tests.support.launching import SECONDS, forked
+from tests.support.launching import start as start_process
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 
 @on_ranks(2)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed import utils
 from shardwise.deepspeed.marks import ZeroParamStatus
+from tests.support.ds_setup import ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, MICRO = 2, 3
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from ds_setup import Recorded, close, start
 from safetensors.torch import load_file
-from sets import full
 from torch import Tensor
 
 import shardwise.deepspeed as deepspeed
 from shardwise.compat import UnsupportedName
 from shardwise.testing import run_ranks
+from tests.support.ds_setup import Recorded, close, start
+from tests.support.sets import full
 
 RANKS = 2
 

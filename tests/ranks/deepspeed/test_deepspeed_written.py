@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import close, ds_config, optimizer_block
-from ds_setup import start as start_engine
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block
+from tests.support.ds_setup import start as start_engine
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS, MICRO, PASSES = 2, 3, 2
 LIMITS = [0.05, 0.01, 0.0, 0.02]

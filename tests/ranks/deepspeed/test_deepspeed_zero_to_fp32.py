@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ds_setup import ds_config, optimizer_block, start
-from on_ranks import on_ranks
-from sets import full
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
@@ -18,6 +15,9 @@ from shardwise.deepspeed.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from shardwise.testing import assert_close
+from tests.support.ds_setup import ds_config, optimizer_block, start
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 RANKS = 2
 

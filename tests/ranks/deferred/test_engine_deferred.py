@@ -12,9 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from booster_setup import SMALL
-from engine_setup import PLANS, adam, check, seeded, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise import deepspeed
@@ -26,8 +23,11 @@ from shardwise.core.deferred import deferred_init
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.booster_setup import SMALL
 from tests.support.counters import live_tensor_bytes
+from tests.support.engine_setup import PLANS, adam, check, seeded, sharded
 from tests.support.modules import TinyGpt
+from tests.support.sets import campaign, full
 
 
 def convolutions() -> nn.Module:

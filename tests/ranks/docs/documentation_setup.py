@@ -249,7 +249,7 @@ def _activations_back(names: Names) -> None:
 
 
 def _trainer(names: Names) -> None:
-    from huggingface_setup import arguments, gpt2, rows
+    from tests.support.huggingface_setup import arguments, gpt2, rows
 
     options = {"eval_strategy": "no", "save_strategy": "no", "num_train_epochs": 1}
     names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8])
@@ -260,7 +260,7 @@ def _accelerate(names: Names) -> None:
 
 
 def _lightning(names: Names) -> None:
-    from lightning_setup import data, quiet, toy
+    from tests.support.lightning_setup import data, quiet, toy
 
     quiet()
     names.update(model=toy(), loader=data())

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_setup import OUT, WIDTH, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.lightning_setup import OUT, WIDTH, quiet
 
 __all__ = ["fabric", "in_fabric"]
 

@@ -18,12 +18,12 @@ import pytest
 import torch.distributed as dist
 from demo import __main__ as demo
 from documentation_setup import PAGES, ROOT, Block, Fence, fences
-from lightning_setup import _environment
-from sets import full
 
 from shardwise.cli import main
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import _environment
+from tests.support.sets import full
 
 RANKS = 2
 EVERY_PAGE = sorted(["README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))])
@@ -87,7 +87,7 @@ def run_page(page: str) -> list[str]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if page == "docs/huggingface.md":
-            from huggingface_setup import launched
+            from tests.support.huggingface_setup import launched
 
             stack.enter_context(launched())
         for fence, block in matched(page):

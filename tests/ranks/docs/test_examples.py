@@ -46,7 +46,7 @@ def _side(sign: str) -> str:
 
 
 def _readme(sign: str) -> dict[str, torch.Tensor]:
-    from huggingface_setup import LENGTH, gpt2
+    from tests.support.huggingface_setup import LENGTH, gpt2
 
     dataset = torch.randint(17, (8, LENGTH), generator=torch.Generator().manual_seed(2))
     if not Path("my-model").exists():

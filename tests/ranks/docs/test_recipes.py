@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensor_setup
 import torch
 import torch.distributed as dist
-from scope import Scope
-from sets import full
 from torch import nn
 
 from shardwise.booster import Booster
@@ -39,6 +36,9 @@ from tests.recipes.npz_format import FORMAT
 from tests.recipes.plain_backend import PlainGroup, make_group
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
+from tests.support import tensor_setup
+from tests.support.scope import Scope
+from tests.support.sets import full
 
 STEPS = 3
 

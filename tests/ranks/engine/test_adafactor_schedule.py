@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from engine_setup import data, seeded, sharded, told
 from torch import Tensor, nn
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import data, seeded, sharded, told
 
 
 class Net(nn.Module):

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, data, seeded, sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, data, seeded, sharded
+from tests.support.sets import full
 
 STEPS = 3
 

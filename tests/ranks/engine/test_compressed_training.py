@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import tiers
-from engine_setup import one_mesh
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.comm import BLOCK, FORMATS
@@ -19,6 +16,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import tiers
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import full
 
 WIDTH, HIDDEN = 24, 37
 HALF = torch.bfloat16

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import PLANS, data, one_mesh, seeded, sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.testing import assert_close, run_ranks
 from tests.sources import ROOT
+from tests.support.engine_setup import PLANS, data, one_mesh, seeded, sharded
+from tests.support.sets import full
 
 MADE = {"tensor", "zeros", "empty", "ones", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace"}
 ROOMS = (

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import campaign
-from tier_setup import with_tiers
 from torch import nn
 
 from shardwise import deepspeed
@@ -29,6 +27,8 @@ from shardwise.session import Session, build
 from shardwise.strategies.sessions import shard
 from shardwise.testing import run_ranks
 from shardwise.zero import ShardedModelV2, TensorShardStrategy, ZeroInitContext
+from tests.support.sets import campaign
+from tests.support.tier_setup import with_tiers
 
 SECONDS = 60.0
 SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 1}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from tests.support.modules import TinyGpt
+from tests.support.sets import campaign, full
 
 WAYS = ["blocks", "blocks after build", "module.compile()", "whole", "whole user module"]
 

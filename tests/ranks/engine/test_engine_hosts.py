@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
-from meetings_setup import fails_and_goes_on
-from scope import PER_HOST, hosts_of
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
+from tests.support.meetings_setup import fails_and_goes_on
+from tests.support.scope import PER_HOST, hosts_of
+from tests.support.sets import campaign, full
 
 WIDTH, LAYERS = 32, 4
 

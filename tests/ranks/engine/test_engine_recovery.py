@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from engine_setup import PLANS, Breaks, adam, check, data, run_plain, seeded, sgd, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, Breaks, adam, check, data, run_plain, seeded, sgd, sharded
+from tests.support.sets import campaign, full
 
 STEPS = 2
 STAGES = ["zero2", "zero3", "zero3_gloo"]

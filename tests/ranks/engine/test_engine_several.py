@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
+from tests.support.sets import campaign, full
 
 STEPS, RANKS = 3, 2
 STAGES = ["ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo"]

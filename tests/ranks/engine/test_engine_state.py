@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, seeded, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, check, seeded, sharded
+from tests.support.sets import campaign, full
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
 State = dict[str, Any]

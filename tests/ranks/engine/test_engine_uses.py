@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, plain_steps, run_plain, seeded, sgd, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, on_rank
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, plain_steps, run_plain, seeded, sgd, sharded
+from tests.support.sets import campaign, full
 
 
 def check_programs(world_size: int, name: str, programs: list[str]) -> None:

@@ -10,9 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import one_mesh
-from sets import full
-from tier_setup import Fault, with_tiers
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
@@ -23,7 +20,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import build
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.engine_setup import one_mesh
 from tests.support.models import MODELS, make_batches
+from tests.support.sets import full
+from tests.support.tier_setup import Fault, with_tiers
 
 CASE, STEPS = "gpt", 2
 PLANS: dict[str, Callable[[torch.dtype | None], Plan]] = {

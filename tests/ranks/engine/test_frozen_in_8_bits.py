@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_setup import one_mesh, sharded, told
-from sets import full
-from tier_setup import with_tiers
 from torch import Tensor, nn
 
 from shardwise.core.base.torch_internals import give_subclass
@@ -22,6 +19,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import one_mesh, sharded, told
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
 WIDTH, HIDDEN, WORDS, STEPS = 6, 37, 11, 3

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from engine_setup import data, one_mesh, seeded, sgd, sharded, told
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -14,6 +13,7 @@ from shardwise.core.base.torch_internals import give_subclass
 from shardwise.plan import ByTensor, DiskPlan, Plan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import data, one_mesh, seeded, sgd, sharded, told
 
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
 NUMEL = 24

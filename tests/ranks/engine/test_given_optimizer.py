@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, one_mesh, seeded, sharded, told
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -22,6 +20,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, check, data, one_mesh, seeded, sharded, told
+from tests.support.sets import full
 
 STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3", "zero3_straddling")}

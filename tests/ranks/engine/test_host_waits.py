@@ -18,11 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import SCALER, adam, one_mesh, seeded, sharded, told
-from sets import full
-from stream_setup import Branching, losses_of
-from tensor_cases import gpt2
-from tensor_setup import loss_of
 from torch import Tensor, nn
 
 import shardwise
@@ -31,6 +26,11 @@ from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import PipelinePlan, Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import SCALER, adam, one_mesh, seeded, sharded, told
+from tests.support.sets import full
+from tests.support.stream_setup import Branching, losses_of
+from tests.support.tensor_cases import gpt2
+from tests.support.tensor_setup import loss_of
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 PACKAGE = Path(shardwise.__file__).parent

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
-from engine_setup import tanh_net as net
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -19,6 +16,9 @@ from shardwise.core.optim.nested_state import tensors_of
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
+from tests.support.engine_setup import tanh_net as net
+from tests.support.sets import campaign, full
 
 ROWS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3", "zero3_gloo", "zero2_gloo")}
 STEPS = 3

@@ -13,9 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import scaler
-from sets import campaign, full
-from tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 from torch import nn
 
 from shardwise.core.checkpoint.run import EngineRun
@@ -25,6 +22,9 @@ from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import scaler
+from tests.support.sets import campaign, full
+from tests.support.tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 
 STEPS = 4
 HALF: dict[str, Any] = {

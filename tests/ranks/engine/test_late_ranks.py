@@ -8,8 +8,6 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, one_mesh, sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError, SharedGroup
@@ -17,6 +15,8 @@ from shardwise.core.comm.shared import CHECK_S
 from shardwise.core.mesh import Mesh
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, one_mesh, sharded
+from tests.support.sets import full
 
 RATE, NEVER_S = 0.5, 600.0
 

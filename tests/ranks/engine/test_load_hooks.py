@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sets import full
 from torch import Tensor, nn
 
 import shardwise
@@ -19,6 +18,7 @@ from shardwise.core.mesh import init_distributed
 from shardwise.core.parallel.tensor import Architecture, Mlp
 from shardwise.plan import TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 LR = 0.5

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain
-from sets import full
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwise
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, made, optimizer_of, plain
+from tests.support.sets import full
 
 RANKS, BATCH = 4, 2
 SETTINGS: list[dict[str, Any]] = [

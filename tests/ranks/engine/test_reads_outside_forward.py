@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
 
 STEPS = 2
 

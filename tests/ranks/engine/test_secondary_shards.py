@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import adam, check, data, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
-from sets import full
-from tier_setup import with_tiers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
@@ -26,6 +23,9 @@ from shardwise.core.shards.source import MemorySource, SecondarySource
 from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import adam, check, data, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 GLOO = zero(3).but(shared_memory=False)
 NAMES = list(PROGRAMS)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import sharded
-from sets import full
 from torch import Tensor, nn
 
 import shardwise
@@ -16,6 +14,8 @@ from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.core.mesh import init_distributed
 from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import sharded
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, data, sharded
-from sets import full
-from tier_setup import with_tiers
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, data, sharded
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 State = dict[str, Tensor]
 STAGES = ("ddp", "zero1", "zero2", "zero3", "zero3_straddling", "zero3_gloo")

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import adam, data, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.core.base.states import Table
@@ -21,6 +20,7 @@ from shardwise.core.shards.chunk import RESIDENCY
 from shardwise.plan import ByNumel, ByTensor, Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, data, seeded, sharded
 
 Change = tuple[str, str, str]
 """Of which table, from which state to which."""

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
 @pytest.mark.full
 def test_zero_on_two_hosts_of_two_ranks_is_plain_pytorch() -> None:
-    paths = [str(HERE.parents[2]), str(HERE.parents[1]), str(HERE.parents[1] / "helpers")]
+    paths = [str(HERE.parents[2]), str(HERE.parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:
         where = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={hosts.names[0]}", "--master-port=29578"]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, plain_steps, scaler, seeded, sgd, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, check, data, plain_steps, scaler, seeded, sgd, sharded
+from tests.support.sets import campaign, full
 
 STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3")}

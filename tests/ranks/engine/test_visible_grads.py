@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, SCALER, check, data, one_mesh, seeded, sharded
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -17,6 +15,8 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, SCALER, check, data, one_mesh, seeded, sharded
+from tests.support.sets import campaign, full
 
 STEPS, MICRO = 2, 2
 ROWS = {"zero2_host": zero(2).but(state_host_fraction=1.0)}

@@ -15,9 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import torch.utils.dlpack
-from engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
-from engine_setup import tanh_net as net
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -27,6 +24,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
+from tests.support.engine_setup import tanh_net as net
+from tests.support.sets import full
 
 
 @contextmanager

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, check, data, one_mesh, scaler, seeded, sharded
-from engine_setup import tanh_net as net
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -20,6 +17,9 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, check, data, one_mesh, scaler, seeded, sharded
+from tests.support.engine_setup import tanh_net as net
+from tests.support.sets import full
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from engine_setup import data, one_mesh, run_plain, run_sharded
 from torch import Tensor, nn
 
 from shardwise.core.comm import GlooGroup
 from shardwise.core.mesh import init_distributed
 from shardwise.plan import zero
 from shardwise.testing import assert_close
+from tests.support.engine_setup import data, one_mesh, run_plain, run_sharded
 
 STEPS = 3
 

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from engine_setup import Program, data, one_mesh, run_plain, run_sharded
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
+from tests.support.engine_setup import Program, data, one_mesh, run_plain, run_sharded
 
 Passes = Iterator[tuple[Tensor, bool]]
 STEPS = 2

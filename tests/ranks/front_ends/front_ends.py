@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from huggingface_setup import launched, quiet
-from lightning_setup import HIDDEN, OUT, WIDTH, fabric, trainer, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -37,6 +35,8 @@ from shardwise.booster.plugin import (
 from shardwise.plan import zero
 from shardwise.strategies.namespace import FABRIC, LIGHTNING
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.support.huggingface_setup import launched, quiet
+from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, fabric, trainer, weights
 
 STEPS, ROWS = 4, 12
 Batch = tuple[Tensor, Tensor]

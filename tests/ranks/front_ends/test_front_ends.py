@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from front_ends import FRONT_ENDS, InjectedError, Program, Result, plain
-from sets import full
 from torch import Tensor
 
 from shardwise.testing import run_ranks
+from tests.support.sets import full
 
 RANKS = 2
 CLIP = 0.05

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import one_mesh, sharded
-from sets import full
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -17,6 +15,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.sets import full
 
 HALF, FIRST, NUMEL = torch.bfloat16, 256.0, 192
 PLANS = {"ddp": replicated(HALF), "zero1": zero(1, HALF), "zero2": zero(2, HALF)}

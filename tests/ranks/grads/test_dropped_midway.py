@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import adam, data, seeded, sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import ByNumel, ByTensor, Plan, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, data, seeded, sharded
+from tests.support.sets import full
 
 PLANS: dict[str, Plan] = {
     "zero1": zero(1),

@@ -9,13 +9,13 @@ from itertools import product
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded, told
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded, told
+from tests.support.sets import full
 
 RANKS, MICRO, STEPS = 2, 3, 2
 # Rows of each rank's micro-batches: as uneven as it gets, one of them empty.

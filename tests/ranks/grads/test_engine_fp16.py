@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engine_setup import scaler as any_scaler
-from engine_setup import sharded
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, ScalerPlan, replicated, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import scaler as any_scaler
+from tests.support.engine_setup import sharded
+from tests.support.sets import full
 
 SEQUENCE = [1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1]
 SCALES = [1024.0, 512, 256, 256, 256, 128, 128, 128, 128, 256, 256, 128]

@@ -13,10 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from early_setup import full_state
-from engine_setup import PLANS, adam, data, one_mesh, plain_steps, seeded
-from sets import full
-from tier_setup import with_tiers
 from torch import Tensor, nn
 from wait_setup import Impatient, quick_patience
 
@@ -26,6 +22,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.early_setup import full_state
+from tests.support.engine_setup import PLANS, adam, data, one_mesh, plain_steps, seeded
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 LAYERS = 5
 STEPS = 3

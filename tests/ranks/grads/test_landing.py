@@ -9,9 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import adam, one_mesh, seeded, sharded
-from stream_setup import LAYERS, Branching, losses_of
-from tier_setup import with_tiers
 from torch import Tensor
 
 from shardwise.core.comm import DONE, Buffer, Handle, LocalGroup
@@ -22,6 +19,9 @@ from shardwise.core.shards import source
 from shardwise.core.shards.source import MemorySource
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, one_mesh, seeded, sharded
+from tests.support.stream_setup import LAYERS, Branching, losses_of
+from tests.support.tier_setup import with_tiers
 
 STEPS, PASSES = 3, 3
 

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from engine_setup import PLANS, Breaks, adam, check, data, one_mesh, run_plain, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, Breaks, adam, check, data, one_mesh, run_plain, seeded, sharded
 
 
 class Net(nn.Module):

@@ -10,9 +10,18 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded
-from sets import full
-from stream_setup import (
+from torch import Tensor, nn
+from wait_setup import quick_patience
+
+from shardwise.core.comm import Handle, NativeGroup
+from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.reducer import Reducer
+from shardwise.core.shards.pool import ChunkPool
+from shardwise.plan import Plan, zero
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.sets import full
+from tests.support.stream_setup import (
     LAYERS,
     Branching,
     Name,
@@ -26,15 +35,6 @@ from stream_setup import (
     stuck,
     train_on,
 )
-from torch import Tensor, nn
-from wait_setup import quick_patience
-
-from shardwise.core.comm import Handle, NativeGroup
-from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.grads.reducer import Reducer
-from shardwise.core.shards.pool import ChunkPool
-from shardwise.plan import Plan, zero
-from shardwise.testing import assert_close, run_ranks
 
 STEPS = 10
 

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from early_setup import full_state
-from engine_setup import adam, one_mesh, plain_steps
-from sets import campaign, full
-from tier_setup import SHARES, small_tiles, with_tiers
 from torch import Tensor
 from wait_setup import WAYS, Impatient, Watch, loss_at, make_ways, quick_patience
 
@@ -20,6 +16,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.early_setup import full_state
+from tests.support.engine_setup import adam, one_mesh, plain_steps
+from tests.support.sets import campaign, full
+from tests.support.tier_setup import SHARES, small_tiles, with_tiers
 
 UPDATES: dict[str, dict[str, Any]] = {"step": {"update": "step"}, "in_place": {"update": "backward"}}
 

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from engine_setup import data, seeded
 from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer
@@ -18,6 +17,7 @@ from shardwise.core.grads import reducer as waits
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.session import Session
+from tests.support.engine_setup import data, seeded
 
 QUICK_S = 0.004
 """Peers of an impatient rank wait in vain; here not for long."""

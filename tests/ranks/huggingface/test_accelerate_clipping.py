@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import RANKS, launched
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close
+from tests.support.huggingface_setup import RANKS, launched
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 pytest.importorskip("accelerate")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT
-from sets import campaign
 from torch import Tensor, nn
 
 from tests.launcher_variables import without_launcher
+from tests.support.launching import ROOT
+from tests.support.sets import campaign
 
 PROGRAM = """
 import sys

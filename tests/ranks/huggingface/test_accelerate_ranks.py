@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import launched
-from on_ranks import on_ranks
 from torch import nn
 
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
+from tests.support.huggingface_setup import launched
+from tests.support.on_ranks import on_ranks
 
 pytest.importorskip("accelerate")
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import RANKS, launched, quiet
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, zero
+from tests.support.huggingface_setup import RANKS, launched, quiet
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 pytest.importorskip("accelerate")
 
@@ -153,9 +153,8 @@ def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
 @on_ranks(RANKS, timeout=120.0)
 def test_a_trainer_that_makes_its_model_anew_trains_twice(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from huggingface_setup import arguments, gpt2, rows
-
     from shardwise.huggingface import ShardwiseTrainer
+    from tests.support.huggingface_setup import arguments, gpt2, rows
 
     with launched(), quiet():
         # Trainer turns fp16 off on a CPU, so the plan says it.

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import RANKS, arguments, gpt2, launched, quiet, rows
-from on_ranks import on_ranks
-from sets import full
 from torch import Tensor
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close
+from tests.support.huggingface_setup import RANKS, arguments, gpt2, launched, quiet, rows
+from tests.support.on_ranks import on_ranks
+from tests.support.sets import full
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import launched, quiet
-from sets import full
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
+from tests.support.huggingface_setup import launched, quiet
+from tests.support.sets import full
 
 ROWS, BATCH, STEPS, RANKS = 16, 4, 2, 2
 WAYS = [("mapped", "accelerate streamed"), *full((("sampler", "streamed", "accelerate mapped"),))]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from launching import finished
+
+from tests.support.launching import finished
 
 PROGRAM = """
 import json, sys
@@ -119,7 +120,7 @@ def run(folder: Path, initial: Any, config: str, *launch: str) -> tuple[dict[str
 
 @pytest.mark.full
 def test_programs_for_deepspeed_train_as_plain_ones(tmp_path: Path) -> None:
-    from huggingface_setup import gpt2
+    from tests.support.huggingface_setup import gpt2
 
     initial = gpt2()
     (tmp_path / "ds.json").write_text(json.dumps(ZERO))

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, finished
-from sets import campaign
+
+from tests.support.launching import ROOT, finished
+from tests.support.sets import campaign
 
 PROGRAM = """
 import copy, json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, HELPERS)
+sys.path.insert(0, ROOT)
 import torch, trl
 from peft import LoraConfig
-from trl_setup import llama, rows, tokenizer
+from tests.support.trl_setup import llama, rows, tokenizer
 
 kind, folder, config = sys.argv[1], sys.argv[2], sys.argv[3] or None
 args = getattr(trl, f"{kind}Config")(
@@ -71,7 +72,7 @@ def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
     """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""
     for needed in ("trl", "datasets"):
         pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
-    (tmp_path / "program.py").write_text(PROGRAM.replace("HELPERS", repr(str(ROOT / "tests" / "helpers"))))
+    (tmp_path / "program.py").write_text(PROGRAM.replace("insert(0, ROOT)", f"insert(0, {str(ROOT)!r})"))
     (tmp_path / "ds.json").write_text(json.dumps(STAGE_3))
     program = tmp_path / "program.py"
     history, saved = run(program, kind, "", "--nproc", "1")

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import RANKS, arguments, gpt2, launched, make, quiet, rows, weights
-from on_ranks import assert_refused, on_ranks
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwise.core.optim import HybridAdam
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.huggingface_setup import RANKS, arguments, gpt2, launched, make, quiet, rows, weights
+from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.sets import campaign, full
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
+
+from tests.support.on_ranks import on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from huggingface_setup import RANKS, launched, make, quiet, weights
-
 from shardwise.core.checkpoint import CheckpointError
 from shardwise.core.checkpoint.formats import output
 from shardwise.plan import zero
+from tests.support.huggingface_setup import RANKS, launched, make, quiet, weights
 
 
 def content(path: Path) -> dict[str, bytes]:

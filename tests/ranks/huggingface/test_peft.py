@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import gpt2, quiet
-from sets import full
 from torch import Tensor
 
 import shardwise
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.huggingface_setup import gpt2, quiet
+from tests.support.sets import full
 
 pytest.importorskip("peft")
 TOKENS = torch.randint(17, (2, 7), generator=torch.Generator().manual_seed(5))

@@ -12,10 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_setup import told
-from huggingface_setup import launched
-from packed_setup import HIDDEN, INNER, LAYERS, LENGTH, TARGETS, VOCABULARY, adamw, adapted, base, packed, silent, train
-from sets import full
 from torch import Tensor, nn
 
 import shardwise
@@ -24,6 +20,23 @@ from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.deferred import deferred_init
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import told
+from tests.support.huggingface_setup import launched
+from tests.support.packed_setup import (
+    HIDDEN,
+    INNER,
+    LAYERS,
+    LENGTH,
+    TARGETS,
+    VOCABULARY,
+    adamw,
+    adapted,
+    base,
+    packed,
+    silent,
+    train,
+)
+from tests.support.sets import full
 
 for needed in ("bitsandbytes", "peft", "transformers"):
     pytest.importorskip(needed)

@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from huggingface_setup import launched, quiet
-from sets import full
 from torch import Tensor
-from trl_setup import llama, rows, tokenizer
 
 from shardwise.plan import zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.huggingface_setup import launched, quiet
+from tests.support.sets import full
+from tests.support.trl_setup import llama, rows, tokenizer
 
 RTOL = 1e-5
 SYNC = ("DPO with a reference that follows", False)

@@ -8,7 +8,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from sets import campaign
 from torch import Tensor, nn
 
 from shardwise.core.base.device import (
@@ -27,6 +26,7 @@ from shardwise.core.base.device import (
 )
 from shardwise.testing import RankError, RankPool
 from tests.support.late import LateDevice, LateError, late_device
+from tests.support.sets import campaign
 
 SEEDS = range(8)
 GPU = torch.device("cuda", 0)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sets import full
 
 from shardwise.testing import RankPool
 from tests.late.mutations import run_without
 from tests.late.places import CALLS, ELSEWHERE, ROOT, elsewhere, noted, places, taken_out
 from tests.late.scenarios import Scenario, scenarios
+from tests.support.sets import full
 
 
 def _calls_of(path: Path) -> Iterator[str]:

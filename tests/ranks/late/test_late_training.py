@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import late_setup
 import pytest
-from late_axes import sent_first
-from late_setup import Found
-from sets import campaign, full
 
 from shardwise.testing import RankError, RankPool
 from tests.late.mutations import run_without
 from tests.late.scenarios import ALONE, HOMES, Scenario, scenarios
+from tests.support import late_setup
+from tests.support.late_axes import sent_first
+from tests.support.late_setup import Found
+from tests.support.sets import campaign, full
 
 SEEDS = range(4)
 """One of each kind of order."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_setup import close, data, stock, toy, trainer, weights
-from sets import campaign, full
 from torch import Tensor
 
 from shardwise.strategies.namespace import LIGHTNING
+from tests.support.lightning_setup import close, data, stock, toy, trainer, weights
+from tests.support.sets import campaign, full
 
 SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

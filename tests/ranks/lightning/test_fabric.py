@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_setup import HIDDEN, OUT, WIDTH, close, data, fabric, toy, trainer
-from sets import full
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
 from shardwise.strategies.namespace import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, close, data, fabric, toy, trainer
+from tests.support.sets import full
 
 SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

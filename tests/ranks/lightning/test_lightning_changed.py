@@ -10,11 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning_cases import strategy
-from lightning_setup import OUT, Toy, close, data, toy, trainer
-from sets import full
 from torch import nn
 
 from shardwise.testing import assert_close, run_ranks
+from tests.support.lightning_setup import OUT, Toy, close, data, toy, trainer
+from tests.support.sets import full
 
 RANKS = 2
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, kinds, rows, strategy
-from lightning_setup import OUT, WIDTH, Toy, close, data, since, toy, trainer, weights
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import OUT, WIDTH, Toy, close, data, since, toy, trainer, weights
+from tests.support.sets import campaign, full
 
 RANKS = 2
 EPOCHS = 3
@@ -199,8 +199,7 @@ def kept_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], l
 
 
 @pytest.mark.parametrize(
-    ("kind", "save_last"),
-    [("deepspeed_3", "link"), *campaign(("colossalai", True), ("fully_sharded", True))],
+    ("kind", "save_last"), [("deepspeed_3", "link"), *campaign(("colossalai", True), ("fully_sharded", True))]
 )
 def test_model_checkpoint_keeps_and_removes_as_under_ddp(
     kind: str, save_last: Any, kept_by_stock: Callable[[Any], list[dict[str, Any]]], tmp_path: Path

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import Recipe, check_same, ended, run
-from lightning_setup import Toy, close, data, since, toy, trainer, weights
 from torch import Tensor
 
 from shardwise.strategies.colossalai import ColossalAI
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace, build
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, close, data, since, toy, trainer, weights
 
 RANKS = 2
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_deepspeed_setup import BUCKET, RANKS, Options, noted, rank, strategy
-from lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
-from sets import full
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
 from shardwise.strategies.precision import ShardedPrecision
 from shardwise.testing import run_ranks
+from tests.support.lightning_deepspeed_setup import BUCKET, RANKS, Options, noted, rank, strategy
+from tests.support.lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from tests.support.sets import full
 
 
 def other_namespace() -> float:

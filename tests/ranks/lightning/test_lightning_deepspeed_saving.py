@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_deepspeed_setup import RANKS, Options, noted, rank, strategy
-from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
-from sets import full
 from torch import nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_deepspeed_setup import RANKS, Options, noted, rank, strategy
+from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
+from tests.support.sets import full
 
 
 def save_after_test(directory: str) -> None:

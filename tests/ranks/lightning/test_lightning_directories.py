@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning_cases import STOCK, THREE, kinds, rows, strategy
-from lightning_setup import Toy, close, data, fabric, toy, trainer, weights
 from torch import Tensor, nn
 
 import shardwise.fabric
 from shardwise.lightning import convert_zero_checkpoint_to_fp32_state_dict, to_single_file
 from shardwise.strategies.namespace import FABRIC
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, close, data, fabric, toy, trainer, weights
 
 RANKS = 2
 

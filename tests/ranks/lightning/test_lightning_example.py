@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from sets import campaign
 
 from shardwise.testing import run_ranks
+from tests.support.sets import campaign
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_strategies.py"
 RANKS = 2

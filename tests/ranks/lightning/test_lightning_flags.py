@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import STOCK, THREE, Ended, check_same, ended, kinds, off, rows, strategy
-from lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, toy, trainer, weights
 
 RANKS = 2
 
@@ -294,8 +294,7 @@ MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "flops"),
-    rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED),
+    ("kind", "precision", "flops"), rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED)
 )
 def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
     """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
-from sets import full
 from torch import Tensor
 
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
+from tests.support.sets import full
 
 RANKS = 2
 TOLERANCE = 1e-6  # fp32: ddp divides before it sums, and sums in another order
@@ -164,10 +164,7 @@ def precisions(name: str, fp32: dict[str, Tensor]) -> tuple[list[str], float, di
 @pytest.mark.parametrize(
     ("name", "dtype", "saved", "most"),
     [
-        *full(
-            ("32-true", torch.float32, torch.float32, 1e-6),
-            ("64-true", torch.float64, torch.float64, 1e-6),
-        ),
+        *full(("32-true", torch.float32, torch.float32, 1e-6), ("64-true", torch.float64, torch.float64, 1e-6)),
         ("bf16-mixed", torch.bfloat16, torch.float32, 0.05),
         ("16-mixed", torch.float16, torch.float32, 0.02),
         ("bf16-true", torch.bfloat16, torch.bfloat16, 0.2),

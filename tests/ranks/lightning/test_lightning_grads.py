@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from lightning_cases import STOCK, Ended, Recipe, check_same, kinds, run
-from lightning_setup import Toy, toy
 
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, toy
 
 RANKS = 2
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
-from lightning_deepspeed_setup import strategy
-from lightning_setup import close, trainer
-from sets import campaign, full
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import assert_close, run_ranks
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from tests.support.lightning_deepspeed_setup import strategy
+from tests.support.lightning_setup import close, trainer
+from tests.support.sets import campaign, full
 
 RANKS, BATCH, TP = 4, 2, 2
 REPLICAS = RANKS // TP

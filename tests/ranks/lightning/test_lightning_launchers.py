@@ -18,15 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning_program
-import lightning_setup  # noqa: F401  has the server import Lightning
 import pytest
 import torch
-from launching import Forked, fork_rank, forked, start
 from lightning.pytorch.strategies.launchers import subprocess_script
-from sets import campaign, full
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import tests.support.lightning_setup  # noqa: F401  has the server import Lightning
 from tests.launcher_variables import without_launcher
+from tests.support.launching import Forked, fork_rank, forked, start
+from tests.support.sets import campaign, full
 
 PROGRAM = lightning_program.__file__
 SECONDS = 120.0
@@ -83,9 +83,7 @@ def _program(directory: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launchers",
-    [["popen"], *full(["popen", "torchrun"]), *campaign(list(COMMANDS))],
-    ids=["one", "two", "all"],
+    "launchers", [["popen"], *full(["popen", "torchrun"]), *campaign(list(COMMANDS))], ids=["one", "two", "all"]
 )
 def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model: it writes the weights."""

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from lightning_cases import KINDS, MAIN, STOCK, Ended, Recipe, check_same, rows, run
-from lightning_setup import HIDDEN, OUT, WIDTH, Toy, toy
 from torch import nn
 
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, toy
 
 RANKS = 2
 RECIPES: dict[str, Recipe] = {

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import STOCK, TWO, Recipe, ended, kinds, off, rows, run, strategy
-from lightning_setup import WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from torch import Tensor
 
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 
 RANKS = 2
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_setup import Toy, close, data, fit, since, stock, toy, trainer, weights, worst
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
@@ -24,6 +23,7 @@ from shardwise.core.comm import PeerError
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, to_single_file
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, close, data, fit, since, stock, toy, trainer, weights, worst
 
 RANKS = 2
 Strategy = DDPFullyShardedStrategy

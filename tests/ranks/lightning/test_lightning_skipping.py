@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from lightning_cases import STOCK, TWO, Ended, Recipe, check_same, run
-from lightning_setup import Toy, since, toy
-from sets import full
 from torch import Tensor
 
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import Toy, since, toy
+from tests.support.sets import full
 
 RANKS = 2
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
-from lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights
 
 RANKS = 2
 
@@ -241,11 +241,7 @@ DEFAULT = {
         "two_optimizers_by_hand",
         "evaluated_first",
     },
-    "deepspeed_1": {
-        "validation_within_an_accumulation",
-        "saving_within_an_accumulation",
-        "two_optimizers_by_hand",
-    },
+    "deepspeed_1": {"validation_within_an_accumulation", "saving_within_an_accumulation", "two_optimizers_by_hand"},
     "deepspeed_3": {
         "accumulation_changes",
         "fit_twice",

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from lightning_cases import rows
-from lightning_setup import close, data, fabric, toy, trainer, weights
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.namespace import FABRIC, LIGHTNING, Namespace
 from shardwise.testing import run_ranks
+from tests.support.lightning_setup import close, data, fabric, toy, trainer, weights
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "colossalai": ("ColossalAIStrategy", {"chunk_size": 100}),
@@ -84,10 +84,7 @@ def check(directory: Path, masters: State) -> None:
 
 
 ALL = [(program, *case) for program in (under_trainer, under_fabric) for case in CASES]
-QUICK = [
-    (under_trainer, "deepspeed, trained", "bf16-mixed", 2),
-    (under_fabric, "fully_sharded", "bf16-mixed", 1),
-]
+QUICK = [(under_trainer, "deepspeed, trained", "bf16-mixed", 2), (under_fabric, "fully_sharded", "bf16-mixed", 1)]
 
 # Each strategy under the Trainer and under Fabric.
 PAIRS = [(under_trainer, kind, "bf16-mixed", 2) for kind in ("deepspeed", "deepspeed, host", "fully_sharded")]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from engine_setup import sharded
-from tier_setup import digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +18,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.policy import Trace, choose_victim
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session
+from tests.support.engine_setup import sharded
+from tests.support.tier_setup import digest
 
 WIDTH = 32
 

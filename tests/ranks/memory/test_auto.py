@@ -27,8 +27,6 @@ from auto_setup import (
     train,
     x_of,
 )
-from engine_setup import one_mesh
-from sets import campaign, full
 from torch import Tensor
 
 from shardwise.core.memory.tier import Tier
@@ -38,6 +36,8 @@ from shardwise.core.shards.policy import Trace
 from shardwise.plan import TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import campaign, full
 
 ROOMY = 100 * BLOCK_BYTES
 

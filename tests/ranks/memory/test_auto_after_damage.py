@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from sets import full
 
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
+from tests.support.sets import full
 
 TAKEN = "already loaded (load another checkpoint before going on)"
 

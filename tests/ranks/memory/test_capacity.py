@@ -11,8 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, watch, x_of
-from engine_setup import one_mesh, sharded
-from sets import campaign, full
 
 from shardwise.core.deferred import deferred_init
 from shardwise.core.memory.ledger import REST, DeviceMemoryError
@@ -21,6 +19,8 @@ from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.sets import campaign, full
 
 FOUR, FOUR_BACK = range(4), [3, 2, 1, 0]
 FOUR_BLOCKS = 4 * BLOCK_BYTES

@@ -16,9 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_setup import sharded
-from sets import full
-from tier_setup import small_tiles, with_tiers
 from torch import nn
 
 from shardwise.core.memory.disk import store as disk
@@ -27,6 +24,9 @@ from shardwise.core.memory.disk.store import DiskStore
 from shardwise.deepspeed.plan import to_plan
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import sharded
+from tests.support.sets import full
+from tests.support.tier_setup import small_tiles, with_tiers
 
 WIDTH, DEPTH = 96, 4
 TILE = 2048

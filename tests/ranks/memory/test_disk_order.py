@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from engine_setup import sharded
-from tier_setup import backward, make_net, small_tiles, with_tiers
 
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.update.disk_tiles import DiskTile
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import sharded
+from tests.support.tier_setup import backward, make_net, small_tiles, with_tiers
 
 TILE_READ, TILE_ENDED, LAYER_USED = "a tile is being read", "a tile's transfers are over", "a layer was used"
 PARAMETERS = "parameters of chunk"

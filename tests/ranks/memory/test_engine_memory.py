@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
-from sets import campaign
 from torch import nn
 
 from shardwise.core.comm.shared_buffer import JointBuffer
@@ -31,7 +29,9 @@ from shardwise.plan import ByModule, ByNumel, Plan, zero
 from shardwise.session import MemoryReport, Session
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes, live_tensors
+from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
 from tests.support.models import MODELS
+from tests.support.sets import campaign
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH

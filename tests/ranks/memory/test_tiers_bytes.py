@@ -16,9 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import one_mesh, sharded
-from sets import full
-from tier_setup import SHARES, with_tiers
 from torch import nn
 
 from shardwise.core.base.sizes import size_text
@@ -27,6 +24,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.sets import full
+from tests.support.tier_setup import SHARES, with_tiers
 
 WIDTH, DEPTH = 64, 4
 UNIT = WIDTH * WIDTH + WIDTH

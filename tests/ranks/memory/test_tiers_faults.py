@@ -15,9 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import one_mesh
-from sets import campaign, full
-from tier_setup import Fault, backward, batch, everything, make_net, session_of, small_tiles, undisturbed, with_tiers
 
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk import file
@@ -25,6 +22,19 @@ from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import RankError, run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import campaign, full
+from tests.support.tier_setup import (
+    Fault,
+    backward,
+    batch,
+    everything,
+    make_net,
+    session_of,
+    small_tiles,
+    undisturbed,
+    with_tiers,
+)
 
 BF16, FP32 = torch.bfloat16, None
 

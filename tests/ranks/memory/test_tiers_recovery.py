@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import one_mesh
-from tier_setup import Fault, backward, session_of, small_tiles, with_tiers
 
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.tier_setup import Fault, backward, session_of, small_tiles, with_tiers
 
 BF16 = torch.bfloat16
 

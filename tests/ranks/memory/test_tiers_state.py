@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import one_mesh
-from sets import campaign, full
-from tier_setup import backward, batch, digest, everything, make_net, small_tiles, with_tiers
 from torch import nn
 
 from shardwise.core.deferred import deferred_init
@@ -22,6 +19,9 @@ from shardwise.core.optim import CPUAdam
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import one_mesh
+from tests.support.sets import campaign, full
+from tests.support.tier_setup import backward, batch, digest, everything, make_net, small_tiles, with_tiers
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
 SOME = {"zero1": ("s_disk",), "zero2_bf16": ("p_disk_s_host", "all_host"), "zero3_bf16": ("thirds", "all_disk")}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launching import finished
 
 from shardwise.core.mesh import LaunchFacts, init_distributed
 from tests.launcher_variables import without_launcher
+from tests.support.launching import finished
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 
 from shardwise.core.comm import choose, timeout_s
 from shardwise.core.mesh import Mesh
 from shardwise.core.mesh.device_assignment import RankDevice
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
+from tests.support.sets import full
 
 CPU = torch.device("cpu")
 COMM = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)

@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from groups_setup import CPU, GROUPS, join, transport, waits_at_most
-from sets import full
 from torch.distributed import distributed_c10d
 
 from shardwise.core.comm import Members, PeerError, members, ranks_of
@@ -24,6 +22,8 @@ from shardwise.core.comm.members import unbound
 from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
+from tests.support.groups_setup import CPU, GROUPS, join, transport, waits_at_most
+from tests.support.sets import full
 
 
 def comm(shared_memory: bool | None = None) -> CommPlan:

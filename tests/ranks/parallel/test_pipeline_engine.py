@@ -6,11 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-import tensor_cases
 import torch
-from engine_setup import PLANS, adam, sharded
-from sets import campaign, full
-from tensor_setup import PAD, Case, Exact, loss_of
 from test_pipeline_stages import criterion, with_layers
 from torch import Tensor
 
@@ -18,6 +14,10 @@ from shardwise.core.parallel.pipeline import make_schedule, split_batch
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support import tensor_cases
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.sets import campaign, full
+from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 
 STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
 

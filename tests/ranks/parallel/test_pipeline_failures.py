@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import PLANS, adam, sharded
-from sets import full
-from tensor_setup import Exact
 from test_pipeline_engine import LR, Steps, batch_of, case_of, plain, wide
 from test_pipeline_stages import criterion
 from torch import Tensor, nn
@@ -19,6 +16,9 @@ from torch import Tensor, nn
 from shardwise.core.comm import PeerError
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.sets import full
+from tests.support.tensor_setup import Exact
 
 LAYERS = 8
 ONE = PipelinePlan(microbatches=4)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import PLANS, adam, sharded
-from sets import full
 from test_pipeline_stages import criterion
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.plan import PipelinePlan, Plan, TensorPlan
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.sets import full
 
 VOCABULARY, WIDTH, INNER, LAYERS = 32, 16, 24, 4
 NORMS = (2 * LAYERS + 1) * WIDTH

@@ -8,18 +8,18 @@ import functools
 from typing import Any
 
 import pytest
-import tensor_cases
 import torch
 import torch.distributed as dist
 import transformers
-from sets import campaign, full
-from tensor_setup import Case, Exact, loss_of
 from torch import Tensor
 
 from shardwise.core.comm import GroupMaker, P2PChannel, PeerError, SendHandle
 from shardwise.core.comm.link import Link
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
+from tests.support import tensor_cases
+from tests.support.sets import campaign, full
+from tests.support.tensor_setup import Case, Exact, loss_of
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "gpt2", "bert"]

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_setup import differences
-from engine_setup import PLANS, adam, sharded
-from sets import full
-from tensor_setup import Exact
 from test_pipeline_engine import LR, MAX_NORM, ONE, ZBV, Steps, batch_of, case_of, plain, train
 from test_pipeline_stages import criterion
-from tier_setup import Fault, with_tiers
 
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.checkpoint_setup import differences
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.sets import full
+from tests.support.tensor_setup import Exact
+from tests.support.tier_setup import Fault, with_tiers
 
 
 @pytest.mark.parametrize(

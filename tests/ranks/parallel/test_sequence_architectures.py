@@ -9,10 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
-from sets import campaign, full
-from tensor_cases import CASES, adapted, decoder
-from tensor_setup import Case, Exact
 from torch import Tensor
 
 from shardwise.core.parallel.sequence import known_sequences, share_sequences
@@ -21,6 +17,10 @@ from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.plan import SequencePlan
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
+from tests.support.sets import campaign, full
+from tests.support.tensor_cases import CASES, adapted, decoder
+from tests.support.tensor_setup import Case, Exact
 
 # By architecture, which of its cases: a language model with padding on both sides, and others with padding on the right
 # (what a token of padding before all others sees differs between implementations).

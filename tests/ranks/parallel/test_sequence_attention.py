@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sequence_setup import Ring, ring_of_all
-from sets import full
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +16,8 @@ from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sequence_setup import Ring, ring_of_all
+from tests.support.sets import full
 
 LENGTH, ROWS, HEADS, SIZE = 29, 2, 4, 8
 

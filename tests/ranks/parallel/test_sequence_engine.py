@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import one_mesh, sharded
-from sequence_setup import batch_of
-from sets import full
-from tensor_cases import CASES
-from tensor_setup import Case, Exact, loss_of
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.sequence_setup import batch_of
+from tests.support.sets import full
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_setup import Case, Exact, loss_of
 
 STEPS, MAX_NORM = 3, 0.3
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engine_setup import adam, sharded
-from sequence_setup import ROWS, batch_of, grads_of, ring_of_all
-from tensor_cases import CASES, decoder
-from tensor_setup import Case
 from torch import nn
 
 from shardwise.core.parallel.sequence import SequenceBody, register_sequence, share_sequences
 from shardwise.core.parallel.sequence.requirements import TABLES
 from shardwise.plan import SequencePlan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import adam, sharded
+from tests.support.sequence_setup import ROWS, batch_of, grads_of, ring_of_all
+from tests.support.tensor_cases import CASES, decoder
+from tests.support.tensor_setup import Case
 
 HEADS, KV_HEADS, HEAD, LAYERS, LENGTH = 8, 4, 4, 2, 16
 

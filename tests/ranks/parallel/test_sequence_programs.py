@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sequence_setup import ROWS, Ring, averaged, batch_of, grads_of, ring_of_all
-from sets import full
-from tensor_cases import CASES
-from tensor_setup import Exact
 from torch import Tensor, nn
 
 from shardwise.core.parallel.sequence import Sequences, share_sequences
 from shardwise.plan import SequencePlan
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sequence_setup import ROWS, Ring, averaged, batch_of, grads_of, ring_of_all
+from tests.support.sets import full
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_setup import Exact
 
 LLAMA = CASES["llama"]()[0]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scope import Scope
-from sets import campaign, full
-from tensor_cases import CASES
-from tensor_setup import compare
 
 from shardwise.core.parallel.tensor import Axis
 from shardwise.plan import TensorPlan
 from shardwise.testing import run_ranks
+from tests.support.scope import Scope
+from tests.support.sets import campaign, full
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_setup import compare
 
 
 def compared(architecture: str) -> int:

@@ -11,10 +11,6 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
-from cut_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
-from engine_setup import PLANS, adam, sharded
-from sets import full
-from tier_setup import with_tiers
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +20,10 @@ from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import ByNumel, DiskPlan, Plan, TensorPlan, on_device, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.cut_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 STEPS, LR, MAX_NORM = 3, 0.02, 0.5
 

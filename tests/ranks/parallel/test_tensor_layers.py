@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from cut_setup import VOCABULARY, Model, Parts, batch, made, rows_of
-from scope import Scope
-from sets import full
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, parts_of, vocabulary_cross_entropy
 from shardwise.testing import assert_close, run_ranks
+from tests.support.cut_setup import VOCABULARY, Model, Parts, batch, made, rows_of
+from tests.support.scope import Scope
+from tests.support.sets import full
 
 
 def cut_model(model: Model, axis: Axis, gathers: bool) -> ShardSpec:

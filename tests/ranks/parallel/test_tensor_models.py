@@ -10,10 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from scope import Scope
-from sets import full
-from tensor_cases import CASES, adapted, decoder, language
-from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 from torch import Tensor, nn
 
 from shardwise.core.base.rng import RankRng
@@ -22,6 +18,10 @@ from shardwise.core.parallel.tensor.layers import Enters, Experts, GradAllReduce
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part
 from shardwise.plan import TensorPlan
 from shardwise.testing import run_ranks
+from tests.support.scope import Scope
+from tests.support.sets import full
+from tests.support.tensor_cases import CASES, adapted, decoder, language
+from tests.support.tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 
 PLAN = TensorPlan(vocabulary_multiple=4)
 RATE = 0.4

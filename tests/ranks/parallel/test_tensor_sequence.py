@@ -14,12 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from engine_setup import PLANS, sharded
-from hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
-from scope import Scope
-from sets import full
-from tensor_cases import CASES, adapted, decoder, language
-from tensor_setup import Case, Exact, compare, cut, run, whole
 from torch import Tensor, nn
 
 from shardwise.core.parallel.tensor import Axis, TPPlan, cut_model
@@ -28,6 +22,12 @@ from shardwise.core.parallel.tensor.sequence import Router
 from shardwise.plan import Plan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
+from tests.support.engine_setup import PLANS, sharded
+from tests.support.hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
+from tests.support.scope import Scope
+from tests.support.sets import full
+from tests.support.tensor_cases import CASES, adapted, decoder, language
+from tests.support.tensor_setup import Case, Exact, compare, cut, run, whole
 
 Mode = Literal["split_gather"]
 BATCH, RATE = 3, 0.4

@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import differences, everything
-from cut_setup import VOCABULARY, WIDTH, Block, made
-from sets import full
-from tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
-from tier_setup import Fault
 from torch import Tensor, nn
 
 from shardwise.core.memory.disk.store import DiskError
@@ -19,6 +14,11 @@ from shardwise.core.parallel.float8 import linear
 from shardwise.core.parallel.tensor.layers import CutLayer
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.checkpoint_setup import differences, everything
+from tests.support.cut_setup import VOCABULARY, WIDTH, Block, made
+from tests.support.sets import full
+from tests.support.tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
+from tests.support.tier_setup import Fault
 
 
 def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_setup import one_mesh, sharded
-from sets import campaign, full
-from tensor_cases import CASES
-from tensor_setup import Exact, loss_of
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.sets import campaign, full
+from tests.support.tensor_cases import CASES
+from tests.support.tensor_setup import Exact, loss_of
 
 
 def stepped(stage: int, tp: int, architectures: list[str], heads: slice) -> int:

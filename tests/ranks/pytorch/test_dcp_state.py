@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
-from engine_setup import check, data, seeded, told
-from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +23,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import check, data, seeded, told
+from tests.support.on_ranks import on_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
 FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)

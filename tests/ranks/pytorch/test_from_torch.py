@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import check, data, seeded
-from on_ranks import assert_refused, on_ranks
-from sets import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -30,6 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from shardwise.plan import ByModule, ParamGroupPlan, Plan, replicated, zero
 from shardwise.pytorch import plan_of_ddp, plan_of_fsdp, plan_of_fully_shard
+from tests.support.engine_setup import check, data, seeded
+from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_setup import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+from tests.support.engine_setup import (
     PLANS,
     adam,
     away_from_zero,
@@ -19,12 +24,7 @@ from engine_setup import (
     run_sharded,
     sharded,
 )
-from sets import full
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
+from tests.support.sets import full
 
 STEPS = 2
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from engine_setup import adam, data, seeded, sharded
-from engine_setup import two_layers as net
-
 from shardwise.plan import zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, data, seeded, sharded
+from tests.support.engine_setup import two_layers as net
 
 
 def one_step(session: Session) -> None:

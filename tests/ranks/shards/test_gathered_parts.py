@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_setup import adam, data, seeded, sharded
-from sets import full
-from tier_setup import with_tiers
 from torch import nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import adam, data, seeded, sharded
+from tests.support.sets import full
+from tests.support.tier_setup import with_tiers
 
 BASE = zero(3, torch.bfloat16)
 PLANS = {

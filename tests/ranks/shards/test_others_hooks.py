@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from engine_setup import adam, data, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.core.base.torch_internals import top_saved_hooks
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, data, seeded, sharded
 
 
 def net() -> nn.Module:

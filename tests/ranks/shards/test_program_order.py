@@ -14,10 +14,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
-from meetings_setup import GLOO, counted
-from sets import full
-from stream_setup import LAYERS, Branching, groups_of
 from torch import Tensor, nn
 
 from shardwise.core.comm import NativeGroup, PeerError, choose
@@ -26,6 +22,10 @@ from shardwise.core.shards.gather_order import GatherLog
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.meetings_setup import GLOO, counted
+from tests.support.sets import full
+from tests.support.stream_setup import LAYERS, Branching, groups_of
 
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
 """Of a step, beside its gathers and reductions."""

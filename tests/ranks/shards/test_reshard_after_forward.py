@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import pytest
-from engine_setup import adam, check, data, loss_of, run_plain, run_sharded, seeded, sharded
-from sets import full
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import ByNumel, ByTensor, ParamGroupPlan, Plan, zero
 from shardwise.session import Session, Settings, build, shard
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import adam, check, data, loss_of, run_plain, run_sharded, seeded, sharded
+from tests.support.sets import full
 
 MESSAGES = zero(3).but(shared_memory=False)
 BARE = MESSAGES.but(prefetch=0)

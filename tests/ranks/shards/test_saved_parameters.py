@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from engine_setup import data, one_mesh, seeded, sharded, told
 from saving_setup import OPS, ROWS, WAYS, Table, ops_of, plainly
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor, Plan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import data, one_mesh, seeded, sharded, told
+from tests.support.sets import full
 
 # A unit a module, and one a parameter; nothing that is idle stays gathered.
 SHARED, ALONE = zero(3), zero(3).but(packing=ByTensor(persist_numel=0))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from engine_setup import PLANS, loss_of, seeded, sgd, sharded, told
-from sets import full
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, on_device, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, loss_of, seeded, sgd, sharded, told
+from tests.support.sets import full
 
 
 def net() -> nn.Module:

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 import torch
-from engine_setup import data, seeded, sgd, sharded
 from saving_setup import ROWS, Table
-from sets import full
 from torch import Tensor
 
 from shardwise.plan import ByTensor, Plan, on_device, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import data, seeded, sgd, sharded
+from tests.support.sets import full
 
 NAMES = ["linear", "layer_norm", "attention", "lstm", "mul", "conv2d"]
 THREADS, TIMES = 3, 12

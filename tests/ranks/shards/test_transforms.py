@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from engine_setup import check, data, one_mesh, run_plain, run_sharded, seeded, sgd, sharded, told
-from sets import campaign, full
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils._pytree import tree_leaves
@@ -19,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor, Plan, zero
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import check, data, one_mesh, run_plain, run_sharded, seeded, sgd, sharded, told
+from tests.support.sets import campaign, full
 
 
 class Net(nn.Module):

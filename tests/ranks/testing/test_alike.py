@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from alike_setup import PLANS, counted, made, real_steps, train
-from sets import campaign, full
 
 from shardwise.plan import MeshPlan
 from shardwise.testing import run_ranks
 from tests.support.alike import alike_mesh
+from tests.support.alike_setup import PLANS, counted, made, real_steps, train
+from tests.support.sets import campaign, full
 
 STEPS, BLOCKS = 3, 3
 QUICK = [(2, "zero1", "native"), (2, "zero2", "gloo"), (2, "zero3", "native"), (2, "hybrid", "gloo")]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from tests.support.models import MODELS, make_batches
+from tests.support.sets import full
 
 # DDP itself cannot do these: reentrant checkpoints with unused-parameter search.
 DDP_CASES = [name for name in MODELS if name not in ("checkpointed_reentrant",)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sets import full
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +21,7 @@ from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.sets import full
 
 OPTIMIZERS = {"hybrid": HybridAdam, "cpu": CPUAdam, "fused": FusedAdam}
 

@@ -14,10 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from early_setup import HOST, MIX, Case, both, check_equal, full_state
-from engine_setup import one_mesh, plain_steps, scaler, sharded
-from sets import campaign, full
-from tier_setup import Fault, small_tiles, tiers, with_tiers
 from torch import Tensor, nn
 
 from shardwise.core.grads import reducer as patience
@@ -28,6 +24,10 @@ from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.plan import ByNumel, ByTensor, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
+from tests.support.early_setup import HOST, MIX, Case, both, check_equal, full_state
+from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
+from tests.support.sets import campaign, full
+from tests.support.tier_setup import Fault, small_tiles, tiers, with_tiers
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from early_setup import counting
-from engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
-from sets import full
-from tier_setup import small_tiles, tiers
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
@@ -20,6 +16,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.update.tiles import memory_kept
 from shardwise.plan import ByNumel, Plan, replicated, zero
 from shardwise.testing import run_ranks
+from tests.support.early_setup import counting
+from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.sets import full
+from tests.support.tier_setup import small_tiles, tiers
 
 STEPS = 3
 Group = dict[str, Any]

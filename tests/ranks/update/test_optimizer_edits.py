@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import check, one_mesh
-from sets import full
-from tier_setup import small_tiles, with_tiers
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import check, one_mesh
+from tests.support.sets import full
+from tests.support.tier_setup import small_tiles, with_tiers
 
 STEPS = 4
 Optimizer = torch.optim.Optimizer

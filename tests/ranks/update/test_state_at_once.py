@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_setup import plans
-from engine_setup import PLANS
-from sets import full
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
@@ -25,6 +22,9 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.checkpoint_setup import plans
+from tests.support.engine_setup import PLANS
+from tests.support.sets import full
 
 RANKS, ROWS = 2, 6
 State = dict[str, Any]

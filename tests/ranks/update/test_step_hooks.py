@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import SCALER, check, data, one_mesh, plain_steps, seeded, sharded, told
-from engine_setup import tanh_net as net
-from sets import full
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
+from tests.support.engine_setup import SCALER, check, data, one_mesh, plain_steps, seeded, sharded, told
+from tests.support.engine_setup import tanh_net as net
+from tests.support.sets import full
 
 STEPS = 3
 SCALED = {

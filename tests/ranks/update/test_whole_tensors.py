@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
-from sets import campaign, full
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint.portable import PortableFiles
@@ -25,6 +23,8 @@ from shardwise.nn import optimizer as own
 from shardwise.plan import ByModule, ByNumel, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
+from tests.support.sets import campaign, full
 
 RANKS, STEPS = 3, 4
 
@@ -423,7 +423,7 @@ def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
 
 
 def refused(directory: str) -> list[str]:
-    from tier_setup import with_tiers
+    from tests.support.tier_setup import with_tiers
 
     plan = zero(2)
     with one_mesh(plan) as mesh:

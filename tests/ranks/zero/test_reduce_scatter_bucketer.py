@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
 from torch import Tensor
 
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
+from tests.support.on_ranks import on_ranks
 
 MIB = 1024 * 1024
 

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from groups_setup import (
+from torch import Tensor, nn
+
+import shardwise.deepspeed as deepspeed
+from shardwise.core.comm import PeerError
+from shardwise.core.mesh import Mesh
+from shardwise.plan import zero
+from shardwise.session import build
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.support.groups_setup import (
     GROUPS,
     Part,
     Whole,
@@ -31,20 +40,11 @@ from groups_setup import (
     waits_at_most,
     whole_loss,
 )
-from on_ranks import assert_refused, on_ranks
-from sets import full
-from sharded_setup import STRATEGIES, adam
-from tier_setup import with_tiers
-from torch import Tensor, nn
-
-import shardwise.deepspeed as deepspeed
-from shardwise.core.comm import PeerError
-from shardwise.core.mesh import Mesh
-from shardwise.plan import zero
-from shardwise.session import build
-from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
-from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from tests.support.models import MODELS
+from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.sets import full
+from tests.support.sharded_setup import STRATEGIES, adam
+from tests.support.tier_setup import with_tiers
 
 RTOL = 1e-6
 

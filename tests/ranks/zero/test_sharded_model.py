@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import assert_refused, on_ranks
-from sets import full
-from sharded_setup import OFFLOAD, SCALE, SETTINGS, STEPS, Setting, adam, built, linear, plain, step_with, train
 from torch import Tensor, nn
 
 from shardwise.core.memory.tier import Tier
@@ -30,6 +27,21 @@ from shardwise.zero import (
     no_shard_zero_context,
 )
 from tests.support.models import MODELS, make_batches
+from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.sets import full
+from tests.support.sharded_setup import (
+    OFFLOAD,
+    SCALE,
+    SETTINGS,
+    STEPS,
+    Setting,
+    adam,
+    built,
+    linear,
+    plain,
+    step_with,
+    train,
+)
 
 RTOL = 1e-6
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import on_ranks
-from sharded_setup import OFFLOAD, SCALE, SETTINGS, STEPS, adam, built, linear, step_with, train
 from torch import nn
 
 from shardwise.testing import assert_close
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from shardwise.zero.sharded_model.utils import col_model_deepcopy
 from tests.support.models import MODELS, make_batches
+from tests.support.on_ranks import on_ranks
+from tests.support.sharded_setup import OFFLOAD, SCALE, SETTINGS, STEPS, adam, built, linear, step_with, train
 
 # ---- use before and without an optimizer, state
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from on_ranks import assert_refused
 from shardwise.colossalai.accelerator import get_accelerator
 from shardwise.colossalai.booster import Booster
 from shardwise.colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
@@ -28,6 +27,7 @@ from torch import nn
 
 from shardwise import colossalai
 from shardwise.colossalai import utils
+from tests.support.on_ranks import assert_refused
 
 
 def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_setup import scaler
 from torch import nn
 
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, TierPlan, on_device, replicated, zero
 from shardwise.session import Session
+from tests.support.engine_setup import scaler
 from tests.support.models import MODELS, ModelCase
 
 BATCHES = 12  # a step's, over all ranks, where runs of different sizes are compared: divides by 1, 2, 3 and 4

@@ -11,13 +11,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from sharded_setup import STRATEGIES, adam
 from torch import Tensor, nn
 
 from shardwise.core.comm import Activity, choose
 from shardwise.testing import train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, ZeroInitContext
 from tests.support.models import MODELS, make_batches
+from tests.support.sharded_setup import STRATEGIES, adam
 
 CPU = torch.device("cpu")
 RANKS, STEPS = 4, 2

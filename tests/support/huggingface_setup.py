@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_setup import away_from_zero
 from torch import Tensor
 
 from shardwise.plan import Plan
+from tests.support.engine_setup import away_from_zero
 
 RANKS, LENGTH, ROWS = 2, 9, 40
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from engine_setup import adam, data, run_plain, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.core.comm import Group
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close
+from tests.support.engine_setup import adam, data, run_plain, seeded, sharded
 
 GLOO = zero(3).but(shared_memory=False)
 

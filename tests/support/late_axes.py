@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from late_places import found_by, on_ranks
-from late_setup import GPU, TOLERANCE, Found, there
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +19,8 @@ from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
 from shardwise.core.parallel.tensor import Axis
 from tests.support.late import LateDevice
+from tests.support.late_places import found_by, on_ranks
+from tests.support.late_setup import GPU, TOLERANCE, Found, there
 
 
 @contextmanager

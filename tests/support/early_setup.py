@@ -10,15 +10,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from engine_setup import one_mesh, sharded
-from tier_setup import digest, small_tiles
 from torch import nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
 from shardwise.session import Session
+from tests.support.engine_setup import one_mesh, sharded
 from tests.support.models import MODELS, make_batches
+from tests.support.tier_setup import digest, small_tiles
 
 HOST = dataclasses.replace(on_device(), state_host_fraction=1.0)
 MIX = dataclasses.replace(on_device(), state_host_fraction=0.5, param_host_fraction=0.5)

@@ -8,11 +8,8 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
-import late_setup
 import torch
 import torch.distributed as dist
-from late_setup import GPU, PLANS, TOLERANCE, Found, adamw, differing, reference, there
-from tier_setup import with_tiers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,8 +20,11 @@ from shardwise.core.checkpoint.run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
+from tests.support import late_setup
 from tests.support.late import LateDevice, late_collectives, late_device
+from tests.support.late_setup import GPU, PLANS, TOLERANCE, Found, adamw, differing, reference, there
 from tests.support.models import MODELS
+from tests.support.tier_setup import with_tiers
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from tensor_setup import Case, Exact, loss_of
 from torch import Tensor, nn
 
 from shardwise.core.comm import Group, GroupMaker, P2PChannel
 from shardwise.core.parallel.sequence import SequenceAxis, share_sequences
 from shardwise.plan import SequencePlan
 from shardwise.testing import assert_close
+from tests.support.tensor_setup import Case, Exact, loss_of
 
 LENGTH, ROWS, PAD = 11, 3, 27
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from checkpoint_setup import tiers
-from cut_setup import VOCABULARY, Parts, made
-from engine_setup import sharded
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.plan import ByNumel, Plan, TensorPlan, zero
 from shardwise.session import Session
+from tests.support.checkpoint_setup import tiers
+from tests.support.cut_setup import VOCABULARY, Parts, made
+from tests.support.engine_setup import sharded
 
 BATCHES = 4
 """Of a step, over all ranks that see different data."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensor_cases
 import torch
 import torch.distributed as dist
-from late_axes import off
-from late_places import found_by, on_ranks
-from late_setup import GPU, TOLERANCE, Found, adamw, there
-from tensor_setup import loss_of
 from torch import Tensor
 
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.plan import PipelinePlan, Plan, zero
 from shardwise.session import build
+from tests.support import tensor_cases
+from tests.support.late_axes import off
+from tests.support.late_places import found_by, on_ranks
+from tests.support.late_setup import GPU, TOLERANCE, Found, adamw, there
+from tests.support.tensor_setup import loss_of
 
 PIPELINES: dict[str, PipelinePlan] = {
     "1f1b": PipelinePlan(microbatches=3),

@@ -9,8 +9,9 @@ from typing import Any
 import peft
 import torch
 import transformers
-from tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case
 from torch import Generator, Tensor, nn
+
+from tests.support.tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case
 
 Inputs = dict[str, Tensor]
 

@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
 from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
@@ -25,6 +24,7 @@ from shardwise.core.comm.control import Control
 from shardwise.core.grads.passes import BackwardPasses
 from shardwise.plan import Plan
 from shardwise.session import Session
+from tests.support.engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
 
 CPU = torch.device("cpu")
 LAYERS = 7
