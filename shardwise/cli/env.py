@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -12,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shardwise import __version__
@@ -75,7 +75,7 @@ def _versions(torch: Any) -> Iterator[tuple[str, str]]:
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
     for name in PACKAGES:
-        if importlib.util.find_spec(name.replace("-", "_")) is not None:
+        with suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
 
 
@@ -103,8 +103,10 @@ def _limits() -> Iterator[tuple[str, str]]:
     yield "/dev/shm", "none" if shared is None else f"{size_text(shared[0])}, {size_text(shared[1])} free"
     for name, number in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
         limit = resource.getrlimit(number)[0]
-        text = size_text(limit) if number == resource.RLIMIT_MEMLOCK else str(limit)
-        yield name, "unlimited" if limit == resource.RLIM_INFINITY else text
+        if limit == resource.RLIM_INFINITY or limit < 0:
+            yield name, "unlimited"
+        else:
+            yield name, size_text(limit) if number == resource.RLIMIT_MEMLOCK else str(limit)
 
 
 def _warnings(torch: Any, environment: Mapping[str, str]) -> Iterator[str]:
@@ -115,12 +117,12 @@ def _warnings(torch: Any, environment: Mapping[str, str]) -> Iterator[str]:
     if torch.cuda.device_count() and not torch.distributed.is_nccl_available():
         yield "torch was built without NCCL: GPUs exchange data over gloo, which is slow."
     address = _address()
-    if (address is None or address.startswith("127.")) and "GLOO_SOCKET_IFNAME" not in environment:
+    if (address is None or address.startswith(("127.", "::1"))) and "GLOO_SOCKET_IFNAME" not in environment:
         yield (
             f"The host name {socket.gethostname()} resolves to {address or 'no address'}: one host works; for several "
             "hosts set GLOO_SOCKET_IFNAME to the network interface that connects them."
         )
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < NEEDED_FILES:
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < NEEDED_FILES:
         yield f"Fewer than {NEEDED_FILES} files may be open: raise the limit (ulimit -n {NEEDED_FILES})."
     if "WORLD_SIZE" in environment and "RANK" not in environment:
         yield f"WORLD_SIZE={environment['WORLD_SIZE']} is set without RANK: unset it, or start with `shardwise run`."

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules import module as module_hooks
 
 from shardwise.core.comm import ranks_of
+from shardwise.core.deferred.replay import tape_of
 from shardwise.core.mesh import Mesh
 from shardwise.deepspeed.collectives import (
     get_global_rank,
@@ -112,11 +113,18 @@ def mesh_of(
 
 @contextmanager
 def marking(mark: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Call ``mark`` with each parameter that is registered in a module inside, also by a copy of its module."""
+    """Call ``mark`` with each parameter that is registered in a module inside, also by a copy of its module.
+
+    Of a module that was built before, only parameters without values are marked: the others are not recorded.
+    """
 
     def note(_: nn.Module, __: str, value: nn.Parameter | nn.Module | None) -> None:
-        for param in value.parameters() if isinstance(value, nn.Module) else () if value is None else (value,):
-            mark(param)
+        if isinstance(value, nn.Module):
+            for param in value.parameters():
+                if tape_of(param) is not None:
+                    mark(param)
+        elif value is not None:
+            mark(value)
 
     with ExitStack() as stack:
         stack.callback(module_hooks.register_module_parameter_registration_hook(note).remove)

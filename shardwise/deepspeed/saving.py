@@ -187,7 +187,7 @@ def take_over(
 
 
 def _saved_schedules(match: LoadPlan, count: int) -> list[SavedScheduler]:
-    """Return the saved states of ``wanted`` schedules; DeepSpeed's checkpoints have at most one."""
+    """Return the saved states of ``count`` schedules; DeepSpeed's checkpoints have at most one."""
     if not count:
         return []
     if isinstance(match.source, NativeSource):

@@ -26,14 +26,8 @@ from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
 from shardwise.deepspeed.plan import number_format
 from shardwise.session import Session
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "register_external_parameter"]
-__all__ += [
-    "held_by_sessions",
-    "remember",
-    "session_of",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "held_by_sessions", "remember"]
+__all__ += ["register_external_parameter", "session_of", "unregister_external_parameter", "unwrap_model_for_generation"]
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """In the order of their creation, which is the same on every rank."""

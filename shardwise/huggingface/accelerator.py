@@ -280,7 +280,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def _owners(self, params: Mapping[int, Tensor]) -> list[Session]:
-        """Return the sessions with optimizers that have trained parameters among ``given`` (by id)."""
+        """Return the sessions with optimizers that have trained parameters among ``params`` (by id)."""
         return [
             session
             for session in self._sessions
@@ -288,7 +288,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         ]
 
     def _only(self, params: Mapping[int, Tensor], owners: Sequence[Session], call: str) -> ShardedOptimizer | None:
-        """Return the only optimizer that steps by the gradients of ``given``, or ``None``.
+        """Return the only optimizer that steps by the gradients of ``params``, or ``None``.
 
         With ``None`` torch's functions clip them, because ``.grad`` of a sharded parameter gives the result for all
         ranks.

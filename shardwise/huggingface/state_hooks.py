@@ -120,7 +120,7 @@ def _agreed(sessions: Sequence[Session], call: str, run: Callable[[], None], wri
 
 
 def _leave(states: list[Any], weights: Sequence[Any]) -> None:
-    """Remove from ``given``, accelerate's list, the items that the hooks have removed."""
+    """Remove from ``states``, the checkpoint's list, the items that hooks removed from accelerate's ``weights``."""
     left = {id(each) for each in weights}
     states[:] = [each for each in states if id(each) in left]
 

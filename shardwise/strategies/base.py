@@ -238,7 +238,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         return self._restored(self._saving.load(checkpoint_path, weights_only, super().load_checkpoint))
 
     def _restored(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``found`` with schedulers' states that fit; ``on_load_checkpoint`` sees it next."""
+        """Return ``checkpoint`` with schedulers' states that fit; ``on_load_checkpoint`` sees it next."""
         module = self.lightning_module
         if module.trainer.state.fn.value == "fit":
             check_schedulers(self.lr_scheduler_configs, checkpoint, module.strict_loading)

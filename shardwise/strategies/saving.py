@@ -333,7 +333,7 @@ def scheduler_classes(configs: Sequence[Any]) -> list[str]:
 
 
 def _saved(configs: Sequence[Any], checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:
-    """Iterate over number, scheduler, and the state that ``found`` has for it."""
+    """Iterate over number, scheduler, and the state that ``checkpoint`` has for it."""
     states = checkpoint.get("lr_schedulers") or ()
     kinds = [*(checkpoint.get(CLASSES) or ()), *[""] * len(states)]
     for number, (config, state, kind) in enumerate(zip(configs, states, kinds, strict=False)):

@@ -74,7 +74,7 @@ def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = 
     _BACKENDS[device_type] = make, lane
 
     def put_back() -> None:
-        del _BACKENDS[device_type]
+        _BACKENDS.pop(device_type, None)
         if before is not None:
             _BACKENDS[device_type] = before
 

@@ -233,24 +233,35 @@ def _make_shards(
         check_shardable(model)
         partition = Partition(model, optimizers, plan, mesh)
         _check_whole_tensors(optimizers, whole_tensor_optimizers, partition, plan, mesh)
+        layout = make_layout(
+            partition.facts,
+            model,
+            plan.shard.packing,
+            mesh.shard.size,
+            mesh.replicate.size,
+            plan.shard.groups,
+            whole_tensor_optimizers,
+            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
+        )
     model_id = mesh.register_model(type(model).__name__)
-    layout = make_layout(
-        partition.facts,
-        model,
-        plan.shard.packing,
-        mesh.shard.size,
-        mesh.replicate.size,
-        plan.shard.groups,
-        whole_tensor_optimizers,
-        uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
-    )
     report = search_report(layout)
     if plan.verbose and report is not None and mesh.is_rank0:
         print(report, flush=True)
     params = partition.params
     storage = Storage(layout, params, plan, mesh, events)
     return ModelShards(
-        model, model_id, partition, layout, storage, params, optimizers, storage.chunks, storage.states, plan, mesh
+        model=model,
+        model_id=model_id,
+        partition=partition,
+        layout=layout,
+        storage=storage,
+        params=params,
+        optimizers=optimizers,
+        whole_tensor_optimizers=frozenset(whole_tensor_optimizers),
+        chunks=storage.chunks,
+        states=storage.states,
+        plan=plan,
+        mesh=mesh,
     )
 
 

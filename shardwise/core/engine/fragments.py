@@ -200,7 +200,7 @@ class EngineLocalState:
         self._values, self._shards, self.optimizers = values, values.shards, tuple(optimizers)
         self._state_dicts = values.guards.state_dicts
         values.guards.check()
-        self.other_shapes = any(spec.whole for spec in self._shards.layout.chunks)
+        self.other_shapes = bool(self._shards.whole_tensor_optimizers)
         self._table, names = self._shards.partition.table, state_names(self._shards, self._state_dicts)
         self.names: list[tuple[str, ...]] = [
             tuple(names.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)

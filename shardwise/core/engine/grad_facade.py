@@ -230,6 +230,7 @@ class GradFacade:
     Attributes:
         stale: warns about gradients that a step has used.
         clip: by optimizer, a factor of its next step that is not applied to the stored gradients yet.
+        limits: by optimizer, the ``max_norm`` that the program has set.
         asked: by optimizer, clipping calls for its next step and their arguments, which every rank makes.
     """
 
@@ -268,6 +269,7 @@ class GradFacade:
         """By optimizer, the number of its groups, and whether one that the engine does not step has our parameters."""
         self._nothing = torch.empty(0, device=shards.mesh.device)
         self.loss_scaled = shards.plan.precision.scaler is not None
+        self.limits: dict[int, float] = {}
         self.clip: dict[int, float] = {}
         self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
 

@@ -32,6 +32,7 @@ class ModelShards:
         storage: memory of chunks, in all tiers.
         params: this rank's parameters, by index.
         optimizers: the user's; ``ChunkSpec.optimizer`` is a position among them.
+        whole_tensor_optimizers: positions of those that need unsharded tensors; the same on every pipeline stage.
         chunks: by chunk index.
         states: masters, by chunk index.
         plan: of the build.
@@ -45,6 +46,7 @@ class ModelShards:
     storage: Storage
     params: Sequence[nn.Parameter]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    whole_tensor_optimizers: frozenset[int]
     chunks: Sequence[Chunk]
     states: Mapping[int, ChunkState]
     plan: Plan

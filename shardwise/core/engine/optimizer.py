@@ -87,7 +87,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._early = self.updates.early() if shards.plan.grad.update == "backward" else None
         if self._early is not None:
             grads.early.by_optimizer[index] = self._early
-        self._limit: float | None = None  # max_norm, if the program has set it
         self._norm: Callable[[], float] | None = None
         self._late_norm = self._make_late_norm()
         self._settings = self._compared_settings()
@@ -115,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {"number of reduced passes": float(counts.reduced.get(index, 0)), "loss scale": counts.loss_scale}
 
         def calls() -> list[tuple[str, float]]:
-            limit = [("max_norm", self._limit)] if self._limit is not None else []
+            limit = [("max_norm", grads.facade.limits[index])] if index in grads.facade.limits else []
             return [*limit, *grads.facade.asked.get(index, ())]
 
         groups, broken = self.updates.stepper.param_groups, self._values.guards.broken
@@ -411,7 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: set to a negative number, or one that is not finite.
             RuntimeError: set where gradients are not kept until a norm is known (``update="backward"``).
         """
-        return self._shards.plan.grad.max_norm if self._limit is None else self._limit
+        return self._grads.facade.limits.get(self.index, self._shards.plan.grad.max_norm)
 
     @max_norm.setter
     def max_norm(self, norm: float) -> None:
@@ -422,7 +421,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"max_norm={norm} with update={self._shards.plan.grad.update!r}: gradients are used before their norm "
                 "is known; use update='step'"
             )
-        self._limit = limit
+        self._grads.facade.limits[self.index] = limit
         if isinstance(self._late_norm, TileNorm):
             self._late_norm.collects = False  # until the next step without a limit
 

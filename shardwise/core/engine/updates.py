@@ -222,7 +222,7 @@ class TileUpdates:
         """Tiles with state in memory and parameters on a disk."""
         self._updates_early = plan.grad.update == "backward"
         self.stepper = TileStepper(optimizer, self.tiles, shards.name)
-        self._tells = self.stepper.foreign or any(each.spec.whole for each in grads)
+        self._tells = self.stepper.foreign or index in shards.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
         self._calls = UpdateCalls(together=not self.stepper.foreign)
         self._roomy = 0

@@ -262,7 +262,7 @@ def _split_by_group(
         ValueError: a name is not in the model, or a shared parameter has names with different options.
     """
     options = {name: group.reshard_after_forward for group in groups for name in group.names}
-    modules = [name for name, _ in model.named_modules()]
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False) if name}
     known = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
     for unknown in [name for name in options if name not in known]:
         near = difflib.get_close_matches(unknown, known, 3, 0.5)
@@ -270,12 +270,13 @@ def _split_by_group(
         raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
     found: list[_Bin] = []
     for bin_ in bins:
-        parts: dict[str, list[int]] = {}
+        parts: dict[tuple[str, bool | None], list[int]] = {}
         for index in bin_.params:
-            parts.setdefault(_group_name(facts[index], options), []).append(index)
-        for name, params in parts.items():
-            inside = name in modules and bin_.module is not None and name.startswith(bin_.module + ".")
-            option = options.get(name, bin_.reshard_after_forward)
+            name = _group_name(facts[index], options)
+            module = name if name in modules else ""  # parameters that are named one by one share a unit
+            parts.setdefault((module, options.get(name, bin_.reshard_after_forward)), []).append(index)
+        for (name, option), params in parts.items():
+            inside = name and (bin_.module is None or name.startswith(bin_.module + "."))
             found.append(_Bin(params, name if inside else bin_.module, option))
     return found
 

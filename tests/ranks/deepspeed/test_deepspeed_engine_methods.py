@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def test_what_is_gathered_is_freed() -> None:
 @on_ranks(RANKS)
 def test_the_first_rank_prints_and_writes_metrics(tmp_path: Path) -> None:
     rank, here, (_, losses) = dist.get_rank(), io.StringIO(), plain(2)
+    logging.getLogger("shardwise.deepspeed").setLevel(logging.INFO)  # other tests change it
     engine = start_at(
         3,
         gradient_accumulation_steps=2,

@@ -183,6 +183,16 @@ def test_tensors_of_one_parameter_are_those_of_plain_training(name: str, tmp_pat
 
 
 @on_ranks(RANKS)
+def test_a_module_that_was_built_before_keeps_its_values_under_init() -> None:
+    before = nn.Linear(5, 7)
+    with deepspeed.zero.Init():
+        model = nn.Sequential(before, nn.Linear(7, 3))
+    assert not hasattr(before.weight, "ds_id") and hasattr(model[1].weight, "ds_id")
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        assert model[0].weight.shape == (7, 5) and model[1].weight.shape == (3, 7)
+
+
+@on_ranks(RANKS)
 def test_status_of_parameters() -> None:
     pair = Pair({"stage": 3})
     weight, seen = pair.params[0][0], []

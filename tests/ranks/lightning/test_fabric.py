@@ -316,6 +316,8 @@ def two_models() -> None:
 
 def around(directory: str) -> None:
     """Loaders, collectives, single files, raw files, closures, methods by other names, and calls that cannot go."""
+    import shardwise.fabric  # noqa: F401  registers the names of its strategies
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for name in NAMED:
         with warnings.catch_warnings():
@@ -335,6 +337,9 @@ def around(directory: str) -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         own.setup(model, torch.optim.LBFGS(model.parameters()))
     model, optimizer = own.setup(model, adam(model.parameters()))
+    optimizer.max_norm = 3.0  # set on Fabric's wrapper, which shares attributes with the sharded optimizer
+    assert optimizer.optimizer.max_norm == 3.0
+    optimizer.max_norm = 0.0
     # A file of plain torch, of a model and of an optimizer.
     expected, made, _ = plain(2)
     path = Path(directory)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.plan import ByNumel, ByTensor, ParamGroupPlan, Plan, zero
+from shardwise.plan import ByModule, ByNumel, ByTensor, ParamGroupPlan, Plan, zero
 from shardwise.session import Session, Settings, build, shard
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import adam, check, data, loss_of, run_plain, run_sharded, seeded, sharded
@@ -176,6 +176,23 @@ def test_bad_options_say_what_to_do() -> None:
         zero(3).but(groups=(one, one))
     with pytest.raises(ValueError, match=r"groups=\['head'\]: give ParamGroupPlan objects"):
         zero(3).but(groups=["head"])
+
+
+def units_of_groups() -> None:
+    """Parameters named one by one share a unit; a unit of a module has its name, whatever the packing."""
+    for packing in (ByNumel(chunk_numel=10**6), ByModule(unit_classes=("Block",))):
+        model = seeded(Net)
+        biases = {f"blocks.{i}.inner.bias": False for i in range(3)}
+        with sharded(
+            model, adam(model), with_groups(zero(3).but(packing=packing), {**biases, "head": True})
+        ) as session:
+            units = session.optimizer._shards.layout.units
+            assert "head" in {unit.module for unit in units}
+            assert len(units) == (3 if packing.__class__ is ByNumel else 8)
+
+
+def test_units_of_parameter_groups() -> None:
+    run_ranks(2, units_of_groups)
 
 
 class Tied(Net):
