@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.checks.batches import TEXT_LENGTH, differing, fingerprint, fingerprint_value, outline
-from shardwise.core.comm import Group, PeerError
+from shardwise.core.comm import Group, collectively
 from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.gradients import Arrived, Gradients
 from shardwise.core.engine.model_shards import ModelShards
@@ -103,7 +104,7 @@ class PipelineSteps:
         Raises:
             ValueError: on all ranks, if it cannot be split on one, or ranks have different batches.
         """
-        plan, refusal, parts = self._plan.pipeline, None, list[MicroBatch]()
+        plan = self._plan.pipeline
         number = plan.microbatches
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
@@ -111,13 +112,11 @@ class PipelineSteps:
         word = fingerprint(batch)
         self._sent = Later(word) if runs_ahead(word.device) else None
         values = 0.0 if self._sent is not None else fingerprint_value(word)
-        try:
+        with self._splitting():
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
             self._run.check_number(len(parts))
-        except Exception as error:
-            refusal = error
-        posts = self._agree(told, values, refusal, "cannot be divided")
+        posts = self._model.exchange([float(zlib.crc32(told.encode())), values], "the batch of a step of a pipeline")
         if any(post != posts[0] for post in posts):
             texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
@@ -146,26 +145,13 @@ class PipelineSteps:
         Raises:
             Exception: ``error``.
         """
-        self._agree("", 0.0, error, "was not given")
+        with self._splitting():
+            raise error
 
-    def _agree(self, told: str, values: float, refusal: Exception | None, why: str) -> list[tuple[float, ...]]:
-        """Exchange fingerprints of the batches. Collective.
-
-        Raises:
-            Exception: ``refusal``.
-            PeerError: another rank has one.
-        """
+    def _splitting(self) -> AbstractContextManager[None]:
+        """Run the block on all ranks of the model, or none goes on. Collective."""
         self._mesh.world.activity.begin_pass()
-        words = (float(zlib.crc32(told.encode())), values, float(bool(refusal)))
-        posts = self._model.exchange(words, "the batch of a step of a pipeline")
-        if any(post[2] for post in posts):
-            text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
-            texts = self._model.exchange_object([why, text], "a bad batch")
-            if refusal is not None:
-                raise refusal
-            first = next(f"{why} on rank {rank}: {text}" for rank, (why, text) in enumerate(texts) if text)
-            raise PeerError(f"a batch {first}. No pass of the step was run on any rank")
-        return [tuple(post) for post in posts]
+        return collectively(self._model, "splitting the batch of a step", "No pass of the step was run on any rank.")
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """Exchange what failed in a step, by rank of the model-parallel group. Collective over it."""
