@@ -160,12 +160,7 @@ LATE = {"enable_async_reduce": False}
 @pytest.mark.parametrize(
     ("given", "named", "reason", "same_as"),
     [
-        (
-            {"memstats": STATS, "gpu_margin_mem_ratio": 0.5},
-            ["memstats", "gpu_margin_mem_ratio"],
-            "'auto' only",
-            {},
-        ),
+        ({"memstats": STATS, "gpu_margin_mem_ratio": 0.5}, ["memstats", "gpu_margin_mem_ratio"], "'auto' only", {}),
         (
             {
                 "placement_policy": "auto",

@@ -10,13 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from test_booster_plans import (
-    DDP_GIVEN,
-    DDP_NOT_YET,
-    FSDP_CASES,
-    GEMINI_CASES,
-    LLZ_CASES,
-)
+from test_booster_plans import DDP_GIVEN, DDP_NOT_YET, FSDP_CASES, GEMINI_CASES, LLZ_CASES
 from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
 
 from shardwise.booster import Booster

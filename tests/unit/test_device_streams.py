@@ -10,12 +10,7 @@ import pytest
 import torch
 from cuda_setup import FakeArray, FakeCuda, Stream
 
-from shardwise.core.base.device import (
-    make_current,
-    numbered,
-    on_device,
-    side_stream,
-)
+from shardwise.core.base.device import make_current, numbered, on_device, side_stream
 from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.grads.grads import GradRing
 from shardwise.core.memory.disk.store import BufferPool

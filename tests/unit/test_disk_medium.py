@@ -60,10 +60,7 @@ def registered(open: Callable[[DiskPlan, int], Any], name: str = "shelf") -> Ite
 
 @contextmanager
 def over(medium: Any, **changes: Any) -> Iterator[DiskStore]:
-    with (
-        registered(lambda plan, rank: medium),
-        DiskStore(disk_plan("somewhere", medium="shelf", **changes)) as store,
-    ):
+    with registered(lambda plan, rank: medium), DiskStore(disk_plan("somewhere", medium="shelf", **changes)) as store:
         store.reserve(2, 4 * MIB)
         yield store
 

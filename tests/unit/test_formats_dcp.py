@@ -50,12 +50,7 @@ def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [
-        b"cos\nsystem\n(S'true'\ntR.",
-        b"ctorch\nload\n.",
-        b"\x80\x04\x8c\x05posix\x8c\x06system\x93.",
-    ],
+    "payload", [b"cos\nsystem\n(S'true'\ntR.", b"ctorch\nload\n.", b"\x80\x04\x8c\x05posix\x8c\x06system\x93."]
 )
 def test_every_other_name_is_refused(payload: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(payload)

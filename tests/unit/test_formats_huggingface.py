@@ -30,11 +30,7 @@ def _gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8, **SMALL))
 
 
-MODELS = {
-    "llama": _llama,
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "gpt2": _gpt2,
-}
+MODELS = {"llama": _llama, "llama-tied": lambda: _llama(tie_word_embeddings=True), "gpt2": _gpt2}
 
 
 def _source(model: Any) -> LazySource:

@@ -40,10 +40,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
         {"tp_size": 2, "pp_size": 1, "ddp_bucket_cap_mb": 4, "precision": "fp32"},
         DDP.but(precision=FP32, packing=ByNumel(chunk_numel=M, min_chunks=8)),
     ),
-    (
-        {"tp_size": 2, "pp_size": 1, "find_unused_parameters": True, "gradient_as_bucket_view": True},
-        DDP,
-    ),
+    ({"tp_size": 2, "pp_size": 1, "find_unused_parameters": True, "gradient_as_bucket_view": True}, DDP),
     ({"tp_size": 2, "pp_size": 1, "static_graph": True}, DDP),
     ({"tp_size": 2, "pp_size": 1, "parallel_output": False}, DDP.but(parallel_output=False)),
     ({"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8}, DDP.but(vocabulary_multiple=8)),
@@ -54,10 +51,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp_size": 2, "pp_size": 1, "communication_dtype": torch.float32}, DDP.but(reduce_dtype=torch.float32)),
     ({"tp_size": 2, "pp_size": 1, "overlap_communication": False}, DDP.but(overlap=False)),
     ({"tp_size": 2, "pp_size": 1, "device_memory": "64MiB"}, DDP.but(device_capacity_bytes=64 * M)),
-    (
-        {"tp_size": 1, "pp_size": 1, "precision": "bf16", "update": "backward"},
-        DDP.but(tp=1, update="backward", **BF16),
-    ),
+    ({"tp_size": 1, "pp_size": 1, "precision": "bf16", "update": "backward"}, DDP.but(tp=1, update="backward", **BF16)),
     (ZERO, SHARDED),
     ({**ZERO, "zero_stage": 2}, SHARDED.but(reduce="every")),
     ({**ZERO, "precision": "fp32"}, SHARDED.but(precision=FP32)),
@@ -93,10 +87,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
         SHARDED.but(sp=2, tp=1, sequence=SequencePlan(parallel_output=False)),
     ),
 ]
-HYBRID_NOT_YET: dict[str, Any] = {
-    "broadcast_buffers": False,
-    "scheduler_nodes": [],
-}
+HYBRID_NOT_YET: dict[str, Any] = {"broadcast_buffers": False, "scheduler_nodes": []}
 # Without effect here, each said below; both values alike; or no part of a plan.
 PIPELINE: dict[str, Any] = {
     "num_microbatches": 4,

@@ -15,14 +15,7 @@ import shardwise.lightning
 import shardwise.pytorch_lightning
 from shardwise.plan import ByModule, ByNumel, ByTensor
 from shardwise.strategies.base import REFUSED, check_callbacks
-from shardwise.strategies.fully_sharded import (
-    FullyShardedArguments,
-    auto_wrap,
-    enable_wrap,
-    to_plan,
-    unit_names,
-    wrap,
-)
+from shardwise.strategies.fully_sharded import FullyShardedArguments, auto_wrap, enable_wrap, to_plan, unit_names, wrap
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.strategies.precision import PRECISIONS, format_of
 

@@ -54,13 +54,7 @@ PRINTED: Tree = {
         "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False,
     },
-    "aio": {
-        "block_size": 1048576,
-        "queue_depth": 8,
-        "single_submit": False,
-        "overlap_events": True,
-        "thread_count": 1,
-    },
+    "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
 }
 OPTIM = {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False}
 PARAM = {

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.core.parallel.pipeline.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    given_schedule,
-    make_schedule,
-    simulate,
-)
+from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, make_schedule, simulate
 
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 4, 5, 8, 12)]
 

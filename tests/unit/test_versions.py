@@ -9,16 +9,7 @@ import tomllib
 import pytest
 
 from tests.matrix import environment, table
-from tests.matrix.cells import (
-    ROOT,
-    Cell,
-    cells,
-    constraints,
-    dotted,
-    minor_of,
-    pins,
-    supported,
-)
+from tests.matrix.cells import ROOT, Cell, cells, constraints, dotted, minor_of, pins, supported
 from tests.matrix.table import Row, not_tried, read, written
 
 PYTHONS, TORCHES = supported()
