@@ -1,4 +1,4 @@
-"""The disk store: what goes in comes out, two versions a record, buffers, counters, lifetime."""
+"""The disk store: what goes in comes out, two versions a record, buffers, lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checksum: every kind of change is found, at any length and alignment."""
+"""The checksum is its definition, and every kind of change is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store behind the disk tier over a medium of others: what it is asked for, and that its faults harm nothing."""
+"""The store behind the disk tier over a medium of others: what it is asked for, names, and one that cannot be used."""
 
 from __future__ import annotations
 

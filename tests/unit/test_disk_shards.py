@@ -1,4 +1,4 @@
-"""Shards and tiles on a disk share a pool of few buffers: sizes in any mix, gathers in flight, reads ahead."""
+"""Shards on a disk share a pool of few buffers: gathers in flight, reads ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``convert`` to what needs more than tensors: a configuration, an adapter's settings, an optimizer without state."""
+"""``convert`` to what needs more than tensors: a configuration, an adapter's settings."""
 
 from __future__ import annotations
 

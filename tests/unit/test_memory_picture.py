@@ -1,4 +1,4 @@
-"""The pictures: valid SVG of any trace, with areas that have the right heights, and text that fits."""
+"""The pictures: valid SVG of any trace, with areas that have the right heights, and names as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TensorTracker against closed formulas, against a scan of all live tensors, and against torch's own tracker."""
+"""TensorTracker against closed formulas, and AllocatorTracker against a fake of CUDA's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes that two stages tell each other once: both remember the same ones; and how many messages can be told apart."""
+"""How many messages of two stages can be told apart."""
 
 from __future__ import annotations
 

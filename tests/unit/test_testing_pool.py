@@ -1,4 +1,4 @@
-"""shardwise.testing without processes: finding functions, pickling, comparing, counting, the models."""
+"""shardwise.testing without processes: finding functions, pickling, comparing, the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stepping by tiles on one rank of several, without processes: what is cut, and that the update equals torch's."""
+"""Which optimizers need whole tensors, and which kernel steps a tile."""
 
 from __future__ import annotations
 

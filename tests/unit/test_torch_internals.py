@@ -1,4 +1,4 @@
-"""Each private part of torch that is used does what it is used for; a new torch that breaks one shows it here."""
+"""Private parts of torch that are used do what they are used for; a new torch that breaks one shows it here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that says which Pythons and releases of torch are supported agrees, and the script that tries them is right."""
+"""All that says which Pythons and releases of torch are supported agrees, and the page's rows are read as written."""
 
 from __future__ import annotations
 
