@@ -1,8 +1,10 @@
-"""TensorTracker against closed formulas, and AllocatorTracker against a fake of CUDA's allocator."""
+"""TensorTracker against formulas and a scan of live tensors; AllocatorTracker against a fake of CUDA's allocator."""
 
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -137,6 +139,45 @@ def test_excluded_storages() -> None:
         assert t.take_peak() == 1200 and t.live_bytes == 0
     del rows, chunk, old, base, later
     assert not t._count.excluded and not t._count.made
+
+
+def live_storages() -> int:
+    """Brute force: the storages of all tensors that Python's collector knows."""
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) is Tensor:
+            storage = thing.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+OPERATIONS: list[Callable[[list[Tensor], int], None]] = [
+    lambda kept, i: kept.append(torch.ones(i + 1)),
+    lambda kept, i: kept.append(kept[i % len(kept)] * 2),
+    lambda kept, i: kept.append(kept[i % len(kept)].view(-1)[: i + 1]),
+    lambda kept, i: kept.append(torch.cat([k.flatten() for k in kept[-2:]])),
+    lambda kept, i: kept.append(kept[i % len(kept)].detach().clone().t()),
+    lambda kept, i: kept.extend(torch.ones(2, 3).sort(dim=1)),
+    lambda kept, i: kept[i % len(kept)].neg_(),
+    lambda kept, i: kept.__delitem__(slice(1, 1 + i % len(kept))),
+    lambda kept, i: kept.append(torch.empty(1).resize_(i + 1)),
+    lambda kept, i: kept.append(kept[i % len(kept)].to(torch.float64)),
+    lambda kept, i: kept.extend(kept[i % len(kept)].flatten().chunk(3)),
+]
+
+
+def test_against_a_scan_of_all_tensors() -> None:
+    numbers = random.Random(7)
+    gc.collect()
+    gc.freeze()  # what is there is no longer listed
+    for _ in range(60):
+        with tracker() as t:
+            kept = [torch.ones(7)]
+            for _ in range(20):
+                numbers.choice(OPERATIONS)(kept, numbers.randrange(50))
+                assert t.live_bytes == live_storages()
+        kept.clear()
+        assert t.live_bytes == live_storages() == 0
 
 
 def test_allocator_tracker(monkeypatch: pytest.MonkeyPatch) -> None:

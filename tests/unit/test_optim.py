@@ -136,6 +136,7 @@ def test_without_bias_correction() -> None:
 def strided(kind: str) -> Tensor:
     base = torch.arange(48.0).reshape(2, 3, 2, 4) / 48
     layouts: dict[str, Callable[[], Tensor]] = {
+        "contiguous": lambda: base,
         "transposed": lambda: base.transpose(1, 3),
         "channels_last": lambda: base.contiguous(memory_format=torch.channels_last),
         "sliced": lambda: base[:, :, :, ::2],
@@ -143,7 +144,7 @@ def strided(kind: str) -> Tensor:
     return layouts[kind]()
 
 
-@pytest.mark.parametrize("layout", ["transposed", "channels_last", "sliced"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "sliced"])
 @pytest.mark.parametrize("gradient", ["as parameter", "contiguous", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
