@@ -91,7 +91,6 @@ class Watched:
             self.log.threads.update([threading.get_ident()])
             self.log.in_flight += len(requests)
             self.log.most_in_flight = max(self.log.most_in_flight, self.log.in_flight)
-            self.log.in_flight_at_submission.append(self.log.in_flight - len(requests))
         self.inner.submit(requests)
 
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
@@ -120,7 +119,6 @@ class Log:
         self.break_at = -1
         self.requests: list[Request] = []
         self.submissions: list[int] = []
-        self.in_flight_at_submission: list[int] = []
         self.threads: set[int] = set()
         self.depths: list[int] = []
         self.in_flight = self.most_in_flight = self.closed = 0

@@ -85,11 +85,6 @@ def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
         importlib.import_module(f"{TABLE.home}.parts.deep.Anything")
 
 
-def test_a_table_is_read_once(home: Any) -> None:
-    install_aliases(TABLE)
-    assert sum(type(each).__name__ == "AliasFinder" and each.table is TABLE for each in sys.meta_path) == 1  # type: ignore[attr-defined]
-
-
 def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
     odd = home.nn.layers.Odd
     deep = importlib.import_module(f"{TABLE.home}.tracing.passes").Anything

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import nn
 from shardwise.booster import Booster, FP16TorchMixedPrecision
 from shardwise.core import checkpoint
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.nn.lr_scheduler import MultiStepWarmupLR
 from shardwise.testing import assert_close
 
@@ -152,56 +150,6 @@ def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffi
     (tmp_path / f"m{suffix}").write_bytes((tmp_path / f"m{suffix}").read_bytes()[:-40])
     with pytest.raises(checkpoint.CheckpointError):
         booster.load_model(again, tmp_path / f"m{suffix}")
-
-
-def test_a_failed_torch_file_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    booster, (model, optimizer, scheduler) = Booster(), stepped(0)
-    saves = {"m": (booster.save_model, model), "o": (booster.save_optimizer, optimizer)}
-    every: dict[str, Any] = saves | {"s": (booster.save_lr_scheduler, scheduler)}
-    for kind, (save, what) in every.items():
-        save(what, tmp_path / f"{kind}.pt")
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FileSystem, "write", fails)
-    for kind, (save, what) in every.items():
-        with pytest.raises(checkpoint.CheckpointError, match="No space left"):
-            save(what, tmp_path / f"{kind}.pt")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-
-
-def test_other_endings_are_refused(tmp_path: Path) -> None:
-    booster, (model, optimizer, scheduler) = Booster(), stepped(0)
-    every: list[tuple[Any, Any, str]] = [
-        (booster.save_model, model, r"x\.safetensors"),
-        (booster.save_optimizer, optimizer, r"x\.safetensors"),
-        (booster.save_lr_scheduler, scheduler, r"x\.json"),
-    ]
-    for save, value, wanted in every:
-        with pytest.raises(ValueError, match=rf"\.npz.*{wanted}"):
-            save(value, tmp_path / "x.npz")
-    with pytest.raises(ValueError, match=r"ending in \.safetensors"):
-        booster.save_model(model, tmp_path / "x.pt", use_safetensors=True)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("prefix", [None, "ema"])
-def test_shards_of_torch_files(tmp_path: Path, prefix: str | None) -> None:
-    booster, (model, _, _), (other, _, _) = Booster(), stepped(0), stepped(1)
-    booster.save_model(model, tmp_path, shard=True, prefix=prefix)
-    booster.save_model(model, tmp_path, shard=True, use_safetensors=False, size_per_shard=1e-4, prefix=prefix)  # type: ignore[arg-type]
-    dot = f".{prefix}" if prefix else ""
-    names = {file.name for file in tmp_path.iterdir()}
-    index = f"pytorch_model.bin.index{dot}.json"
-    assert {index, f"pytorch_model{dot}-00001.bin"} < names and not any("safetensors" in name for name in names)
-    weight_map = json.loads((tmp_path / index).read_text())["weight_map"]
-    assert set(weight_map.values()) == names - {index} and len(names) > 2
-    found = {k: v for file in names - {index} for k, v in torch.load(tmp_path / file, weights_only=True).items()}
-    assert found.keys() >= model.state_dict().keys() - {"_extra_state"}
-    booster.load_model(other, tmp_path / index)
-    assert torch.equal(other.embed.weight, model.embed.weight)  # type: ignore[union-attr]
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
@@ -351,76 +299,6 @@ def test_optimizer_file_that_does_not_fit(tmp_path: Path) -> None:
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     with pytest.raises(ValueError, match="1 parameter groups and the optimizer 2"):
         booster.load_optimizer(torch.optim.SGD(groups, lr=1.0), tmp_path / "o")
-
-
-class Hoarder(torch.optim.Optimizer):
-    """State of every kind: other shapes, 0-dim parameters, lists, numbers, None."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "flags": (True, None), "table": {"a": 1}})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p] = {
-                    "step": torch.tensor(2.0),
-                    "moment": torch.randn_like(p),
-                    "rows": torch.randn(3),
-                    "history": [torch.randn(2), 1.5],
-                    "count": 7,
-                    "none": None,
-                }
-
-
-def test_optimizer_state_of_every_kind(tmp_path: Path) -> None:
-    model = nn.ParameterDict({"scalar": nn.Parameter(torch.tensor(1.0)), "matrix": nn.Parameter(torch.randn(4, 2))})
-    model["matrix"] = nn.Parameter(model["matrix"].detach().t())  # not contiguous
-    booster = Booster()
-    model, optimizer, *_ = booster.boost(model, Hoarder(model.parameters()))
-    optimizer.step()
-    for shard in (False, True):
-        booster.save_optimizer(optimizer, tmp_path / str(shard), shard=shard)
-        again = Hoarder(model.parameters())
-        booster.load_optimizer(again, tmp_path / str(shard))
-        for p, entry in optimizer.state.items():
-            found = again.state[p]
-            assert list(found) == list(entry) and found["count"] == 7 and found["none"] is None
-            assert all(torch.equal(found[key], entry[key]) for key in ("step", "moment", "rows"))
-            assert torch.equal(found["history"][0], entry["history"][0]) and found["history"][1] == 1.5
-        assert again.param_groups[0]["flags"] == (True, None) and again.param_groups[0]["table"] == {"a": 1}
-
-
-class Deep(nn.Module):
-    """The module of tests/data/make_deepspeed.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.middle = nn.Linear(3, 5)
-        self.back = nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.register_buffer("offset", torch.randn(3))
-        self.register_buffer("count", torch.tensor(3))
-        self.head = nn.Linear(3, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-
-def test_a_directory_of_deepspeed(tmp_path: Path) -> None:
-    with tarfile.open(Path(__file__).parent.parent / "data" / "deepspeed.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    path = tmp_path / "ds" / "zero3-2ranks-fp32"
-    truth, model, booster = load_file(path / "truth.safetensors"), Deep(), Booster()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim == 1]}]
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups))
-    booster.load_model(model, path)
-    booster.load_optimizer(optimizer, path)
-    for name, p in model.named_parameters():
-        assert torch.equal(p, truth[f"model/{name}"])
-        entry = optimizer.state.get(p, {})
-        assert all(torch.equal(v, truth[f"optimizer/0/{name}/{k}"]) for k, v in entry.items() if k != "step")
-        assert bool(entry) == p.requires_grad
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize(

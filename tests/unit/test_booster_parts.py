@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 import warnings
@@ -18,9 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from shardwise.booster import BF16MixedPrecision, Booster, FP16TorchMixedPrecision
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from shardwise.booster.plugin.base import ShardedPlugin, with_optimizer
-from shardwise.core.base.sizes import device_bytes
 from shardwise.core.memory.trace.stats import MemStats, Moment
-from shardwise.plan import AutoPlan, DiskPlan, Plan, zero
+from shardwise.plan import DiskPlan, Plan, zero
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])
@@ -124,10 +122,7 @@ def gemini_plan(**given: Any) -> Plan:
         return GeminiPlugin(**given).plan(4)
 
 
-FRACTIONS = (0.0, 0.25, 1.0)
-
-
-@pytest.mark.parametrize(("shard", "optim", "param"), list(itertools.product(FRACTIONS, repeat=3)))
+@pytest.mark.parametrize(("shard", "optim", "param"), [(0.0, 0.25, 1.0), (0.25, 1.0, 0.0), (1.0, 0.0, 0.25)])
 def test_offload_fractions_are_honoured_in_every_combination(shard: float, optim: float, param: float) -> None:
     plan = gemini_plan(shard_param_frac=shard, offload_optim_frac=optim, offload_param_frac=param)
     assert plan == gemini_plan().but(
@@ -157,16 +152,6 @@ def test_host_memory_is_pinned_if_reduced_beside_backward(host: dict[str, Any]) 
     assert not pinned(enable_async_reduce=False)
 
 
-def test_auto_arguments_reach_the_plan() -> None:
-    given = {"warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75, "gpu_margin_mem_ratio": 1.0}
-    ratios = AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=1.0)
-    auto = gemini_plan(placement_policy="auto")
-    assert auto.tiers.auto != ratios
-    assert gemini_plan(placement_policy="auto", **given) == auto.but(auto=ratios)
-    plan = gemini_plan(placement_policy="auto", device_memory="1.5 GiB", extra_dp_size=2, max_prefetch=2)
-    assert plan == auto.but(device_capacity_bytes=1536 * 2**20, dp_replicate=2, prefetch=2)
-
-
 STATS = MemStats([Moment(0, "a", "forward", 10, 5)], "cpu")
 KEPT = {4: {"chunk_size": 8, "keep_gathered": True}}
 LATE = {"enable_async_reduce": False}
@@ -175,16 +160,7 @@ LATE = {"enable_async_reduce": False}
 @pytest.mark.parametrize(
     ("given", "named", "reason", "same_as"),
     [
-        ({"warmup_non_model_data_ratio": 0.5}, ["warmup_non_model_data_ratio"], "'auto' only", {}),
-        ({"steady_cuda_cap_ratio": 0.5}, ["steady_cuda_cap_ratio"], "'auto' only", {}),
-        ({"gpu_margin_mem_ratio": 0.5}, ["gpu_margin_mem_ratio"], "'auto' only", {}),
-        ({"memstats": STATS}, ["memstats"], "'auto' only", {}),
-        (
-            {"memstats": STATS, "gpu_margin_mem_ratio": 0.5},
-            ["memstats", "gpu_margin_mem_ratio"],
-            "'auto' only",
-            {},
-        ),
+        ({"memstats": STATS, "gpu_margin_mem_ratio": 0.5}, ["memstats", "gpu_margin_mem_ratio"], "'auto' only", {}),
         (
             {
                 "placement_policy": "auto",
@@ -237,14 +213,10 @@ def test_old_placement_policies_are_translated(old: str, now: str) -> None:
     ("wanted", "run", "given", "fits"),
     [
         ("cuda", "cuda:1", {}, True),
-        ("cpu", "cpu", {}, True),
         ("cuda", "cpu", {}, False),
-        ("cuda", "cpu", {"placement_policy": "auto"}, False),
-        ("meta", "cuda", {"offload_param_frac": 1.0}, False),
         ("cpu", "cuda", {}, False),
         ("cpu", "cuda", {"offload_optim_frac": 1.0}, False),
         ("cpu", "cuda", {"offload_param_frac": 0.5}, True),
-        ("cpu", "cuda", {"placement_policy": "auto"}, True),
         (None, "cuda", {}, True),
     ],
 )
@@ -257,14 +229,6 @@ def test_chunk_init_device_is_where_chunks_are_at_home(
     else:
         with pytest.raises(NotImplementedError, match=f"chunk_init_device.*{wanted}.*at home, here {run}"):
             plugin.check_device(torch.device(run))
-
-
-def test_device_memory() -> None:
-    for given, size in {None: None, 1: 1, 2**60 + 1: 2**60 + 1, "64MiB": 2**26, "4096": 4096}.items():
-        assert device_bytes(given) == size
-    for wrong in (0, -1, "", "64 sheep", "0MiB"):
-        with pytest.raises(ValueError, match=f"device_memory={wrong!r}"):
-            device_bytes(wrong)
 
 
 def on_disk(directory: str) -> DiskPlan:
@@ -291,8 +255,7 @@ class DiskSGD(torch.optim.SGD):
         self.nvme_offload_fraction = 0.0
 
 
-@pytest.mark.parametrize("host", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(("host", "fraction"), [(0.0, 1.0), (0.25, 0.5), (1.0, 0.1)])
 def test_optimizer_asks_for_disk(host: float, fraction: float) -> None:
     plan = zero(3).but(state_host_fraction=host, param_host_fraction=0.5)
     expected = plan.but(
@@ -438,16 +401,12 @@ def test_workers_repeat_a_run_but_not_an_epoch() -> None:
     "plugin",
     [
         TorchDDPPlugin(),
-        LowLevelZeroPlugin(stage=1, precision="fp32"),
-        LowLevelZeroPlugin(stage=2, precision="bf16"),
         GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1),
-        GeminiPlugin(),
         LowLevelZeroPlugin(stage=2, precision="bf16", cpu_offload=True, master_weights=False),
         GeminiPlugin(precision="bf16", offload_optim_frac=1.0, offload_param_frac=1.0, device_memory="64KiB"),
-        GeminiPlugin(precision="bf16", placement_policy="auto", device_memory="64KiB"),
         HybridParallelPlugin(tp_size=1, pp_size=1),
     ],
-    ids=["ddp", "zero1", "zero2", "gemini", "gemini-fp16", "zero2-offload", "gemini-offload", "gemini-auto", "hybrid"],
+    ids=["ddp", "gemini", "zero2-offload", "gemini-offload", "hybrid"],
 )
 def test_plugins_work_in_one_process_without_a_launcher(plugin: Plugin) -> None:
     model, optimizer, dataloader, criterion = parts()

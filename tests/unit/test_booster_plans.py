@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import warnings
@@ -146,30 +145,16 @@ def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"stage": 0},
-        {"stage": 3},
-        {"precision": "fp64"},
-        {"reduce_bucket_size_in_m": 0},
-        {"max_norm": -1.0},
-        {"norm_type": 0.0},
-        {"growth_factor": 1},
-        {"backoff_factor": 1},
-        {"hysteresis": -1},
-        {"initial_scale": 0.5},
-        {"update": "never"},
+        {"stage": 3}, {"precision": "fp64"}, {"reduce_bucket_size_in_m": 0}, {"max_norm": -1.0},
+        {"growth_factor": 1}, {"update": "never"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     (name, value) = next(iter(given.items()))
     with pytest.raises(ValueError, match=name) as error:
         LowLevelZeroPlugin(**given)
     assert str(value) in str(error.value)
-
-
-def test_arguments_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        LowLevelZeroPlugin().stage = 2  # type: ignore[misc]
 
 
 # -- GeminiPlugin
@@ -251,15 +236,6 @@ def test_gemini_plan(given: dict[str, Any], plan: Plan) -> None:
     assert plugin.plan(world_size=4) == plan
 
 
-def test_defect_14_chunk_config_dict_is_not_changed() -> None:
-    config = {1: {"chunk_size": 64, "keep_gathered": True}, 2: {"chunk_size": 32, "keep_gathered": False}}
-    before = copy.deepcopy(config)
-    plugin = GeminiPlugin(chunk_config_dict=config)
-    assert plugin.plan(2) == plugin.plan(2) == GEMINI.but(packing=ByNumel(chunk_numel=32))
-    assert plugin.plan(1).shard.packing == ByNumel(chunk_numel=64)
-    assert config == before
-
-
 def test_chunk_config_dict_without_the_number_of_ranks() -> None:
     plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
     with pytest.raises(ValueError, match=r"entries for \[2\] ranks.*sharded over 4"):
@@ -275,26 +251,12 @@ def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"placement_policy": "cuda"},
-        {"precision": "fp64"},
-        {"shard_param_frac": 1.5},
-        {"offload_optim_frac": -0.5},
-        {"offload_param_frac": 2.0},
-        {"warmup_non_model_data_ratio": 1.5},
-        {"steady_cuda_cap_ratio": -0.5},
-        {"gpu_margin_mem_ratio": math.nan},
-        {"device_memory": "64 sheep"},
-        {"device_memory": 0},
-        {"max_prefetch": -1},
-        {"tp_size": 0},
-        {"extra_dp_size": 0},
-        {"search_range_m": -1},
-        {"min_chunk_size_m": 0},
-        {"hidden_dim": 0},
-        {"update": "never"},
+        {"placement_policy": "cuda"}, {"precision": "fp64"}, {"shard_param_frac": 1.5},
+        {"gpu_margin_mem_ratio": math.nan}, {"device_memory": "64 sheep"}, {"max_prefetch": -1},
+        {"tp_size": 0}, {"search_range_m": -1}, {"update": "never"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_gemini_refuses(given: dict[str, Any]) -> None:
     (name, value) = next(iter(given.items()))
     with pytest.raises(ValueError, match=name.removeprefix("max_")) as error:

@@ -63,7 +63,3 @@ def test_gradients_flow_through_a_cast() -> None:
     x = torch.ones(3, requires_grad=True)
     cast_floats({"x": x}, torch.float64)["x"].sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0] * 3
-
-
-def test_a_dataclass_type_is_not_an_instance() -> None:
-    assert cast_floats(Inner, torch.float64) is Inner

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from shardwise.core.base import tree
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
@@ -181,15 +178,6 @@ def _documented_reader() -> dict[str, Any]:
     return names
 
 
-def test_auto_says_what_it_does_not_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    assert load(tmp_path, "auto")[1] is None
-    assert capsys.readouterr().out == (
-        f"not resumed: {tmp_path} holds a checkpoint of format huggingface; leave 'auto' out to load it\n"
-    )
-    assert load(tmp_path / "nothing", "auto")[1] is None and capsys.readouterr().out == ""
-
-
 def test_the_documented_reader_reads_everything(tmp_path: Path) -> None:
     model = saved(tmp_path, large=True, user_state={"numbers": torch.arange(4)})
     reader = _documented_reader()
@@ -213,31 +201,6 @@ def test_the_documented_reader_reads_everything(tmp_path: Path) -> None:
             reader["read"](tmp_path / "one", name)
 
 
-def test_pieces_are_plain_safetensors(tmp_path: Path) -> None:
-    model = saved(tmp_path, large=True)
-    tensors = load_file(tmp_path / "one" / "pieces-0.safetensors")
-    assert torch.equal(tensors["model/a.weight"], model.a.weight)
-    assert tensors["model/narrow"].dtype == torch.float32, "the master"
-    assert torch.equal(tensors["model/narrow"].bfloat16(), model.narrow)
-    parts = [tensors["model/large[0:1048576]"], tensors["model/large[1048576:1100000]"]]
-    assert torch.equal(torch.cat(parts).reshape(1100, 1000), model.large)
-
-
-def test_only_pieces_that_are_needed_are_read(tmp_path: Path) -> None:
-    model = saved(tmp_path, large=True)
-    with NativeSource(tmp_path / "one") as source:
-        part = source.read("model/large", 1048570, 10)
-        assert torch.equal(part, model.large.detach().reshape(-1)[1048570:1048580])
-        header = source.manifest.files[0].header_bytes
-        assert source.bytes_read == header + 1100000 * 4
-        source.read("model/large", 1048580, 10)
-        assert source.bytes_read == header + 1100000 * 4, "a piece that was read in part is kept"
-        with pytest.raises(ValueError, match="1099999"):
-            source.read("model/large", 1099999, 2)
-        with pytest.raises(KeyError):
-            source.read("model/none", 0, 1)
-
-
 def test_other_versions_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     file = tmp_path / "one" / "manifest.json"
@@ -247,13 +210,6 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="version 3"):
         load(tmp_path)
     assert json.loads(file.read_bytes())["version"] == 3
-
-
-def test_a_copied_checkpoint_loads_from_where_it_is(tmp_path: Path) -> None:
-    model = saved(tmp_path / "a")
-    shutil.copytree(tmp_path / "a" / "one", tmp_path / "elsewhere")
-    state, restored = load(tmp_path / "elsewhere")
-    assert restored.tag == "one" and torch.equal(state["a.weight"], model.a.weight)
 
 
 class WithExtra(nn.Linear):
@@ -268,13 +224,6 @@ class WithExtra(nn.Linear):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.seen = state
-
-
-def test_tensors_whose_paths_are_alike_stay_apart() -> None:
-    value = {"a": {"b": torch.tensor(1)}, "a/b": torch.tensor(2), 1: torch.tensor(3), "1": torch.tensor(4)}
-    tensors: dict[str, torch.Tensor] = {}
-    found = tree.decode(tree.encode(value, tensors), tensors)
-    assert len(tensors) == 4 and found == value
 
 
 def test_extra_state_comes_back(tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,20 +113,6 @@ def test_by_module_finds_the_outermost_lists() -> None:
     assert [unit.module for unit in layout.units] == [None, None, "blocks.0", "blocks.1", None]
 
 
-def test_by_module_with_named_classes() -> None:
-    model = Deep()
-    assert module_units(model, ByModule(unit_classes=("Linear",))) == ["blocks.0.0", "blocks.1.0", "head.out"]
-    assert module_units(model, ByModule(unit_classes=("ModuleList", "Linear"))) == ["blocks", "head.out"]
-    with pytest.raises(ValueError, match=r"Transformer.*its classes are .*LayerNorm"):
-        module_units(model, ByModule(unit_classes=("Linear", "Transformer")))
-
-
-def test_by_module_does_not_confuse_prefixes() -> None:
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(12)])
-    layout = make_layout(facts_of(model), model, ByModule(unit_classes=()), 2, 1)
-    assert grouped(layout) == [[f"{i}.weight", f"{i}.bias"] for i in range(12)]
-
-
 def test_a_unit_is_split_by_dtype_trainability_and_optimizer() -> None:
     facts = [
         fact("a", 4),
@@ -141,25 +125,6 @@ def test_a_unit_is_split_by_dtype_trainability_and_optimizer() -> None:
     assert len(layout.units) == 1 and len(layout.chunks) == 4
     assert [[s.param for s in c.slots] for c in layout.chunks] == [[0, 4], [1], [2], [3]]
     check(layout, 3, 2)
-
-
-def test_matrices_are_aligned_and_small_ones_lie_close() -> None:
-    layout = make_layout(
-        [fact("a", 3), fact("b", 5), fact("w", 256), fact("c", 255)], EMPTY, ByNumel(chunk_numel=9999), 1, 1
-    )
-    assert [slot.start for slot in layout.chunks[0].slots] == [0, 3, 16, 272]
-    half = make_layout(
-        [fact("a", 3, dtype=torch.float16), fact("w", 512, dtype=torch.float16)], EMPTY, PACKINGS[0], 1, 1
-    )
-    assert [slot.start for chunk in half.chunks for slot in chunk.slots] == [0, 0]
-
-
-def test_nothing_and_empty_parameters() -> None:
-    for packing in PACKINGS:
-        assert make_layout([], EMPTY, packing, 4, 1).chunks == ()
-        layout = make_layout([fact("a", 0, 5)], EMPTY, packing, 4, 2)
-        assert [c.padded_numel for c in layout.chunks] == [8]
-        check(layout, 4, 2)
 
 
 def whole_layout(sizes: list[int], ranks: int, packing: Packing, uneven: bool, replicas: int = 1) -> Layout:
@@ -211,18 +176,3 @@ def test_whole_tensors_fill_ranks_evenly_over_all_chunks(
     for rank in range(ranks):
         padded = sum(chunk.shard_numel(rank) * chunk.dtype.itemsize for chunk in layout.chunks)
         assert padded - by_rank[rank] < ALIGN_BYTES * (len(sizes) + replicas * len(layout.chunks))
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_whole_tensors_in_shards_of_one_length(ranks: int) -> None:
-    sizes = [4000, 10, 900, 900, 700, 5, 300, 64, 2000, 1, 1500, 1200]
-    layout = whole_layout(sizes, ranks, ByNumel(chunk_numel=1000), False)
-    # Of few tensors on many ranks the largest alone decides.
-    assert sum(chunk.padded_numel for chunk in layout.chunks) <= 1.4 * max(sum(sizes), ranks * max(sizes))
-    for chunk in layout.chunks:
-        fullest = max(held(replace(layout, chunks=(chunk,)), rank) for rank in range(ranks))
-        assert fullest <= chunk.shard_numel(0) * chunk.dtype.itemsize < fullest + ALIGN_BYTES * (len(chunk.slots) + 1)
-    # Chunks of one tensor each: it goes to another rank each time.
-    single = whole_layout([400] * 3 * ranks, ranks, ByTensor(persist_numel=0), False)
-    by_rank = [held(single, rank) for rank in range(ranks)]
-    assert max(by_rank) - min(by_rank) <= 1600

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.core.shards.policy import AHEAD_BYTES, Trace, choose_victim, next_units
+from shardwise.core.shards.policy import Trace, choose_victim, next_units
 
 
 def gathers(order: list[int], capacity: int, known: bool) -> int:
@@ -85,40 +85,6 @@ def test_trace_merges_repetitions_and_predicts_what_comes() -> None:
     trace.use(1)
     # The current unit is never its own next.
     assert next_units(trace, 3) == [2]
-
-
-def test_small_units_are_fetched_further_ahead() -> None:
-    trace = Trace(recorded=[4, 0, 1, 0, 2, 3])
-    trace.use(4)
-    sizes = {0: AHEAD_BYTES // 2, 1: AHEAD_BYTES // 2 - 1, 2: 1, 3: 1}
-    assert next_units(trace, 1, sizes) == [0, 1, 2]
-    assert next_units(trace, 4, sizes) == [0, 1, 2, 3]
-    assert next_units(trace, 0, sizes) == []
-    assert next_units(trace, 1, dict.fromkeys(range(5), 2 * AHEAD_BYTES)) == [0]
-
-
-def test_a_trace_that_is_left_predicts_nothing_until_the_next_step() -> None:
-    trace = Trace(recorded=[0, 1, 2])
-    trace.use(0)
-    trace.use(2)
-    assert list(trace.upcoming()) == [] and next_units(trace, 2) == []
-    trace.use(1)
-    assert list(trace.upcoming()) == []
-    trace.end_step()
-    assert trace.recorded == [0, 2, 1] and list(trace.upcoming()) == [0, 2, 1]
-
-
-def test_a_step_longer_than_the_record() -> None:
-    trace = Trace(recorded=[0, 1])
-    for unit in (0, 1, 0):
-        trace.use(unit)
-    assert not trace.followed and list(trace.upcoming()) == []
-
-
-def test_an_empty_step_keeps_the_prediction() -> None:
-    trace = Trace(recorded=[3, 4])
-    trace.end_step()
-    assert trace.recorded == [3, 4]
 
 
 def test_ties_are_the_same_on_every_rank() -> None:

@@ -14,7 +14,6 @@ from shardwise.core.comm.group import Group
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamInfo, UnitSpec, make_layout
 from shardwise.core.shards.policy import GatherLimits
@@ -84,12 +83,6 @@ def test_without_a_budget_only_the_last_unit_stays() -> None:
     assert each.held == [0] and each.pool.moved_bytes == 4 * NBYTES
 
 
-def test_with_any_budget_everything_stays() -> None:
-    each = Setup(1 << 40)
-    each.use(0, 1, 2, 3, 4, 0, 1)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.moved_bytes == 5 * NBYTES == each.pool.peak_gathered_bytes
-
-
 def test_a_part_is_kept_by_last_use_and_then_by_next_use() -> None:
     each = Setup(2 * NBYTES)
     order = (0, 1, 2, 0, 1, 2)
@@ -117,16 +110,6 @@ def test_pinned_units_stay_and_count() -> None:
     assert each.held == [3, 4]
 
 
-def test_a_smaller_budget_counts_at_the_next_use_also_of_what_is_there() -> None:
-    budget = 5 * NBYTES
-    each = Setup(lambda: budget, capacity=100 * NBYTES)
-    each.use(0, 1, 2, 3, 4)
-    budget = 2 * NBYTES
-    each.use(4)
-    assert len(each.held) == 2 and 4 in each.held
-    assert each.pool.reusable_bytes <= 2 * NBYTES
-
-
 def test_blocks_keep_all() -> None:
     each = Setup(NBYTES)
     each.use(3)
@@ -140,36 +123,6 @@ def test_blocks_keep_all() -> None:
     assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
     each.pool.leave_scope(inner)
     assert len(each.held) == 1 and not each.pool.blocks.all_held
-
-
-def test_a_block_of_some_units_brings_and_drops_those() -> None:
-    each, some, whole = Setup(1 << 40), Setup(0), Setup(0)
-    each.use(3)
-    blocks, of = each.pool.blocks, each.of
-    each.pool.enter_scope(some, {of[0], of[1]})
-    assert each.held == [0, 1, 3] and each.pool.moved_bytes == 3 * NBYTES
-    assert blocks.any_open and not blocks.all_held and blocks.holds(of[1]) and not blocks.holds(of[3])
-    each.pool.drop_idle()
-    assert each.held == [0, 1]
-    each.pool.enter_scope(whole)
-    assert each.held == [0, 1, 2, 3, 4] and blocks.all_held and each.pool.moved_bytes == 6 * NBYTES
-    each.pool.leave_scope(some)
-    each.pool.drop_idle({of[0], of[1]})
-    assert each.held == [0, 1, 2, 3, 4], "the other one has them"
-    each.pool.leave_scope(whole)
-    each.pool.drop_changed({of[0], of[1]})
-    assert each.held == [2, 3, 4] and not blocks.any_open
-    each.pool.enter_scope(some, each.of)
-    assert blocks.all_held, "all units are the whole"
-    each.pool.leave_scope(some)
-
-
-def test_a_block_ends_with_its_holder() -> None:
-    each = Setup(0)
-    each.pool.enter_scope(Setup(0), {each.of[0]})
-    assert not each.pool.blocks.any_open
-    each.use(1)
-    assert each.held == [1]
 
 
 def test_an_update_drops_what_is_trained() -> None:
@@ -230,65 +183,4 @@ def test_the_capacity_is_never_passed() -> None:
     each.use(2)
 
 
-def test_room_is_never_made_of_the_unit_in_use() -> None:
-    """Not even where it is not pinned, as in backward, and the memory is found to be too small right after."""
-    each = Setup(1 << 40, capacity=2 * NBYTES)
-    extra = [0]
-    each.ledger.account("activations", lambda: extra[0])
-
-    def ready(unit: int) -> None:
-        extra[0] = 2 * NBYTES
-        each.ledger.require(0, "the backward pass")
-
-    each.events.unit_ready.listen(ready)
-    with pytest.raises(DeviceMemoryError, match="the backward pass"):
-        each.use(0)
-    assert each.held == [0]
-
-
-def test_kept_arrays_are_reused_before_others_must_go() -> None:
-    each = Setup(2 * NBYTES, capacity=3 * NBYTES)
-    for _ in range(3):
-        each.use(0, 1, 2, 3)
-        assert len(each.held) == 2  # and not fewer for arrays that the gather takes anyway
-    assert each.ledger.peak_bytes <= 3 * NBYTES
-
-
-def test_arrays_that_are_still_read_count_until_they_are_free() -> None:
-    each = Setup(0, capacity=100 * NBYTES)
-    each.use(0)
-    reader = each.params[0].data[:3]
-    each.use(1)
-    each.pool.arrays.drop()
-    held = each.ledger.held()
-    assert held["gathered parameters"] == NBYTES and held["arrays still read"] == NBYTES
-    del reader
-    assert each.ledger.held()["arrays still read"] == 0
-
-
 # ---- arrays
-
-
-def test_arrays_come_back_when_nobody_reads_them() -> None:
-    arrays = ArrayPool(CPU, limit_bytes=10 * NBYTES)
-    first = arrays.take(NUMEL, torch.float32)
-    address, reader = first.data_ptr(), first[1:2]
-    arrays.give(first)
-    del first
-    assert arrays.idle_bytes() == NBYTES
-    assert arrays.missing_bytes([(NUMEL, torch.float32)]) == NBYTES
-    second = arrays.take(NUMEL, torch.float32)
-    assert second.data_ptr() != address
-    del reader
-    assert arrays.missing_bytes([(NUMEL, torch.float32)] * 2) == NBYTES
-    assert arrays.take(NUMEL, torch.float32).data_ptr() == address
-    assert arrays.missing_bytes([(NUMEL, torch.float32)]) == NBYTES
-
-
-def test_arrays_are_kept_up_to_the_limit() -> None:
-    arrays = ArrayPool(CPU, limit_bytes=2 * NBYTES)
-    for dtype in (torch.float32, torch.float64, torch.float32, torch.float32):
-        arrays.give(torch.empty(NUMEL, dtype=dtype))
-        assert arrays.idle_bytes() <= 2 * NBYTES
-    arrays.drop()
-    assert arrays.idle_bytes() == 0 == arrays.read_bytes()

@@ -8,7 +8,7 @@ import statistics
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardwise.core.shards.layout import search_chunk_numel, waste_numel
+from shardwise.core.shards.layout import search_chunk_numel
 from shardwise.plan import BySearch
 
 
@@ -45,18 +45,3 @@ def test_equals_brute_force(sizes: list[int], range_: int, interval: int, smalle
     assume(sum(sizes) > smallest)
     packing = BySearch(search_range_numel=range_, interval_numel=interval, min_chunk_numel=smallest)
     assert search_chunk_numel(sizes, packing) == brute_force(sizes, packing)
-
-
-@given(numels, st.integers(1, 400))
-def test_waste(sizes: list[int], size: int) -> None:
-    assert waste_numel(sizes, size) == fill(sizes, size)
-
-
-def test_examples() -> None:
-    packing = BySearch(search_range_numel=20, interval_numel=5, min_chunk_numel=10)
-    assert search_chunk_numel([10] * 6, packing) == 10  # 10, 20 and 30 waste nothing: the smallest
-    assert search_chunk_numel([7] * 6, packing) == 15  # 14 of 15 used; 10 wastes more, and so do 20, 25 and 30
-    assert search_chunk_numel([3, 4], packing) == 7  # all of it is below the minimum: one chunk
-    assert search_chunk_numel([0], packing) == 1
-    # An outlier above mean + 3 sigma does not set the size.
-    assert search_chunk_numel([10] * 30 + [10000], packing) == 10

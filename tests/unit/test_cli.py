@@ -12,7 +12,6 @@ from program_setup import forked_python, python, surroundings
 from shardwise.cli import run
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser, main
-from shardwise.cli.run import status_of
 from tests.support.launching import SECONDS, finished, started
 from tests.support.sets import campaign, full
 
@@ -47,13 +46,6 @@ def _status(arguments: list[str]) -> int:
         return main(arguments)
     except SystemExit as stopped:
         return int(stopped.code or 0)
-
-
-def test_help_has_no_default_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("run", "trace", "checkpoint convert", "checkpoint diff"):
-        with pytest.raises(SystemExit):
-            main([*command.split(), "--help"])
-        assert "None" not in capsys.readouterr().out, command
 
 
 @pytest.mark.parametrize(
@@ -118,11 +110,6 @@ def test_run_across_hosts() -> None:
     assert {"--nnodes=2:4", "--node-rank=3"} <= set(launcher)
 
 
-@pytest.mark.parametrize(("code", "status"), [(0, 0), (7, 7), (-9, 137), (-15, 143)])
-def test_status_of(code: int, status: int) -> None:
-    assert status_of(code) == status
-
-
 @pytest.mark.parametrize(
     ("flag", "status", "whole"), [("kill", 137, False), *full(("exit", 5, True)), *campaign(("kill", 137, True))]
 )
@@ -185,14 +172,6 @@ def test_launchers_of_two_hosts_make_one_group(tmp_path: Path, whole: bool) -> N
 def test_importing_the_command_line_does_not_import_torch() -> None:
     done = python("-c", "import sys; import shardwise.cli.main; sys.exit('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr
-
-
-def test_run_takes_a_library_whose_place_we_take() -> None:
-    launcher, script = _run_options("--as deepspeed --nproc 2 SCRIPT --as x")
-    assert launcher[-1] == "--module" and script == ["shardwise.cli.as_world", "deepspeed", __file__, "--as", "x"]
-    _, script = _run_options("--as deepspeed -m program -m x")
-    assert script == ["shardwise.cli.as_world", "deepspeed", "-m", "program", "-m", "x"]
-    assert main(["run", "--as", "horovod", __file__]) == 2
 
 
 OURS = """

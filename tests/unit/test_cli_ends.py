@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import follow, run
+from shardwise.cli import run
 from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser
 from shardwise.cli.run import launch
 from shardwise.core.comm.mapping import start_time
-from tests.support.launching import SECONDS, Forked, forked, start, started, written
+from tests.support.launching import SECONDS, Forked, forked, started, written
 from tests.support.sets import campaign, full
 
 TRAINING = """
@@ -60,70 +60,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -
         for pid, began in ranks.items():
             if start_time(pid) == began:
                 os.kill(pid, signal.SIGKILL)
-
-
-def _parent(command: list[str], log: str, stay: bool) -> None:
-    """Starts what follows it, and waits."""
-    import subprocess
-
-    if stay:  # as where the system does not do it
-        follow.end_with = lambda parent: False
-        with open(log, "w") as output:
-            os.dup2(output.fileno(), 1)
-        sys.exit(follow.main([str(os.getppid()), *command]) % 256)
-    with open(log, "w") as output:
-        subprocess.Popen(follow.command_that_follows(command), stdout=output)
-    time.sleep(SECONDS)
-
-
-def _child(log: Path) -> int:
-    _until("a line of the child", lambda: written(log).endswith("\n"))
-    return int(written(log))
-
-
-SLEEPER = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
-
-
-def test_a_command_follows_its_parent_into_the_end(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    parent = start(forked(_parent, [sys.executable, "-S", "-c", SLEEPER], str(log), False))
-    child = _child(log)
-    began = start_time(child)
-    assert began != -1
-    parent.kill()
-    parent.join()
-    _until("the end of the child", lambda: start_time(child) != began)
-
-
-def test_where_the_system_does_not_do_it_the_follower_looks(tmp_path: Path) -> None:
-    """A follower that stays: the status of its command is its own, and it notices that its parent is gone."""
-    for ending, status in (("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)):
-        log = tmp_path / ending
-        process = Forked(forked(_parent, [sys.executable, "-S", "-c", f"import os\n{ending}"], str(log), True))
-        assert process.wait(SECONDS) == status
-    looked: list[int] = []
-
-    class Command:
-        """Ends only when it is killed."""
-
-        def __init__(self, command: object) -> None:
-            self.killed = False
-
-        def wait(self, timeout: float) -> int:
-            if self.killed:
-                return -9
-            looked.append(1)
-            raise follow.subprocess.TimeoutExpired("command", timeout)
-
-        def kill(self) -> None:
-            self.killed = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(follow.subprocess, "Popen", Command)
-        patch.setattr(follow.signal, "signal", lambda *_: None)
-        patch.setattr(follow.os, "getppid", lambda: 5 if len(looked) < 3 else 1)
-        assert follow._stay(5, ["command"]) == -9
-    assert len(looked) == 3
 
 
 def _launch(port: int) -> None:

@@ -75,12 +75,3 @@ def test_a_standard_output_without_room_is_one_line(
         assert ended(command(name), output, monkeypatch) == 2
     told = capfd.readouterr().err
     assert told == f"shardwise {name.split()[0]}: error: standard output: No space left on device\n"
-
-
-def test_what_the_system_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    long = "x" * 300
-    for arguments in (["checkpoint", "verify", long], ["checkpoint", "inspect", long], ["port", long]):
-        assert main(arguments) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"shardwise {arguments[0]}: error: ") and told.count("\n") == 1
-        assert long in told and "File name too long" in told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -45,39 +44,8 @@ def test_the_second_is_raised_at_once() -> None:
         pass
 
 
-def test_an_error_in_the_block_is_the_context_of_the_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, deferred_interrupts("all"):
-        press()
-        raise OSError("full")
-    assert isinstance(caught.value.__context__, OSError)
-    with pytest.raises(OSError, match="full"), deferred_interrupts("all"):
-        raise OSError("full")
-
-
-def test_a_handler_of_the_program_is_called_behind_the_block() -> None:
-    seen = list[int]()
-    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    with deferred_interrupts("all"):
-        press()
-        assert not seen
-    assert seen == [signal.SIGINT]
-
-
 @pytest.mark.parametrize("kind", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_the_system_handles_is_left_to_it(kind: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, kind)
     with deferred_interrupts("all"):
         assert signal.getsignal(signal.SIGINT) == kind
-
-
-def test_other_threads_change_nothing() -> None:
-    seen = list[object]()
-
-    def work() -> None:
-        with deferred_interrupts("all"):
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]

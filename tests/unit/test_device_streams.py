@@ -10,17 +10,7 @@ import pytest
 import torch
 from cuda_setup import FakeArray, FakeCuda, Stream
 
-from shardwise.core.base.device import (
-    SideCopy,
-    allocator_bytes,
-    default_generator,
-    make_current,
-    numbered,
-    on_device,
-    record_event,
-    side_stream,
-    wait_event,
-)
+from shardwise.core.base.device import make_current, numbered, on_device, side_stream
 from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.grads.grads import GradRing
 from shardwise.core.memory.disk.store import BufferPool
@@ -63,13 +53,6 @@ def test_an_upload_waits_for_whoever_used_the_memory_before(cuda: FakeCuda) -> N
     assert side.comes_after(before)
 
 
-def test_memory_of_an_upload_is_free_for_its_own_stream_as_soon_as_it_is_dropped(cuda: FakeCuda) -> None:
-    """Without record_stream: the stream that gets the memory next comes after the copy."""
-    handle, out, source, _ = _upload(cuda)
-    handle.wait()
-    assert not out.readers and out.owner.comes_after(source)
-
-
 def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -> None:
     """The one that reads comes after the copy, and the memory goes back when that one has read it."""
     handle, out, source, _ = _upload(cuda)
@@ -77,13 +60,6 @@ def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -
     handle.wait()
     assert other.comes_after(source)
     assert out.readers == [other], "its memory must not be given away while this stream reads"
-
-
-def test_an_event_is_of_the_gpu_that_is_named(cuda: FakeCuda) -> None:
-    event = cast(Any, record_event(SECOND))
-    assert event.stream is cuda.stream_of(1) and cuda.current == 0
-    wait_event(SECOND, event)
-    assert cuda.stream_of(1).given == [event] and not cuda.stream_of(0).given
 
 
 def test_a_gpu_without_a_number_is_the_current_one(cuda: FakeCuda) -> None:
@@ -121,37 +97,9 @@ def test_memory_is_page_locked_for_the_gpu_in_any_thread(cuda: FakeCuda, kind: s
     assert set(cuda.synchronized) == {1}
 
 
-def test_memory_for_no_gpu_is_not_locked(cuda: FakeCuda) -> None:
-    assert host_block(16, None).numel() == host_block(16, torch.device("cpu")).numel() == 16
-    assert host_block(0, SECOND).numel() == 0 and not cuda.locked
-
-
 def test_updates_during_backward_run_with_the_models_gpu_current(cuda: FakeCuda) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     stepper = TileStepper(torch.optim.SGD([parameter], lr=0.1), [])
     early = EarlyUpdates(stepper, [], {}, TileVisits([], 1), {}, 2.0, SECOND)
     assert early._worker.submit(lambda: cuda.current).result() == 1 and cuda.current == 0
     early.close()
-
-
-def test_memory_that_waits_for_a_stream_is_held(cuda: FakeCuda) -> None:
-    """What was dropped after record_stream is in torch's memory_allocated no more, and nobody can have it yet."""
-    cuda.allocate(700)
-    cuda.drop_recorded(500)
-    assert allocator_bytes(SECOND) == (700, 700)
-    cuda.waiting = 0
-    assert allocator_bytes(SECOND) == (200, 700)
-
-
-def test_a_copy_keeps_its_source(cuda: FakeCuda) -> None:
-    source = torch.zeros(3)
-    copy = SideCopy(source, cast(torch.Tensor, FakeArray(cuda, 1)), cast(Any, side_stream(SECOND)))
-    assert not copy.finished() and any(each is source for each in gc.get_referents(vars(copy)))
-
-
-def test_a_gpu_that_nothing_was_asked_of_has_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model built for the second GPU under ``deferred_init()`` may be the first that asks CUDA for anything."""
-    made = torch.Generator(), torch.Generator()
-    monkeypatch.setattr(torch.cuda, "default_generators", ())
-    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", made))
-    assert default_generator(SECOND) is made[1]

@@ -1,16 +1,13 @@
-"""The disk store: what goes in comes out, two versions a record, buffers, counters, lifetime."""
+"""The disk store: what goes in comes out, two versions a record, buffers, lifetime."""
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import disk_setup
 import pytest
 import torch
 from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
@@ -121,16 +118,6 @@ def test_a_read_needs_a_version(store: DiskStore) -> None:
         store.read(record, buffer, newest=True)
 
 
-def test_commit_wants_every_write_waited_for(store: DiskStore) -> None:
-    record, buffer = store.create("weights", 100), store.buffer(100)
-    handle = store.write(record, buffer)
-    with pytest.raises(DiskError, match=r"cannot commit: writing record 'weights' .* was not waited for"):
-        store.commit()
-    handle.wait()
-    store.commit()
-    assert handle.finished()
-
-
 def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
     log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
@@ -179,19 +166,6 @@ def test_a_buffer_goes_back_once_its_transfers_are_over(tmp_path: Path) -> None:
             assert handle.finished()
 
 
-def test_reads_of_what_is_not_written_again_leave_nothing(store: DiskStore) -> None:
-    record, operations = store.create("weights", 5000), []
-    put(store, record, 1)
-    buffer = store.buffer(5000)
-    for _ in range(20):
-        handle = store.read(record, buffer)
-        handle.wait()
-        operations.append(weakref.ref(handle._operation))
-    del handle
-    gc.collect()
-    assert sum(operation() is not None for operation in operations) <= 2
-
-
 def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:
     record = store.create("weights", 5000)
     with pytest.raises(ValueError, match="'weights' of 5000 bytes already"):
@@ -207,68 +181,6 @@ def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:
         store.write(record, whole[8:])
     with DiskStore(disk_plan(tmp_path)) as other, pytest.raises(ValueError, match="belongs to another store"):
         other.write(record, whole)
-
-
-def test_buffers_of_any_dtype(store: DiskStore) -> None:
-    record = store.create("weights", 4 * 1001)
-    buffer = store.buffer(record.nbytes)
-    values = buffer.view(torch.float32)
-    values[:1001] = torch.arange(1001.0)
-    store.write(record, values.view(32, -1).requires_grad_()).wait()
-    store.commit()
-    buffer.zero_()
-    store.read(record, buffer.view(torch.bfloat16)).wait()
-    assert torch.equal(values[:1001], torch.arange(1001.0))
-
-
-def test_the_pool_is_bounded_and_aligned(tmp_path: Path) -> None:
-    with DiskStore(disk_plan(tmp_path)) as store:
-        store.reserve(2, 10_000)
-        store.reserve(1, 100)
-        assert store.buffer_bytes == 2 * 12_288 + 4096
-        small, large = store.buffer(0), store.buffer(5000)
-        assert (small.numel(), large.numel(), large.dtype, large.dim()) == (4096, 8192, torch.uint8, 1)
-        assert (store.idle_buffers(0), store.idle_buffers(12_289)) == (1, 0)
-        last = store.buffer(1)
-        assert not any(buffer.data_ptr() % 4096 for buffer in (small, large, last))
-        assert len({buffer.untyped_storage().data_ptr() for buffer in (small, large, last)}) == 3
-        with pytest.raises(RuntimeError, match=r"no free buffer of 4096 bytes; free sizes: \[\], taken: \[4096, 12288"):
-            store.buffer(1)
-        store.give(large.view(torch.float32))
-        with pytest.raises(ValueError, match="is not in use"):
-            store.give(large)
-        assert store.buffer(12_000).data_ptr() == large.data_ptr()
-        with pytest.raises(ValueError, match="count=-1"):
-            store.reserve(-1, 1)
-
-
-def test_memory_can_come_from_elsewhere(tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        asked.append(nbytes)
-        return torch.empty(nbytes + 1, dtype=torch.uint8)[1:]  # as badly aligned as can be
-
-    with DiskStore(disk_plan(tmp_path), allocate=allocate) as store:
-        store.reserve(2, 5000)
-        record = store.create("weights", 5000)
-        put(store, record, 3)
-        assert holds(store, record, 3)
-    assert asked == [8192 + 4096] * 2
-
-
-def test_bytes_are_counted_as_transferred(store: DiskStore) -> None:
-    sizes = {"state": (1, 4097), "weights": (0, MIB + 1)}
-    records = {kind: [store.create(f"{kind}{n}", n, kind) for n in numbers] for kind, numbers in sizes.items()}
-    for _ in range(2):
-        for record in (*records["state"], *records["weights"]):
-            put(store, record, 1)
-    assert holds(store, records["state"][1], 1)
-    assert store.bytes_by_kind() == {"state": (8192, 2 * 12_288), "weights": (0, 2 * (MIB + 4096))}
-    assert (store.bytes_read, store.bytes_written) == (8192, 2 * (12_288 + MIB + 4096))
-    assert store.reserved_bytes == 2 * (12_288 + MIB + 4096)
-    store.reset_counters()
-    assert (store.bytes_read, store.bytes_written, store.bytes_by_kind()) == (0, 0, {})
 
 
 def test_nothing_stays(tmp_path: Path) -> None:
@@ -288,12 +200,6 @@ def test_nothing_stays(tmp_path: Path) -> None:
     for use in (lambda: store.create("more", 1), lambda: store.write(record, buffer)):
         with pytest.raises(DiskError, match=r"rank7\.data is closed"):
             use()
-
-
-def test_a_store_that_was_dropped_is_closed(tmp_path: Path) -> None:
-    threads = set(threading.enumerate())
-    DiskStore(disk_plan(tmp_path)).create("weights", 10)
-    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) == threads
 
 
 EXITS = """
@@ -361,54 +267,4 @@ def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             warnings.simplefilter("error")
             put(store, record, 1)
             assert holds(store, record, 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_memory_file_systems_are_told_apart(tmp_path: Path) -> None:
-    with disk_setup.mounted(tmp_path / "memory", "-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
-        with pytest.warns(UserWarning, match="tmpfs is memory, not a disk"):
-            store = DiskStore(disk_plan(folder))
-        with store:
-            assert not store.direct
-            store.reserve(1, 5000)
-            record = store.create("weights", 5000)
-            put(store, record, 1)
-            assert holds(store, record, 1)
-
-
-def test_direct_on_a_disk(store: DiskStore) -> None:
-    if not store.direct:
-        pytest.skip("the temporary directory takes no O_DIRECT")
-    import fcntl
-
-    assert fcntl.fcntl(store._file.fd, fcntl.F_GETFL) & os.O_DIRECT
-
-
-@pytest.mark.parametrize("refusal", ["unlink", "read"])
-def test_the_name_stays_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str) -> None:
-    real_unlink, real_read, tries = os.unlink, os.preadv, []
-
-    def unlink(path: str) -> None:
-        if refusal == "unlink" and not tries:
-            tries.append(path)
-            raise OSError(16, "busy")
-        real_unlink(path)
-
-    def preadv(*arguments: object) -> int:
-        if refusal == "read" and not tries:
-            tries.append(arguments)
-            raise OSError(116, "stale")
-        return real_read(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    monkeypatch.setattr(os, "preadv", preadv)
-    with DiskStore(disk_plan(tmp_path)) as store:
-        assert tries and os.path.exists(store.path)
-        store.reserve(1, 5000)
-        record = store.create("weights", 5000)
-        put(store, record, 1)
-        # Somebody else's file under that name is not ours.
-        real_unlink(store.path)
-        Path(store.path).write_bytes(b"x" * 40_000)
-        assert holds(store, record, 1)
     assert list(tmp_path.iterdir()) == []

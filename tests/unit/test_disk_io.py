@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import errno
 import os
 import pickle
-import resource
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from disk_setup import KIB, MIB, Log, disk_plan, holds, mounted, pattern, put, small_disk
+from disk_setup import KIB, MIB, Log, disk_plan, holds, pattern, put, small_disk
 
-from shardwise.core.memory.disk.io import MOST_AT_ONCE, Request, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.io import Request, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from tests.support.sets import full
 
@@ -25,23 +21,6 @@ from tests.support.sets import full
 @pytest.fixture
 def log() -> Log:
     return Log()
-
-
-@pytest.mark.parametrize("block", [4 * KIB, 12 * KIB, 256 * KIB, MIB, 3 * MIB])
-def test_no_request_exceeds_the_block(tmp_path: Path, log: Log, block: int) -> None:
-    nbytes = 5 * MIB + 1234
-    with DiskStore(disk_plan(tmp_path, block_bytes=block, threads=2), queues=log.queue) as store:
-        store.reserve(1, nbytes)
-        record = store.create("weights", nbytes)
-        put(store, record, 1)
-        written = sorted((r.offset, r.nbytes) for r in log.requests)
-        assert holds(store, record, 1)
-    assert max(size for _, size in written) == block
-    # Neither twice nor left out: each begins where the one before ends.
-    assert [start for start, _ in written] == [0, *(start + size for start, size in written[:-1])]
-    assert sum(size for _, size in written) == record.padded_bytes
-    # Whole blocks, except at the end of a segment (about 1 MiB) or of the record.
-    assert len(written) <= -(-record.padded_bytes // block) + 6
 
 
 def _queues() -> Iterator[Any]:
@@ -79,93 +58,6 @@ def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, 
     assert log.closed == threads
 
 
-def test_overlapping_events_keep_the_queue_full(tmp_path: Path) -> None:
-    """With overlap the queue is refilled beside requests in flight; without, only once all of them are done."""
-    seen = {}
-    for overlap in (True, False):
-        log = Log()
-        plan = disk_plan(tmp_path, block_bytes=16 * KIB, queue_depth=4, overlap_events=overlap)
-        with DiskStore(plan, queues=log.queue) as store:
-            store.reserve(1, 4 * MIB)
-            put(store, store.create("weights", 4 * MIB), 1)
-        seen[overlap] = log.in_flight_at_submission
-    assert set(seen[False]) == {0}
-    assert max(seen[True]) > 0
-
-
-def test_urgent_reads_go_before_what_waits(tmp_path: Path, log: Log) -> None:
-    with DiskStore(disk_plan(tmp_path, block_bytes=4 * KIB, queue_depth=1), queues=log.queue) as store:
-        store.reserve(3, 64 * KIB)
-        records = [store.create(name, 64 * KIB) for name in ("patient", "urgent", "urgent, too")]
-        for seed, record in enumerate(records):
-            put(store, record, seed)
-        log.requests.clear()
-        log.gate.clear()
-        buffers = [store.buffer(64 * KIB) for _ in records]
-        pairs = zip(records, buffers, strict=True)
-        handles = [store.read(record, buffer, urgent="urgent" in record.name) for record, buffer in pairs]
-        log.gate.set()
-        for seed, (handle, buffer) in enumerate(zip(handles, buffers, strict=True)):
-            handle.wait()
-            assert torch.equal(buffer, pattern(64 * KIB, seed))
-        read = [request.owner.operation.what for request in log.requests]
-        last = [max(at for at, what in enumerate(read) if repr(record.name) in what) for record in records]
-        assert last[1] < last[2] < last[0]
-
-
-def test_errors_are_results() -> None:
-    _in_time(_errors_as_results)
-
-
-def test_a_deep_queue_has_no_more_threads_than_help() -> None:
-    gate = threading.Event()
-
-    def transfer(request: Request) -> int:
-        assert gate.wait(120)
-        return request.nbytes
-
-    before = threading.active_count()
-    queue = ThreadQueue(2**16, transfer)
-    queue.submit([Request(False, 0, 4096, offset, None, 0) for offset in range(MOST_AT_ONCE + 20)])
-    assert threading.active_count() - before == MOST_AT_ONCE
-    gate.set()
-    assert {request.offset for request, _ in queue.reap(MOST_AT_ONCE + 20)} == set(range(MOST_AT_ONCE + 20))
-    queue.close()
-    assert threading.active_count() == before
-
-
-def _in_time(call: Callable[[], None]) -> None:
-    """A result that never comes fails the test instead of stopping it."""
-    done = concurrent.futures.Future[None]()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    done.result(timeout=120)
-
-
-def _errors_as_results() -> None:
-    def transfer(request: Request) -> int:
-        if request.offset == 1:
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        if request.offset == 2:
-            raise ZeroDivisionError("broken on purpose")
-        return -errno.ENOSPC if request.offset == 3 else request.nbytes
-
-    queue = ThreadQueue(2, transfer)
-    queue.submit([Request(False, 0, 4096, offset, None, 0) for offset in range(4)])
-    results: dict[int, int] = {}
-    while len(results) < 4:
-        results |= {request.offset: result for request, result in queue.reap(1)}
-    assert results == {0: 4096, 1: -errno.EBADF, 2: -errno.EIO, 3: -errno.ENOSPC}
-    queue.close()
-    queue.close()
-
-
 def _allow(monkeypatch: pytest.MonkeyPatch, allowed: int) -> list[str]:
     """The names of a store's threads that were started, of which there may be only so many."""
     real, started = threading.Thread.start, list[str]()
@@ -179,16 +71,6 @@ def _allow(monkeypatch: pytest.MonkeyPatch, allowed: int) -> list[str]:
 
     monkeypatch.setattr(threading.Thread, "start", start)
     return started
-
-
-def test_threads_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = _allow(monkeypatch, 2)
-    with DiskStore(disk_plan(tmp_path, block_bytes=64 * KIB)) as store:
-        store.reserve(1, MIB)
-        record = store.create("weights", MIB)
-        put(store, record, 1)
-        assert holds(store, record, 1)
-    assert sorted(started) == ["shardwise-disk", "shardwise-disk-io"]
 
 
 @pytest.mark.parametrize("allowed", range(4))
@@ -235,28 +117,6 @@ def test_a_write_that_fails_changes_nothing_committed(faulty: tuple[DiskStore, L
         put(store, record, 3, commit=False)
     store.commit()
     assert all(holds(store, record, 3) for record in records)
-
-
-def test_a_failed_write_can_be_repeated(faulty: tuple[DiskStore, Log]) -> None:
-    store, log = faulty
-    record = store.create("weights", MIB)
-    put(store, record, 1)
-    log.fail_next(errno.ENOSPC)
-    with pytest.raises(DiskError, match=r"ENOSPC.*free space there") as found:
-        put(store, record, 2)
-    assert found.value.errno == errno.ENOSPC
-    put(store, record, 2)
-    assert holds(store, record, 2)
-
-
-def test_a_read_that_fails_can_be_repeated(faulty: tuple[DiskStore, Log]) -> None:
-    store, log = faulty
-    record = store.create("weights", 3 * MIB)
-    put(store, record, 1)
-    log.fail_next(errno.EIO, after=20)
-    with pytest.raises(DiskError, match=r"reading record 'weights' in .* bytes at offset \d+: EIO"):
-        holds(store, record, 1)
-    assert holds(store, record, 1)
 
 
 def test_every_request_can_fail(tmp_path: Path) -> None:
@@ -309,16 +169,6 @@ def _fd(store: DiskStore) -> int:
     return os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)
 
 
-def test_a_file_that_was_cut_short(faulty: tuple[DiskStore, Log]) -> None:
-    store, _ = faulty
-    record = store.create("weights", 3 * MIB)
-    put(store, record, 1)
-    put(store, record, 2)
-    os.truncate(f"/proc/self/fd/{store._file.fd}", 5 * MIB)
-    with pytest.raises(DiskError, match=r"reading record 'weights' in .*rank0\.data, .* cut short from outside"):
-        holds(store, record, 2)
-
-
 @pytest.mark.parametrize("what", ["bit", "torn", "swapped", "stale", "zeros"])
 def test_content_that_was_changed(faulty: tuple[DiskStore, Log], what: str) -> None:
     store, _ = faulty
@@ -349,16 +199,6 @@ def test_content_that_was_changed(faulty: tuple[DiskStore, Log], what: str) -> N
     assert holds(store, record, 3)
 
 
-def test_changes_in_the_padding_do_not_matter(faulty: tuple[DiskStore, Log]) -> None:
-    store, _ = faulty
-    record = store.create("weights", 4097)
-    put(store, record, 1)
-    fd = _fd(store)
-    os.pwrite(fd, b"\x00" * 100, 4097 + 50)
-    os.close(fd)
-    assert holds(store, record, 1)
-
-
 def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
     log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
@@ -374,30 +214,6 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
         with pytest.raises(DiskError, match="thread stopped"):
             store.write(record, buffer).wait()
         store.rollback()
-
-
-def test_the_limit_on_file_sizes(tmp_path: Path) -> None:
-    """A real error of the system in the middle of a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
-    with DiskStore(disk_plan(tmp_path)) as store:
-        store.reserve(1, 4 * MIB)
-        record = store.create("weights", 4 * MIB)
-        put(store, record, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, before[1]))
-        try:
-            with pytest.raises(DiskError, match=r"'more' .*6\d+ bytes\) .* beside 8388608 bytes.*EFBIG.*ulimit -f"):
-                store.create("more", 6 * MIB + 1)
-            with pytest.raises(DiskError, match=r"writing record 'weights' .* EFBIG") as found:
-                put(store, record, 2)
-            assert found.value.errno == errno.EFBIG
-            assert holds(store, record, 1)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        store.rollback()
-        put(store, store.create("more", 3 * MIB), 9)
-        put(store, record, 2)
-        assert holds(store, record, 2)
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -423,41 +239,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
         put(store, store.create("more", 2 * MIB), 4)
 
 
-def test_a_disk_that_gets_full_while_reserving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DiskStore(disk_plan(tmp_path)) as store:
-        put_size = store.reserved_bytes
-
-        def full(fd: int, offset: int, nbytes: int) -> None:
-            os.truncate(f"/proc/self/fd/{fd}", offset + 4096)  # a part of it, as happens
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", full)
-            with pytest.raises(DiskError, match="ENOSPC"):
-                store.create("weights", 9000)
-        assert os.fstat(store._file.fd).st_size == put_size == 0
-        store.reserve(1, 9000)
-        put(store, store.create("weights", 9000), 1)
-
-
-def test_a_device_that_loses_its_end(tmp_path: Path) -> None:
-    """Real EIO: the file below a loop device is cut, so the device cannot read there any more."""
-    with small_disk(tmp_path, 16 * MIB) as (folder, image), DiskStore(disk_plan(folder)) as store:
-        if not store.direct:
-            pytest.skip("no O_DIRECT on the loop device")
-        store.reserve(1, 4 * MIB)
-        records = [store.create(str(n), 2 * MIB) for n in range(3)]
-        for n, record in enumerate(records):
-            put(store, record, n)
-        os.sync()
-        whole = image.read_bytes()
-        os.truncate(image, MIB // 2)
-        with pytest.raises(DiskError, match=r"reading record '2' .* EIO .*kernel's log"):
-            holds(store, records[2], 2)
-        image.write_bytes(whole)
-        assert holds(store, records[2], 2)
-
-
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match=r"cannot make a run directory in '.*/file'.*choose a directory, not a file"):
@@ -468,21 +249,3 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
         DiskStore(disk_plan("/proc/nothing"))
     again = pickle.loads(pickle.dumps(found.value))
     assert (type(again), again.errno, str(again)) == (DiskError, errno.ENOENT, str(found.value))
-
-
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    with (
-        mounted(tmp_path / "fixed", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs") as folder,
-        pytest.raises(DiskError, match=r"run directory in .*fixed'.*EROFS.*read-only; choose a directory"),
-    ):
-        DiskStore(disk_plan(folder))
-
-
-def test_a_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(fd: int, *_: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "pwritev", failing)
-    with pytest.raises(DiskError, match=r"cannot make .*rank0\.data: EIO"):
-        DiskStore(disk_plan(tmp_path))
-    assert list(tmp_path.iterdir()) == []

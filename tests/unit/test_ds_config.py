@@ -249,11 +249,6 @@ def test_an_old_name_of_offloading_is_told() -> None:
     assert report.notes == [told]
 
 
-@pytest.mark.parametrize("path", ["use_node_local_storage", "checkpoint.use_node_local_storage"])
-def test_save_on_each_node_of_transformers_is_no_error(path: str) -> None:
-    assert "a directory that all ranks see" in to_plan(tree_of(path, True), 4)[1].ignored[path]
-
-
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_key_that_is_not_available_is_refused(path: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"{path}=.*{KEYS[path].reason[:20]}"):
@@ -279,19 +274,12 @@ WRONG: list[tuple[Tree, str]] = [
     ),
     ({"sequence_parallel_size": 2, "train_batch_size": 3, "gradient_accumulation_steps": 1}, "x 2 ranks = 2"),
     ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
-    ({"zero_optimization": {"stage": 1, "reduce_bucket_sise": 5}}, "did you mean 'reduce_bucket_size'"),
-    ({"zero_optimization": {"offload_optimiser": {}}}, "did you mean 'offload_optimizer'"),
-    ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean 'device'"),
     ({"reduce_bucket_size": 5}, "'reduce_bucket_size' belongs in 'zero_optimization'"),
-    ({"fp16": {"enabled": True, "loss_scael": 1}}, "did you mean 'loss_scale'"),
     ({"aio": {"qqq": 1}}, "known keys of 'aio': block_size"),
-    ({"optimizer": {"tipe": "Adam"}}, "did you mean 'type'"),
     ({"zero_optimization": {"stage": 7}}, "stage=7: give 0, 1, 2 or 3"),
-    ({"zero_optimization": {"stage": 2.5}}, "stage=2.5: give a whole number"),
     ({"zero_optimization": {"stage": 1, "reduce_bucket_size": 0}}, "reduce_bucket_size=0: give a finite number >= 1"),
     ({"zero_optimization": 3}, "zero_optimization=3: give a block"),
     ({"gradient_clipping": float("nan")}, "gradient_clipping=nan"),
-    ({"gradient_clipping": float("inf")}, "gradient_clipping=inf"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one of them"),
     ({"fp16": {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 2}}, "min_loss_scale=2"),
     ({"fp16": {"enabled": "perhaps"}}, "give true or false"),
@@ -314,7 +302,6 @@ WRONG: list[tuple[Tree, str]] = [
     ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "train_batch_size=8 is not"),
     ({"checkpoint": {"tag_validation": "maybe"}}, "tag_validation='maybe'"),
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr='auto'"),
-    ({"optimizer": {"type": "auto"}}, "optimizer.type='auto'"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "warmup_num_steps='auto'"),
 ]  # fmt: skip
 
@@ -424,12 +411,3 @@ def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
     assert three(stage3_param_persistence_threshold=100).shard.packing == ByTensor(persist_numel=100)
     tiers = three(offload_param={"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}).tiers
     assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))
-
-
-def test_keys_with_dots_are_none_of_deepspeeds() -> None:
-    """TRL writes three beside the blocks for its reference model, of which one is 0.9 times a square."""
-    settings = read_config({"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 230.4})
-    assert settings["zero_optimization.stage3_prefetch_bucket_size"] == 5e7
-    assert "inside of its block" in settings.findings.ignored["zero_optimization.stage3_prefetch_bucket_size"]
-    with pytest.raises(ValueError, match=r"stage3\.prefetch=1 is not a key"):
-        read_config({"zero_optimization": {"stage": 3, "stage3.prefetch": 1}})

@@ -213,24 +213,6 @@ def test_lion_by_its_name_in_a_configuration() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize(("kind", "decoupled"), [("AdamW", True), ("Adam", False)])
-def test_adam_without_the_correction_of_its_bias(kind: str, decoupled: bool) -> None:
-    model, options = nn.Linear(3, 2), {"lr": 0.1, "betas": [0.9, 0.99], "weight_decay": 0.5, "bias_correction": False}
-    params = options if decoupled else {**options, "adam_w_mode": False}
-    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": kind, "params": params}}
-    weight, average, squares = model.weight.detach().clone(), torch.zeros(2, 3), torch.zeros(2, 3)
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    inputs = torch.tensor([[1.0, -2.0, 3.0]])
-    for _ in range(3):
-        grad = inputs.expand(2, 3) if decoupled else inputs.expand(2, 3) + 0.5 * weight
-        average, squares = 0.9 * average + 0.1 * grad, 0.99 * squares + 0.01 * grad**2
-        weight = (weight * (1 - 0.1 * 0.5) if decoupled else weight) - 0.1 * average / (squares.sqrt() + 1e-8)
-        engine.backward(engine(inputs).sum())
-        engine.step()
-    torch.testing.assert_close(engine.state_dict()["weight"], weight)
-    engine.destroy()
-
-
 def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
     config: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
     model = nn.Linear(2, 2)

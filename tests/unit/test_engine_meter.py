@@ -102,50 +102,6 @@ def test_budget_by_position() -> None:
     assert len(set(seen)) > 3
 
 
-def unexpected() -> tuple[int, int]:
-    with chain(tiers(1 << 16)) as (session, meter):
-        step(session)
-        stats = meter.stats
-        assert stats is not None
-        with torch.no_grad():
-            session.module(torch.ones(3, WIDTH))
-        assert meter.stats is stats and session.engine.pool.in_training
-        pool = session.engine.pool
-        pool.trace.use(4)  # not what comes first
-        worst = int((1 << 16) * 0.9) - stats.peak_non_model_bytes
-        return meter.budget_bytes(), worst - session.ledger.model_bytes() + pool.reusable_bytes
-
-
-def test_another_order_gets_the_budget_of_the_worst_moment() -> None:
-    budget, worst = run_ranks(1, unexpected)[0]
-    assert budget == worst
-
-
-def interrupted() -> bool:
-    with chain(tiers(1 << 20)) as (session, meter):
-        step(session)
-
-        class Stop(BaseException):
-            pass
-
-        def stop(*_: object) -> None:
-            raise Stop
-
-        handle = session.module.unwrap().blocks[2].register_forward_pre_hook(stop)
-        with pytest.raises(Stop):
-            session.module(torch.ones(ROWS, WIDTH))
-        handle.remove()
-        step(session)
-        meter.leave_all()
-        made = torch.ones(1000)  # nothing counts it any more
-        before = session.ledger.held()["activations and the rest"]
-        return before < made.nbytes
-
-
-def test_a_forward_pass_that_is_interrupted_is_left() -> None:
-    assert run_ranks(1, interrupted)[0]
-
-
 def too_small() -> str:
     with chain(tiers(8 * UNIT, warmup=0.9)) as (session, _):
         step(session)

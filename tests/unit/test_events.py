@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.core.base.events import Event, Events
-from shardwise.plan import ByNumel, Plan, zero
+from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 
@@ -81,9 +81,3 @@ def test_a_sharded_step_tells_all_of_it(update: str) -> None:
         used = [args for name, args in heard if name == "unit_wanted"]
         assert used == [args for name, args in heard if name == "unit_ready"]
         assert of(heard, "gradients_dropped", "update_ended")[-2:] == ["update_ended", "gradients_dropped"]
-
-
-def test_what_stays_gathered_is_never_told_of_as_gathered() -> None:
-    for heard in run_ranks(2, told, zero(1).but(packing=ByNumel(chunk_numel=8))):
-        assert not of(heard, "gather_began", "gather_ended", "evicted")
-        assert of(heard, "reduction_began") and len(of(heard, "result_added")) == len(of(heard, "reduction_began"))

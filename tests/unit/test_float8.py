@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -151,17 +149,3 @@ def test_which_layers_do() -> None:
     assert torch.equal(model(ids), found)
     found.square().mean().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
-
-
-def test_what_is_left() -> None:
-    twice = nn.Sequential(nn.Linear(16, 16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert multiply_in_8_bits(twice) == ["0"] and multiply_in_8_bits(twice) == []
-    with pytest.warns(UserWarning, match="there are no linear layers"):
-        assert multiply_in_8_bits(nn.LayerNorm(3)) == []
-    with pytest.warns(UserWarning, match="1 layers stay"):
-        assert multiply_in_8_bits(nn.Sequential(nn.Linear(16, 16).double())) == []
-    made_of_others = parametrizations.weight_norm(nn.Linear(16, 16))
-    with pytest.warns(UserWarning, match=r"stay as they are|no linear layers"):
-        assert multiply_in_8_bits(nn.Sequential(made_of_others)) == []

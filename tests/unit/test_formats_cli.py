@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -222,28 +221,3 @@ def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixt
     assert shard.name in capsys.readouterr().out
     with pytest.raises(CheckpointDamage):
         check_zip(shard)
-
-
-def test_of_several_the_one_that_is_meant_is_named(
-    places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(places["native"], tmp_path / "runs" / "step-1")
-    for action in ("verify", "inspect"):
-        assert _run(action, tmp_path / "runs") == 0
-        assert capsys.readouterr().out.startswith(f"{tmp_path / 'runs' / 'step-1'}: native")
-
-
-def test_a_format_that_is_named_opens_beside_a_damaged_file_of_another(places: dict[str, Path]) -> None:
-    index = places["native"] / "model.safetensors.index.json"
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match=index.name):
-        open_checkpoint(places["native"])
-    assert differing(odd_source(), open_checkpoint(places["native"], format="native")) == []
-
-
-def test_other_ranks_of_a_launcher_are_quiet(
-    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert _run("convert", places["dcp"], tmp_path / "x", "--to", "single") == 0
-    assert not (tmp_path / "x").exists() and capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""``convert`` to what needs more than tensors: a configuration, an adapter's settings, an optimizer without state."""
+"""``convert`` to what needs more than tensors: a configuration, an adapter's settings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from formats_setup import optimizer_facts
 from torch import nn
 
 from shardwise.cli.main import main
 from shardwise.core.checkpoint import Checkpointer, TorchRun
-from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp, write_huggingface
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 
@@ -140,29 +138,6 @@ def test_a_missing_configuration_is_said_and_given(tmp_path: Path, capsys: pytes
     assert "not a configuration" in capsys.readouterr().err
 
 
-def test_an_optimizer_without_state_is_not_lost(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=0.25)
-    run = Checkpointer(TorchRun(model, optimizer)).save(tmp_path / "runs", "one")
-    assert convert(run, tmp_path / "colossalai", "--to", "colossalai") == 0
-    assert convert(tmp_path / "colossalai", tmp_path / "back", "--to", "native") == 0
-    with open_checkpoint(run) as first, open_checkpoint(tmp_path / "back") as second:
-        assert [[g["options"]["lr"] for g in groups] for groups, _ in optimizer_facts(second)] == [[0.5, 0.25]]
-        assert optimizer_facts(first) == optimizer_facts(second)
-
-
-@pytest.mark.parametrize("kind", ["native", "huggingface", "dcp"])
-def test_a_checkpoint_of_any_format_is_closed_by_its_block(kind: str, tmp_path: Path) -> None:
-    source = LazySource("memory", {"model/weight": entry_of_tensor(torch.ones(3))})
-    {"native": write_native, "huggingface": write_huggingface, "dcp": write_dcp}[kind](source, tmp_path / "x")
-    with open_checkpoint(tmp_path / "x") as opened:
-        assert opened.read("model/weight", 0, 3).tolist() == [1.0, 1.0, 1.0]
-    if kind != "native":  # a native one opens its files again when it is asked
-        with pytest.raises(ValueError, match="was closed"):
-            opened.read("model/weight", 0, 3)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that saved; it has no place in any data."""
@@ -187,9 +162,3 @@ def test_an_option_of_another_format_is_refused(
     assert convert(run, tmp_path / "out", "--to", to, *option) == 2
     assert f"{option[0]}: --to {taker} alone takes it; leave it out" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
-
-
-def test_what_nobody_gave_is_not_called_left_out(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(run, tmp_path / "out", "--to", "single") == 0
-    said = capsys.readouterr().err
-    assert "rng" in said and "data_position" not in said

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import subprocess
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from formats_setup import differing, odd_source, optimizer_facts, same_bits, tensor
@@ -53,29 +50,12 @@ def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [
-        b"cos\nsystem\n(S'true'\ntR.",
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"ctorch\nload\n.",
-        b"ctorch.distributed.checkpoint.metadata\nSTATE_DICT_TYPE\n.",
-        b"ctorch.serialization\nload\n.",
-        b"\x80\x04\x8c\x05posix\x8c\x06system\x93.",
-    ],
+    "payload", [b"cos\nsystem\n(S'true'\ntR.", b"ctorch\nload\n.", b"\x80\x04\x8c\x05posix\x8c\x06system\x93."]
 )
 def test_every_other_name_is_refused(payload: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(payload)
     with pytest.raises(RefusedPickle, match="was refused"):
         read_dcp_index(tmp_path)
-
-
-def test_hostile_bytes_in_a_value_are_left_out(tmp_path: Path) -> None:
-    touched = tmp_path / "touched"
-    content = {"model": {"weight": torch.ones(2)}, "extra": Hostile(["touch", str(touched)])}
-    dcp.save(content, checkpoint_id=tmp_path / "a", no_dist=True)
-    source = open_dcp(tmp_path / "a")
-    assert not touched.exists() and list(source.tensors()) == ["model/weight"]
-    assert any("extra was left out" in note for note in source.notes)
 
 
 def test_broken_directories_are_named(tmp_path: Path) -> None:
@@ -158,33 +138,3 @@ def test_torch_loads_what_is_written(tmp_path: Path) -> None:
     }  # fmt: skip
     dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
     assert all(same_bits(value, tensor(source, f"model/{name}")) for name, value in wanted["model"].items())
-
-
-def test_one_tensor_at_a_time_is_held(tmp_path: Path) -> None:
-    source = odd_source()
-    read = source.read
-    memory: list[weakref.ref[Any]] = []
-    most = 0
-
-    def watched(name: str, start: int, numel: int) -> torch.Tensor:
-        nonlocal most
-        value = read(name, start, numel)
-        array = np.frombuffer(bytearray(value.view(torch.uint8).numpy().tobytes() or b"0"), dtype=np.uint8)
-        memory.append(weakref.ref(array))  # lives as long as the tensor's memory does
-        gc.collect()
-        most = max(most, sum(each() is not None for each in memory))
-        return torch.from_numpy(array)[: value.nbytes].view(value.dtype)
-
-    source.read = watched  # type: ignore[method-assign]
-    gc.freeze()  # what was there before need not be looked through at each read
-    try:
-        write_dcp(source, tmp_path / "out")
-    finally:
-        gc.unfreeze()
-    assert len(memory) > 10 and most <= 2
-    assert differing(odd_source(), open_dcp(tmp_path / "out")) == ["model/head.weight"]
-
-
-def test_a_layout_that_is_not_known(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="layout='megatron'"):
-        write_dcp(odd_source(), tmp_path / "out", "megatron")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,28 +49,6 @@ def _source() -> tuple[LazySource, dict[str, torch.Tensor]]:
     torch.manual_seed(1)
     model = {name: torch.randn(2, 3) for name in (*(inside for _, inside in NAMES), *NOT_PART)}
     return LazySource("m", {f"model/{name}": entry_of_tensor(value) for name, value in model.items()}), model
-
-
-@pytest.mark.parametrize("use_safetensors", [True, False])
-def test_an_adapter_is_written_and_read(use_safetensors: bool, tmp_path: Path) -> None:
-    source, model = _source()
-    write_peft(source, tmp_path / "out", {**CONFIG, "target_modules": {"v", "q"}}, use_safetensors=use_safetensors)
-    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["q", "v"]
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"adapter_config.json", f"adapter_model.{'safetensors' if use_safetensors else 'bin'}"}
-    again = open_checkpoint(tmp_path / "out")
-    assert {name.removeprefix("model/") for name in again.tensors()} == {inside for _, inside in NAMES}
-    assert all(same_bits(tensor(again, name), model[name.removeprefix("model/")]) for name in again.tensors())
-    write_peft(again, tmp_path / "twice", use_safetensors=not use_safetensors)
-    assert differing(again, open_checkpoint(tmp_path / "twice")) == []
-
-
-def test_biases_follow_the_configuration() -> None:
-    name = f"{START}.q_proj.base_layer.bias"
-    assert name_in_file(name, CONFIG) is None and name_in_file(name, {**CONFIG, "bias": "all"}) == name
-    only = {**CONFIG, "bias": "lora_only"}
-    assert name_in_file(name, only) == name and name_in_file(f"{START}.k_proj.bias", only) is None
 
 
 def test_errors_say_what_is_missing(tmp_path: Path) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.faults.fuzz import Reader
 from tests.faults.fuzz.campaign import CORPUS, corpus, reading_process
-from tests.faults.fuzz.changes import draw_changes
 from tests.faults.fuzz.pickles import CALLS
 from tests.faults.fuzz.subjects import SUBJECTS
-from tests.faults.fuzz.trial import READ, REFUSED, Bounds, ways_of
+from tests.faults.fuzz.trial import READ, REFUSED, ways_of
 from tests.support.sets import full
 
 RECIPES = corpus()
@@ -81,13 +78,6 @@ def test_every_checkpoint_reads_as_it_was_written(reader: Reader, name: str) -> 
         assert outcome == READ, (way, outcome)
 
 
-def test_drawing_is_repeated_by_its_seed(reader: Reader) -> None:
-    folder = reader.place / "base" / SUBJECTS["dcp"].folder
-    drawn = [[draw_changes(random.Random(seed), folder) for seed in range(40)] for _ in range(2)]
-    assert drawn[0] == drawn[1] == json.loads(json.dumps(drawn[0]))
-    assert {change["op"] for changes in drawn[0] for change in changes} == {"tree", "bytes", "pickle", "file"}
-
-
 @pytest.mark.full
 def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
     call = {"op": "pickle", "file": ".metadata", "do": "insert", "at": 1, "code": CALLS[0].hex()}
@@ -99,30 +89,6 @@ def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
             assert expected in outcome
     finally:
         broken.close()
-
-
-AT_ONCE = """
-import os, sys
-for line in sys.stdin:
-    os.write(1, (line + '{"outcome": "read"}' + chr(10)).encode())
-"""
-
-
-def test_a_reader_that_was_quicker_than_its_caller_does_not_hang(tmp_path: Path) -> None:
-    quick = Reader(tmp_path, [sys.executable, "-c", AT_ONCE])
-    try:
-        assert [quick.run({"number": number}) for number in range(2)] == [({"number": n}, READ) for n in range(2)]
-    finally:
-        quick.close()
-
-
-def test_bounds_grow_with_the_files_and_not_with_their_holes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 2**20)
-    with (tmp_path / "b").open("wb") as file:
-        file.truncate(2**30)
-    bounds = Bounds.of(tmp_path)
-    assert bounds.seconds == pytest.approx(Bounds.SECONDS + Bounds.SECONDS_PER_MIB, rel=0.1)
-    assert bounds.memory_bytes < Bounds.MEMORY_BYTES + 2 * Bounds.MEMORY_TIMES * 2**20
 
 
 def test_the_corpus_is_there() -> None:

@@ -33,13 +33,3 @@ def test_more_than_was_announced_is_an_error() -> None:
     for _ in range(2):  # an error takes nothing
         with pytest.raises(RuntimeError, match="512 bytes do not fit into an arena of 256 bytes"):
             arena.take(1, torch.float32)
-
-
-@pytest.mark.parametrize(("nbytes", "rounded"), [(0, 0), (1, 256), (256, 256), (257, 512)])
-def test_rounding(nbytes: int, rounded: int) -> None:
-    assert HostArena.rounded(nbytes) == rounded
-
-
-def test_nothing_is_allocated_for_nothing() -> None:
-    arena = HostArena(0, pin_for=torch.device("cpu"))
-    assert not arena.pinned and arena.take(0, torch.float32).numel() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -17,14 +16,10 @@ import pytest
 import torch
 
 from shardwise.cli.main import main
-from shardwise.core.base import tree
 from shardwise.core.checkpoint import format as native
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
-from shardwise.core.checkpoint.formats.single import open_single, write_single
-from shardwise.core.checkpoint.formats.torch_file import load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
-from tests.support.sets import full
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles
@@ -57,20 +52,6 @@ def test_an_index_changes_no_class_of_any_library(tmp_path: Path, module: str, n
     assert (pathlib.PurePosixPath.is_absolute, dict(vars(pathlib.PurePosixPath))) == before
 
 
-@pytest.mark.parametrize("name", ["Metadata", "MetadataIndex", "TensorProperties"])
-def test_stand_ins_cannot_be_changed_either(tmp_path: Path, name: str) -> None:
-    from shardwise.core.checkpoint.formats.dcp import STAND_INS
-
-    stand_in = STAND_INS["torch.distributed.checkpoint.metadata", name]
-    before = dict(vars(stand_in))
-    code = op_global("torch.distributed.checkpoint.metadata", name) + b"N}\x8c\x04evilK\x01s\x86b"
-    with pytest.raises(CheckpointError):
-        open_checkpoint(dcp(tmp_path / "d", code))
-    assert dict(vars(stand_in)) == before
-    with pytest.raises(TypeError, match=r"cannot be set"):
-        stand_in.evil = 1
-
-
 def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path: Path) -> None:
     code = b"}" + nested_tuples(200) + b"K\x01s"
     with pytest.raises(CheckpointDamage, match=r"more than .* values"):
@@ -80,36 +61,6 @@ def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path
         archive.writestr("m/version", "3\n")
     with pytest.raises(CheckpointDamage, match=r"more than .* values"):
         open_checkpoint(tmp_path / "m.pt")
-
-
-def test_keys_that_have_one_hash_are_refused_before_they_are_compared(tmp_path: Path, saved: Path) -> None:
-    # Python's hash of an integer is its rest modulo 2^61 - 1.
-    keys = [(2**61 - 1) * number for number in range(1, 50_001)]
-    items = b"".join(b"\x8a\x0a" + key.to_bytes(10, "little") + b"K\x00" for key in keys)
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(dcp(tmp_path / "d", b"}(" + items + b"u"))
-    with pytest.raises(ValueError, match="bits"):
-        tree.decode({"$items": [[key, 0] for key in keys]}, {})
-    assert tree.decode({"$items": [[2**63, 0]]}, {}) == {2**63: 0}
-
-
-def test_a_value_in_a_dcp_file_is_looked_at_as_an_index_is(tmp_path: Path) -> None:
-    code = b"\x80\x02}" + nested_tuples(200) + b"K\x01s."
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        load_value(code * 5, "a piece")
-    buffer = io.BytesIO()
-    torch.save({"lr": (0.1, torch.ones(2))}, buffer)
-    assert load_value(buffer.getvalue(), "a piece")["lr"][0] == 0.1
-
-
-def test_an_index_that_is_a_hole_is_not_read(tmp_path: Path) -> None:
-    for name in (".metadata", "model.safetensors.index.json", "adapter_config.json", native.MANIFEST):
-        folder = tmp_path / name.strip(".").split(".")[0]
-        folder.mkdir()
-        with (folder / name).open("wb") as file:
-            file.truncate(1 << 40)
-        with pytest.raises(CheckpointDamage, match="no such file has"):
-            open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("plant", [".t.output-replaced-0123456789abcdef", ".t.output-saving-0123456789abcdef"])
@@ -138,12 +89,6 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
         assert to == "huggingface" or not target.exists()
 
 
-def test_a_memo_larger_than_the_file_is_refused(tmp_path: Path) -> None:
-    code = b"}r" + struct.pack("<I", 0xFFFFFFF0)
-    with pytest.raises(CheckpointDamage, match="memo of 4294967280 places"):
-        open_checkpoint(dcp(tmp_path / "d", code))
-
-
 def test_values_that_share_their_parts_are_refused(tmp_path: Path) -> None:
     shared: Any = [0]
     for _ in range(60):
@@ -162,12 +107,6 @@ def test_a_compressed_torch_file_is_refused(tmp_path: Path) -> None:
             new.writestr(record.filename, old.read(record))
     with pytest.raises(CheckpointDamage, match="compressed"):
         open_checkpoint(tmp_path / "n.pt")
-
-
-def test_the_older_format_is_still_read(tmp_path: Path) -> None:
-    torch.save({"w": torch.arange(4.0)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
-    source = open_checkpoint(tmp_path / "m.pt")
-    assert torch.equal(source.read("model/w", 0, 4), torch.arange(4.0))
 
 
 # ---- the native format
@@ -204,45 +143,26 @@ def renamed(data: dict[str, Any], name: str) -> None:
     data["tensors"][name] = data["tensors"].pop(next(iter(data["tensors"])))
 
 
-EMPTY = {"dtype": "float32", "shape": [0], "pieces": []}
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "absolute": lambda data: put(data, "files", 0, 0, "/etc/hostname"),
     "parent": lambda data: put(data, "files", 0, 0, "../x"),
     "device": lambda data: put(data, "files", 0, 0, "/dev/zero"),
-    "no name": lambda data: put(data, "files", 0, 0, None),
     "escape in a file": lambda data: put(data, "files", 0, 0, "\x1b[2J"),
     "size": lambda data: put(data, "files", 0, 1, 2**45),
-    "size text": lambda data: put(data, "files", 0, 1, "many"),
     "negative header": lambda data: put(data, "files", 0, 2, -1),
-    "large header": lambda data: put(data, "files", 0, 2, 2**40),
     "no files": lambda data: put(data, "files", {}),
     "infinite shape": lambda data: put(first_tensor(data), "shape", [float("inf")]),
-    "null shape": lambda data: put(first_tensor(data), "shape", None),
-    "text shape": lambda data: put(first_tensor(data), "shape", "12"),
-    "true shape": lambda data: put(first_tensor(data), "shape", [True]),
     "negative shape": lambda data: put(first_tensor(data), "shape", [-1]),
     "huge shape": lambda data: put(first_tensor(data), "shape", [2**62, 2**62]),
-    "zero times huge": lambda data: put(data, "tensors", "z", {**EMPTY, "shape": [0, 2**62, 2**62]}),
     "dtype": lambda data: put(first_tensor(data), "dtype", "load"),
-    "dtype list": lambda data: put(first_tensor(data), "dtype", []),
     "huge piece": lambda data: put(first_tensor(data), "pieces", 0, 3, 2**45),
     "negative offset": lambda data: put(first_tensor(data), "pieces", 0, 1, -8),
     "short piece": lambda data: put(first_tensor(data), "pieces", 0, [0]),
-    "tensors list": lambda data: put(data, "tensors", []),
     "escape": lambda data: renamed(data, "model/\x1b[2Jx"),
     "serial": lambda data: put(data, "serial", "newest"),
     "version": lambda data: put(data, "version", {}),
-    "no version": lambda data: data.pop("version") and None,
-    "state list": lambda data: put(data, "state", []),
-    "updates": lambda data: put(data, "state", "updates", "many"),
-    "step": lambda data: put(data, "state", "step", 1.5),
-    "aliases": lambda data: put(data, "state", "aliases", {"a": 1}),
     "optimizers": lambda data: put(data, "state", "optimizers", [None]),
     "groups": lambda data: put(data, "state", "optimizers", [{"groups": [{"params": "ab"}]}]),
-    "scaler": lambda data: put(data, "state", "scaler", {"scale": "large"}),
-    "scaler zero": lambda data: put(data, "state", "scaler", {"scale": 0.0, "overflows": 0.0, "good_steps": 0.0}),
-    "buffers": lambda data: put(data, "state", "buffers", {"a": "b"}),
-    "rng": lambda data: put(data, "state", "rng", 7),
     "deep": lambda data: put(data, "state", "user_state", deep(900)),
 }
 
@@ -330,20 +250,6 @@ def test_a_sparse_piece_is_not_allocated(saved: Path) -> None:
     assert len(verify(saved)) == 1 and "piece" in verify(saved)[0].lower()
 
 
-def test_what_may_not_be_read_is_not_called_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
-        if str(path).endswith((native.MANIFEST, ".safetensors")):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refusing)
-    with pytest.raises(CheckpointError, match="may not be read") as caught:
-        open_checkpoint(saved)
-    assert not isinstance(caught.value, CheckpointDamage)
-
-
 # ---- safetensors
 
 
@@ -356,7 +262,6 @@ def safetensors(path: Path, header: object, data: bytes = b"") -> Path:
 TWICE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 HEADERS: dict[str, Any] = {
     "no JSON": b"{not json",
-    "list": [1],
     "short": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
     "negative": {"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}},
     "unknown dtype": {"a": {"dtype": "Q4", "shape": [2], "data_offsets": [0, 8]}},
@@ -364,15 +269,8 @@ HEADERS: dict[str, Any] = {
     "no offsets": {"a": {"dtype": "F32", "shape": [2]}},
     "overlap": {"a": TWICE, "b": TWICE},
     "infinite": {"a": {"dtype": "F32", "shape": [float("inf")], "data_offsets": [0, 4]}},
-    "null": {"a": {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}},
-    "text": {"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}},
-    "float offsets": {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}},
-    "offsets": {"a": {"dtype": "F32", "shape": [1], "data_offsets": None}},
-    "facts": {"a": 3},
-    "dtype": {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
     "huge": {"a": {"dtype": "F32", "shape": [2**45], "data_offsets": [0, 2**47]}},
     "escape": {"\x1b]0;x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
-    "metadata": {"__metadata__": {"shardwise": 3}, "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
     "our header": {
         "__metadata__": {"shardwise": '{"aliases": {"b": ["a"]}}'},
         "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
@@ -394,53 +292,3 @@ def test_a_safetensors_header_that_lies_is_one_line(
 
 
 # ---- every byte
-
-
-@pytest.mark.parametrize("kind", ["torch", "dcp", *full("safetensors", "legacy")])
-def test_any_changed_byte_is_read_or_named(tmp_path: Path, kind: str) -> None:
-    """Formats without checksums cannot notice everything; but no byte may end in anything but an error of ours."""
-    folder = tmp_path / "d"
-    folder.mkdir()
-    if kind == "safetensors":
-        path = folder / "m.safetensors"
-        write_single(odd_source(), path)
-    elif kind == "dcp":
-        import torch.distributed.checkpoint as torch_dcp
-
-        torch_dcp.save({"model": {"w": torch.ones(3, 2)}}, checkpoint_id=folder, no_dist=True)
-        path = folder / ".metadata"
-    else:
-        path = folder / "m.pt"
-        torch.save(
-            {"model": {"w": torch.ones(3)}, "step": (1, 2)}, path, _use_new_zipfile_serialization=kind == "torch"
-        )
-    content = path.read_bytes()
-    generator = torch.Generator().manual_seed(3)
-    tried = 0
-    for _ in range(150):
-        at = int(torch.randint(len(content), (), generator=generator))
-        bit = int(torch.randint(8, (), generator=generator))
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
-        target = folder if kind == "dcp" else path
-        try:
-            source = open_checkpoint(target)
-        except (CheckpointError, FileNotFoundError):
-            tried += 1
-            continue
-        for name, fact in source.tensors().items():
-            try:
-                source.read(name, 0, fact.numel)
-            except CheckpointError:
-                tried += 1
-        source.close()
-    assert tried  # some of them were noticed
-
-
-def test_pickles_of_ours_are_within_the_bounds(tmp_path: Path) -> None:
-    many = {f"layer.{i}.weight": torch.ones(1) for i in range(800)}
-    optimizer = {"state": {i: {"step": torch.tensor(1.0), "exp_avg": torch.ones(1)} for i in range(800)}}
-    optimizer["param_groups"] = [{"params": list(range(800)), "lr": 0.1, "betas": (0.9, 0.99)}]  # type: ignore[assignment]
-    torch.save({"model": many, "optimizer": optimizer}, tmp_path / "m.pt")
-    source = open_single(tmp_path / "m.pt")
-    assert len(source.tensors()) >= 800
-    source.close()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import LaunchFacts, default_device, launch
-from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus, decide, own_index
+from shardwise.core.mesh.device_assignment import decide
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
@@ -125,32 +125,6 @@ def test_a_shared_gpu_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyP
         started(monkeypatch, all_see(gpus, ranks), "cuda")
 
 
-def test_the_same_number_on_all_ranks_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"ranks \[0, 1, 2\] would share the GPU GPU-host-1 of host, which is cuda:1"):
-        started(monkeypatch, all_see(4, 3), "cuda:1")
-    assert started(monkeypatch, bound(3, each=2), "cuda:1") == (["cuda:1"] * 3, None)
-
-
-def test_sharing_over_gloo_is_allowed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert started(monkeypatch, all_see(1, 2), "cuda", may_share=True) == (["cuda:0"] * 2, None)
-    assert started(monkeypatch, all_see(1, 2), None, may_share=True)[0] == ["cpu"] * 2
-
-
-def test_one_gpu_in_two_containers_is_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="would share the GPU GPU-x"):
-        started(monkeypatch, [Rank(["x"], "a"), Rank(["x"], "b")], "cuda")
-
-
-def test_parts_of_one_gpu_are_told_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA may give each part the whole GPU's identity; without names nobody knows, and nothing is claimed."""
-    parts = [Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": f"MIG-{i}"}, name="H100 MIG 1g.10gb") for i in range(2)]
-    assert started(monkeypatch, parts) == (["cuda:0"] * 2, None)
-    with pytest.raises(ValueError, match="share the GPU MIG-0"):
-        started(monkeypatch, [parts[0], parts[0]], "cuda")
-    unnamed = [Rank(["x"], name="H100 MIG 1g.10gb") for _ in range(2)]
-    assert started(monkeypatch, unnamed) == (["cuda:0"] * 2, None)
-
-
 def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
     with pytest.raises(ValueError, match=r"ranks \[2, 3\] would compute on the CPU \(rank 2 sees 0 GPUs on b\)"):
@@ -171,15 +145,6 @@ def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.Monkey
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Any, gpus: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         started(monkeypatch, all_see(gpus, 1), device)
-
-
-def test_gpus_that_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpus_of_host", lambda: 8)
-    with pytest.warns(UserWarning, match="no GPU is used: the host has 8, but torch"):
-        started(monkeypatch, all_see(0, 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # hidden on purpose
-        started(monkeypatch, [Rank([], variables={"CUDA_VISIBLE_DEVICES": ""})])
 
 
 @pytest.mark.parametrize(
@@ -205,29 +170,6 @@ def test_once_the_processes_have_met(
     assert [text in str(each.message) for each in told] == ([True] if text else [])
 
 
-def test_a_gpu_without_a_number_is_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    become(monkeypatch, Rank(["x", "y", "z"]), {"RANK": "2", "WORLD_SIZE": "3"})
-    assert launch.own_device(torch.device("cuda")) == torch.device("cuda", 2)
-    assert launch.own_device(torch.device("cuda:0")) == torch.device("cuda", 0)
-    assert launch.own_device(torch.device("cpu")) == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert launch.own_device(torch.device("cuda")) == torch.device("cuda", 1), "the program has chosen"
-
-
-def test_meshes_refuse_ranks_on_one_gpu() -> None:
-    """Where others have chosen the devices."""
-    seats = [RankDevice(rank, "host", None, "cuda:0", "GPU-x", 2) for rank in range(2)]
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] would share the GPU GPU-x of host"):
-        check_own_gpus(seats)
-    check_own_gpus([RankDevice(0, "a", None, "cuda:0", "GPU-x", 1), RankDevice(1, "a", None, "cuda:0", "GPU-y", 1)])
-    check_own_gpus([RankDevice(rank, "a", None, "cuda:0", None, 1) for rank in range(2)])
-
-
-def test_own_index_is_a_gpu_that_is_there() -> None:
-    assert all(0 <= own_index(rank, gpus) < gpus for rank in range(9) for gpus in range(1, 9))
-    assert [own_index(rank, 8) for rank in range(8)] == list(range(8))
-
-
 # ---- what launchers say
 
 
@@ -251,18 +193,6 @@ def test_ranks_of_a_host_under_slurm(variables: dict[str, str], expected: tuple[
     assert (facts.local_rank, facts.local_world_size) == expected
 
 
-def test_tasks_of_slurm_that_train_alone_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
-    become(monkeypatch, Rank([]), alone)
-    monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
-    with pytest.warns(UserWarning, match="Slurm started 8 tasks.*this is task 3"):
-        launch.init_distributed()
-    become(monkeypatch, Rank([]), {**alone, "SLURM_STEP_NUM_TASKS": "1"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        launch.init_distributed()
-
-
 # ---- how they tell each other
 
 
@@ -275,12 +205,3 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
     store.set_timeout(timedelta(milliseconds=50))
     with pytest.raises(PeerError, match="rank 0 of 2: not all ranks have started"):
         launch._exchange(_facts(0, 2), store, {})
-
-
-def test_a_rank_that_cannot_is_heard_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    store.set("device/0", '{"refused": "device=cuda:7"}')
-    store.set("devices", '[{"refused": "device=cuda:7"}, {}]')
-    become(monkeypatch, Rank(["x"]), {})
-    with pytest.raises(ValueError, match="rank 0 cannot use the device that it was given: device=cuda:7"):
-        launch._agreed(_facts(1, 2), store, "cuda", may_share=False)

@@ -9,23 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from program_setup import python
 from torch import nn
 
 import shardwise.lightning
 import shardwise.pytorch_lightning
-from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor
 from shardwise.strategies.base import REFUSED, check_callbacks
-from shardwise.strategies.fully_sharded import (
-    FullyShardedArguments,
-    auto_wrap,
-    default_auto_wrap_policy,
-    enable_wrap,
-    to_plan,
-    unit_names,
-    wrap,
-)
+from shardwise.strategies.fully_sharded import FullyShardedArguments, auto_wrap, enable_wrap, to_plan, unit_names, wrap
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.strategies.precision import PRECISIONS, format_of
 
@@ -138,41 +128,6 @@ def test_classes_are_found_by_name(package: str, name: str) -> None:
     again = pickle.loads(pickle.dumps(made))
     assert type(again) is getattr(home, name) and type(made).__module__ == home.__name__
     assert pickle.loads(pickle.dumps(type(made))) is type(made)
-
-
-def test_packages_have_classes_of_their_own() -> None:
-    one, other = PACKAGES.values()
-    for name in (*PUBLISHED, *PLUGINS):
-        assert getattr(one, name) is not getattr(other, name)
-    base = PYTORCH_LIGHTNING.load("strategies.strategy.Strategy")
-    assert not isinstance(one.DDPFullyShardedStrategy(), base)
-    assert isinstance(other.DDPFullyShardedStrategy(), base)
-
-
-LOADED = """
-import importlib, os, sys
-import shardwise, shardwise.strategies.registering
-assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "the strategies import Lightning by themselves"
-import torchmetrics  # what both import for most of their time, once
-assert not {"lightning", "pytorch_lightning"} & set(sys.modules), "then nothing would be found below"
-children = {}
-for home, other in ("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning"):
-    pid = os.fork()
-    if pid == 0:
-        importlib.import_module(f"shardwise.{home}")
-        print(f"shardwise.{home} imports {other}" if other in sys.modules else f"{home} alone", flush=True)
-        os._exit(0)
-    children[pid] = home
-for pid in children:
-    assert os.waitpid(pid, 0)[1] == 0, children[pid]
-"""
-
-
-@pytest.mark.full
-def test_importing_one_package_leaves_the_other_alone() -> None:
-    done = python("-c", LOADED)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["lightning alone", "pytorch_lightning alone"]
 
 
 @pytest.mark.parametrize("package", NAMES)
@@ -294,12 +249,6 @@ def test_precisions_of_fully_sharded() -> None:
     assert other.param_dtype is torch.bfloat16 and other.scaler is None
 
 
-def test_fp32_reduce_scatter() -> None:
-    assert plan("bf16-mixed", fp32_reduce_scatter=True).precision.reduce_dtype is torch.float32
-    with pytest.raises(ValueError, match="fp32_reduce_scatter=True requires mixed precision"):
-        plan(fp32_reduce_scatter=True)
-
-
 @pytest.mark.parametrize(
     ("offload", "grads", "homes"),
     [(False, None, (0.0, 0.0)), (True, None, (1.0, 1.0)), (True, False, (1.0, 0.0)), (False, True, (0.0, 1.0))],
@@ -317,10 +266,6 @@ def test_packings() -> None:
     wrapped = plan(units=("net.0",), bucket_cap_mb=1).shard.packing
     assert wrapped == ByModule(unit_classes=(), unit_names=("net.0",), rest_numel=2**18)
     assert plan(units=("net.0",), bucket_cap_mb=-1).shard.packing.rest_numel is None
-
-
-def test_reshard_after_forward() -> None:
-    assert plan().shard.gathered_fraction == 0.0 and plan(reshard_after_forward=False).shard.gathered_fraction == 1.0
 
 
 @pytest.mark.parametrize("arguments", [{"compute_dtype": torch.int64}, {"compute_dtype": 16}, {"min_num_params": -1}])
@@ -358,37 +303,6 @@ def test_auto_wrap_follows_the_policy() -> None:
     with enable_wrap():
         auto_wrap(second)  # 1e8 elements: nothing is that large
     assert unit_names(second) == ()
-
-
-def test_units_inside_each_other() -> None:
-    """A parameter belongs to the innermost; what none holds is packed by size."""
-    model = nn.Sequential(net(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    facts = [ParamInfo((name,), param.shape, param.dtype, True, 0, 0) for name, param in model.named_parameters()]
-    packing = ByModule(unit_classes=(), unit_names=("0", "0.1", "0.1.0"), rest_numel=40)
-    layout = make_layout(facts, model, packing, 2, 1)
-    held: dict[str | None, list[str]] = {}
-    for unit in layout.units:
-        names = [facts[slot.param].names[0] for chunk in unit.chunks for slot in layout.chunks[chunk].slots]
-        held.setdefault(unit.module, []).append(" ".join(sorted({name.rpartition(".")[0] for name in names})))
-    assert held == {"0": ["0.0 0.2 0.2.out_proj"], "0.1.0": ["0.1.0"], "0.1": ["0.1.1"], None: ["1 2", "3"]}
-    with pytest.raises(ValueError, match=r"unit_names=\['no'\] are not modules"):
-        make_layout(facts, model, ByModule(unit_classes=(), unit_names=("no",)), 2, 1)
-    with pytest.raises(ValueError, match="give one of them"):
-        ByModule(unit_classes=("Linear",), unit_names=("0",))
-
-
-def test_default_policy() -> None:
-    small, attention = nn.Linear(2, 2), nn.MultiheadAttention(8, 2)
-
-    def ask(module: nn.Module, recurse: bool, numel: int, **more: Any) -> bool:
-        return default_auto_wrap_policy(module, recurse, numel, min_num_params=100, **more)
-
-    assert ask(small, False, 100) and not ask(small, False, 99)
-    assert not ask(attention, True, 1000) and ask(attention, False, 1000)
-    assert ask(nn.ModuleList(), True, 1000) and not ask(nn.ModuleList(), False, 1000)
-    assert ask(small, False, 1, module_is_root=True, skip_params_check_for_root=True)
-    assert not ask(small, True, 1000, force_leaf_modules={nn.Linear})
-    assert not ask(small, False, 1000, exclude_wrap_modules={nn.Linear})
 
 
 def test_arguments_of_wrappers_warn() -> None:

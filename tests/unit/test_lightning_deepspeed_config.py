@@ -11,21 +11,13 @@ import inspect
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-import shardwise.fabric
-import shardwise.lightning
-from shardwise.deepspeed.config import read_config
-from shardwise.deepspeed.leaf_modules import set_z3_leaf_module
-from shardwise.deepspeed.logs import LOG
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
-from shardwise.strategies.deepspeed import DeepSpeed, _batch_size
+from shardwise.strategies.deepspeed import DeepSpeed
 from shardwise.strategies.deepspeed_config import (
     DeepSpeedArguments,
     TrainerFacts,
@@ -62,13 +54,7 @@ PRINTED: Tree = {
         "contiguous_memory_optimization": False,
         "synchronize_checkpoint_boundary": False,
     },
-    "aio": {
-        "block_size": 1048576,
-        "queue_depth": 8,
-        "single_submit": False,
-        "overlap_events": True,
-        "thread_count": 1,
-    },
+    "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
 }
 OPTIM = {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False}
 PARAM = {
@@ -183,13 +169,6 @@ def test_an_argument_changes_the_plan(name: str, arguments: Tree, precision: str
 
 def test_every_argument_has_a_row() -> None:
     assert {field.name for field in dataclasses.fields(DeepSpeedArguments)} == {name for name, *_ in ROWS}
-
-
-def test_activation_arguments_have_no_effect_and_are_told() -> None:
-    for name in ("partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary"):
-        settings = read_config(DeepSpeedArguments(**{name: True}).to_config())
-        assert "stay unsharded on their device" in settings.findings.ignored["activation_checkpointing"]
-    assert "activation_checkpointing" not in read_config(DeepSpeedArguments().to_config()).findings.ignored
 
 
 PRECISIONS = {
@@ -310,39 +289,6 @@ def test_auto_values_are_resolved_from_trainer() -> None:
         read(found | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, RANKS)
 
 
-def test_the_norm_of_a_config_goes_before_trainers() -> None:
-    found = complete({"gradient_clipping": 0.7}, DeepSpeedArguments(), facts(clip=0.2), Misconfigured)
-    assert to_plan(read(found, RANKS), RANKS, NUMELS, clip_outside=False)[0].grad.max_norm == 0.7
-
-
-def test_a_batch_size_that_does_not_fit_is_noted_not_fatal() -> None:
-    fits = complete({"train_batch_size": 32}, DeepSpeedArguments(), facts(accumulation=2), Misconfigured)
-    assert not read(fits, RANKS).findings.ignored
-    differs = complete({"train_batch_size": 30}, DeepSpeedArguments(), facts(accumulation=2), Misconfigured)
-    ignored = read(differs, RANKS).findings.ignored
-    assert (
-        list(ignored) == ["train_batch_size"]
-        and "30 is not 4 samples x 2 batches x 4 ranks" in ignored["train_batch_size"]
-    )
-
-
-def test_unknown_keys_are_errors_that_name_the_nearest() -> None:
-    """DeepSpeed ignores them silently at the top: such a typing error trained at stage 0."""
-    with pytest.raises(ValueError, match="did you mean 'zero_optimization'"):
-        read({"zero_optimisation": {"stage": 3}}, RANKS)
-    with pytest.raises(ValueError, match="did you mean 'reduce_bucket_size'"):
-        read({"zero_optimization": {"reduce_bucket_sise": 3}}, RANKS)
-
-
-def test_thread_count_is_not_dead() -> None:
-    """DeepSpeed renamed ``aio.thread_count``, and drops the old name without a word."""
-    for name in ("thread_count", "intra_op_parallelism"):
-        tree = DeepSpeedArguments(**NVME).to_config()
-        tree["aio"] = {name: 3}
-        found = to_plan(read(tree, RANKS), RANKS, NUMELS, clip_outside=True)[0]
-        assert found.tiers.disk is not None and found.tiers.disk.threads == 3
-
-
 WRONG: list[tuple[Tree, str]] = [
     ({"stage": 7}, "stage=7"),
     ({"remote_device": "foo"}, "remote_device='foo'"),
@@ -368,24 +314,18 @@ def test_wrong_arguments_are_errors_at_once(arguments: Tree, message: str) -> No
 
 ON_DISK_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}
 UNUSED: list[tuple[Tree, Tree | None, list[str]]] = [
-    ({}, None, []),
     ({"stage": 3}, None, []),
     ({"stage": 3, "remote_device": "cpu"}, None, ["remote_device"]),
     ({**HOST, "remote_device": "cpu"}, None, []),
     ({**HOST, "remote_device": "nvme"}, None, ["remote_device"]),
     ({**NVME, "remote_device": "nvme"}, None, []),
-    ({**NVME, "remote_device": "cpu"}, None, ["remote_device"]),
     ({"remote_device": "cpu"}, None, ["remote_device"]),
-    ({"remote_device": "nvme"}, ON_DISK_3, []),
     ({"remote_device": "cpu"}, ON_DISK_3, ["remote_device"]),
-    ({"remote_device": "cpu"}, {}, ["remote_device"]),
     ({"nvme_path": "/x", "optimizer_buffer_count": 9}, None, ["optimizer_buffer_count", "nvme_path"]),
     ({"offload_optimizer": True, "nvme_path": "/x", "max_in_cpu": 3}, None, ["max_in_cpu"]),
     ({"zero_optimization": False, "stage": 3, "offload_optimizer": True}, None, ["stage", "offload_optimizer"]),
     ({"stage": 2, "offload_parameters": True}, None, ["offload_parameters"]),
     ({"stage": 0, "offload_optimizer": True, "offload_parameters": True}, None, ["offload_optimizer", "offload_parameters"]),
-    ({"stage": 1, "offload_optimizer": True}, None, []),
-    ({"zero_optimization": False, "stage": 3, "remote_device": "cpu"}, None, ["stage", "remote_device"]),
     ({"stage": 3, "cpu_checkpointing": True, "loss_scale": 3}, {}, ["stage", "cpu_checkpointing"]),
 ]  # fmt: skip
 
@@ -394,12 +334,6 @@ UNUSED: list[tuple[Tree, Tree | None, list[str]]] = [
 def test_arguments_that_mean_nothing_are_named(arguments: Tree, config: Tree | None, names: list[str]) -> None:
     found = without_effect(DeepSpeedArguments(**arguments), config)
     assert [name for each in found.values() for name in each] == names
-
-
-def test_where_parameters_are_made_instead_is_said() -> None:
-    for arguments, where in (({"stage": 3}, "the device"), (NVME, "the disk"), ({"stage": 2}, "this is stage 2")):
-        (reason,) = without_effect(DeepSpeedArguments(**arguments, remote_device="cpu"), None)
-        assert where in reason
 
 
 WITHOUT_EFFECT: dict[str, tuple[Any, str, Tree]] = {
@@ -430,44 +364,8 @@ def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
         assert scale_without_effect(changed, completed) == expected
 
 
-def test_a_report_is_quiet_about_arguments_nobody_gave() -> None:
-    default, changed = DeepSpeedArguments(stage=3), DeepSpeedArguments(stage=3, sub_group_size=5, reduce_bucket_size=7)
-    for given, expected in ((default, set()), (changed, {"zero_optimization.sub_group_size", "zero_optimization.reduce_bucket_size"})):  # fmt: skip
-        settings = read(complete(given.to_config(), given, facts("16-mixed"), Misconfigured), RANKS)
-        report = to_plan(settings, RANKS, NUMELS, clip_outside=True)[1]
-        assert set(report.ignored) - quiet_paths(given) == expected
-        assert not report.notes
-
-
-def test_a_loader_may_not_show_its_batch_size() -> None:
-    """A sampler without ``batch_size``, or none at all, was an AttributeError; no loader yet is Lightning's own 1."""
-
-    def of(loader: Any, instance: Any = None) -> int:
-        source = SimpleNamespace(_data_source=SimpleNamespace(instance=instance))
-        return _batch_size(SimpleNamespace(train_dataloader=loader, fit_loop=source))
-
-    rows = [torch.ones(1)] * 6
-    assert of(DataLoader(rows, batch_size=3)) == of(None, DataLoader(rows, batch_size=3)) == 3
-    assert of(DataLoader(rows, batch_sampler=[[0, 1], [2]])) == of(DataLoader(rows, batch_size=None)) == 1
-    assert of(None, object()) == of([torch.ones(2)]) == 1
-
-
 def test_autocast_is_lightnings_own() -> None:
     block = {"enabled": True, "dtype": "bfloat16"}
     with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
         read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
     assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0
-
-
-@pytest.mark.parametrize("package", [shardwise.fabric, shardwise.lightning])
-def test_leaf_modules_have_ranks_agree_before_gathers(package: Any) -> None:
-    level, module = LOG.level, nn.Linear(2, 2)
-    try:
-        strategy = package.DeepSpeedStrategy(stage=3)
-    finally:
-        LOG.setLevel(level)  # Fabric's sets it
-    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    settings = read({**sizes, "zero_optimization": {"stage": 3}}, 1)
-    assert strategy._translated(settings, module)[0].comm.same_order is None
-    set_z3_leaf_module(module, True)
-    assert strategy._translated(settings, module)[0].comm.same_order is False

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from abc import ABCMeta
 from collections import Counter
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from torch import nn
 
 from shardwise.core.base import tree
 from shardwise.strategies.entries import CLASS, left_out, pack, unpack
-from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING
 
 
 def stored(checkpoint: dict[str, Any]) -> Any:
@@ -69,20 +66,6 @@ def test_other_classes_come_back_as_they_were(value: Any) -> None:
     assert type(found) is type(value) and found == value
 
 
-@pytest.mark.parametrize("value", [np.float32(0.1), np.float64("inf"), np.int64(-7), np.uint8(200), np.bool_(True)])
-def test_numbers_of_numpy_become_numbers_of_python(value: Any) -> None:
-    found = restored(value)
-    assert type(found) is type(value.item()) and found == value
-
-
-@pytest.mark.parametrize("ns", [LIGHTNING, PYTORCH_LIGHTNING], ids=lambda ns: str(ns.pytorch))
-def test_the_attribute_dictionary_of_either_package(ns: Any) -> None:
-    kind = ns.load_fabric("utilities.data.AttributeDict")
-    found = restored(kind(width=3, inner=kind(rate=0.5)))
-    assert type(found) is type(found.inner) is kind and found.inner.rate == 0.5
-    assert unpack(stored({"hparams_type": kind}))["hparams_type"] is kind
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "float64", "int16", "bool", "complex64"])
 def test_arrays(kind: str, shape: tuple[int, ...]) -> None:
@@ -90,33 +73,6 @@ def test_arrays(kind: str, shape: tuple[int, ...]) -> None:
     found = restored(value)
     assert type(found) is np.ndarray and found.dtype == value.dtype and found.shape == shape
     assert np.array_equal(found, value)
-
-
-def test_omegaconf(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is no dependency of ours: a stand-in with its names."""
-
-    class DictConfig(dict[str, Any], metaclass=ABCMeta):  # theirs has that metaclass
-        pass
-
-    DictConfig.__module__, DictConfig.__qualname__ = "omegaconf.dictconfig", "DictConfig"
-    given = DictConfig(rate="${other}", sizes=[1, 2])
-    top, inner = ModuleType("omegaconf"), ModuleType("omegaconf.dictconfig")
-
-    def to_container(value: Any, resolve: bool) -> Any:
-        assert value is given and not resolve
-        return dict(value)
-
-    top.OmegaConf = SimpleNamespace(to_container=to_container, create=DictConfig)  # type: ignore[attr-defined]
-    inner.DictConfig = DictConfig  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "omegaconf", top)
-    monkeypatch.setitem(sys.modules, "omegaconf.dictconfig", inner)
-    state = stored({"hyper_parameters": given, "hparams_type": DictConfig})
-    found = unpack(state)
-    assert type(found["hyper_parameters"]) is found["hparams_type"] is DictConfig
-    assert found["hyper_parameters"] == given
-    monkeypatch.setitem(sys.modules, "omegaconf", None)  # not installed
-    monkeypatch.setitem(sys.modules, "omegaconf.dictconfig", None)
-    assert unpack(state) == {"hyper_parameters": {"rate": "${other}", "sizes": [1, 2]}, "hparams_type": None}
 
 
 class Odd(Enum):
@@ -142,11 +98,6 @@ def test_what_is_no_data_is_refused_or_left_out(value: Any, named: str) -> None:
     state = stored({"epoch": 1, "hyper_parameters": {"deep": {"odd": value}, "width": 3}, "hparams_type": Odd})
     assert unpack(state) == {"epoch": 1, "hyper_parameters": {"width": 3}}
     assert left_out(state) == ["hyper_parameters/deep", "hparams_type"]
-
-
-def test_strings_have_no_array() -> None:
-    with pytest.raises(TypeError, match="entry own is an array of <U1"):
-        pack({"own": np.array(["a"])})
 
 
 @pytest.mark.parametrize(

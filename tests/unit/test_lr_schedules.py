@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as plain
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.checkpoint import write_lr_scheduler
-from shardwise.core.checkpoint.schedulers import SavedScheduler, fitting_state, regrouped
+from shardwise.core.checkpoint.schedulers import SavedScheduler, fitting_state
 from shardwise.nn import lr_scheduler as own
 from tests.support.sets import full
 
@@ -164,18 +164,6 @@ def test_last_epoch_goes_on_where_it_says(case: str) -> None:
         _make(case, untouched, last_epoch=2)
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter")
-def test_explicit_epochs_go_forward_and_back() -> None:
-    one = optimizer()
-    scheduler = _make("power, warm", one)
-    one.step()
-    for epoch in (9, 2, 4, 12, 0, 4):
-        scheduler.step(epoch)
-        assert _rates(one) == pytest.approx([CASES["power, warm"][2](epoch, lr) for lr in RATES], rel=1e-11)
-    _walk(one, scheduler, 1)
-    assert _rates(one) == pytest.approx([CASES["power, warm"][2](5, lr) for lr in RATES], rel=1e-11)
-
-
 def test_a_state_of_colossalais_goes_on() -> None:
     """Its ``last_epoch`` stands still once the warm-up is over, and the second scheduler counts."""
     for steps in (2, 9):
@@ -195,38 +183,15 @@ def test_a_state_of_colossalais_goes_on() -> None:
         assert _walk(fresh, resumed, 3) == _walk(one, scheduler, 3)
 
 
-def test_groups_that_changed_take_over_the_stage_they_are_in() -> None:
-    for steps in (2, 9):
-        one = optimizer()
-        scheduler = _make("power, warm", one)
-        _walk(one, scheduler, steps)
-        groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(1))], "lr": lr} for lr in (*RATES, 0.5)]
-        three = torch.optim.SGD(groups, lr=1.0)
-        fresh = _make("power, warm", three)
-        for group, old in zip(three.param_groups, one.param_groups, strict=False):
-            group.update(lr=old["lr"], initial_lr=old["initial_lr"])
-        state = regrouped(scheduler.state_dict(), fresh.state_dict(), three.param_groups, [0, 1, None])
-        fresh.load_state_dict(state)
-        walked = torch.tensor(_walk(three, fresh, 5))
-        expected = torch.tensor([[CASES["power, warm"][2](steps + 1 + n, lr) for lr in RATES] for n in range(5)])
-        torch.testing.assert_close(walked[:, :2], expected)
-        assert walked.shape == (5, 3)
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
         ("CosineAnnealingLR", {"total_steps": 0}, "total_steps=0"),
         ("CosineAnnealingWarmupLR", {"warmup_steps": TOTAL}, "after the warm-up"),
-        ("LinearWarmupLR", {"warmup_steps": TOTAL}, "after the warm-up"),
         ("PolynomialWarmupLR", {"warmup_steps": -1}, "warmup_steps=-1"),
-        ("PolynomialLR", {"end_lr": -0.1}, "end_lr=-0.1"),
         ("FlatAnnealingLR", {"pct_start": 72}, "pct_start=72"),
-        ("FlatAnnealingWarmupLR", {"pct_start": -0.1}, "pct_start=-0.1"),
         ("MultiStepLR", {}, "milestones=None"),
-        ("MultiStepWarmupLR", {"milestones": []}, r"milestones=\[\]"),
         ("LambdaLR", {}, "lr_lambda=None"),
-        ("MultiplicativeLR", {}, "lr_lambda=None"),
     ],
 )
 def test_arguments_that_make_no_schedule(name: str, arguments: dict[str, Any], told: str) -> None:
@@ -234,11 +199,6 @@ def test_arguments_that_make_no_schedule(name: str, arguments: dict[str, Any], t
         getattr(own, name)(optimizer(), **{"total_steps": TOTAL, **arguments})
     with pytest.raises(TypeError, match="num_steps_per_epoch"):
         getattr(own, name)(optimizer(), **{"total_steps": TOTAL, **arguments}, num_steps_per_epoch=5)
-
-
-def test_milestones_within_the_warm_up_are_named() -> None:
-    with pytest.warns(UserWarning, match=r"\[1, 2\]"):
-        own.MultiStepWarmupLR(optimizer(), TOTAL, warmup_steps=3, milestones=[1, 2, 9])
 
 
 def test_under_a_booster_and_through_its_checkpoint(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_setup import python
 
-from shardwise.core.base.sizes import parse_size, size_text
+from shardwise.core.base.sizes import parse_size
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase, margin_bytes, model_budget_bytes
 
 
@@ -49,15 +48,6 @@ def test_intervals_go_to_the_moment_before() -> None:
         assert stats.moments[0].kinds == {"parameters": 60} and stats.capacity_bytes == 1000
         assert (stats.peak_bytes, stats.peak_model_bytes, stats.peak_non_model_bytes) == (240 + step, 200, 40 + step)
         assert stats.peak_index == 1
-
-
-def test_what_came_before_the_first_moment_is_not_lost() -> None:
-    peaks = Peaks()
-    recorder = MemoryRecorder(peaks, device="cpu")
-    peaks.next = 90
-    recorder.moment(0, "a", "forward", 1)
-    peaks.next = 3
-    assert recorder.finish().moments[0].non_model_bytes == 90
 
 
 STATS = MemStats(
@@ -118,19 +108,6 @@ def test_margin_is_a_share_of_what_remains_at_the_tightest_moment() -> None:
     assert margin_bytes(small, capacity_bytes=1000, steady_capacity_ratio=1, margin_ratio=0.5) == (1000 - 580) // 2
 
 
-def test_following_the_budget_never_exceeds_the_capacity() -> None:
-    """Model data as the budget allows it, plus the traced rest, at every position."""
-    rng = random.Random(3)
-    for _ in range(200):
-        moments = [moment(rng.randrange(5), rng.randrange(900)) for _ in range(rng.randrange(1, 30))]
-        stats = MemStats(moments, "cpu")
-        position = -1
-        for before, now in zip([None, *moments], moments, strict=False):
-            position += before is None or before.unit != now.unit
-            assert budget(stats, position) + now.non_model_bytes <= 900 or budget(stats, position) == 0
-            assert budget(stats, 10**6) <= budget(stats, position)
-
-
 def test_json_is_exact(tmp_path: Path) -> None:
     rng = random.Random(1)
     moments = [
@@ -153,25 +130,15 @@ def _changed(**changes: Any) -> str:
 ROW = [0, "a", "forward", 1, 2, {}]
 BAD = [
     ("", "no JSON"),
-    ("[]", "format is 'list'"),
-    ('{"a": 1}', "format is None"),
     (_changed(version=2), "version 2"),
     (_changed(device=None), "device is None"),
     (_changed(capacity_bytes=-1), "capacity_bytes is -1"),
-    (_changed(capacity_bytes=True), "capacity_bytes is True"),
-    (_changed(gathered_bytes={"x": 1}), "unit 'x'"),
-    (_changed(gathered_bytes={"1": 1.5}), r"gathered_bytes\[1\] is 1.5"),
     (_changed(capacity_bytes=10**400), r"capacity_bytes is 2\*\*1328 and more, not a whole number from 0 to"),
     ("[" * 100_000, r"\['\.\.\. nests too deeply"),
-    (_changed(moments={}), "moments is {}"),
     (_changed(moments=[ROW, ROW[:5]]), r"moments\[1\]"),
     (_changed(moments=[[-2, *ROW[1:]]]), r"moments\[0\]: unit is -2"),
-    (_changed(moments=[[0, 5, *ROW[2:]]]), r"moments\[0\]: name is 5"),
     (_changed(moments=[[0, "a", "sideways", 1, 2, {}]]), "phase 'sideways'"),
-    (_changed(moments=[[0, "a", "step", math.nan, 2, {}]]), "model_bytes is nan"),
     (_changed(moments=[[0, "a", "step", 1, -2, {}]]), "non_model_bytes is -2"),
-    (_changed(moments=[[0, "a", "step", 1, 2, {"k": "x"}]]), "k is 'x'"),
-    (_changed(moments=[[0, "a", "step", 2**62 + 1, 2, {}]]), "model_bytes is 4611686018427387905"),
 ]
 
 
@@ -182,12 +149,6 @@ def test_bad_files_are_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ValueError, match=r"bad\.json"):
         MemStats.load(tmp_path / "bad.json")
-
-
-def test_a_binary_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"bad\.bin: .*no text"):
-        MemStats.load(tmp_path / "bad.bin")
 
 
 @pytest.mark.parametrize(
@@ -205,21 +166,3 @@ def test_sizes(text: str, size: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ValueError, match=repr(text)):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), ((1 << 30) - 1, "1 GiB")],
-)
-def test_size_text(size: int, text: str) -> None:
-    assert size_text(size) == text
-
-
-def test_reading_and_drawing_needs_no_torch() -> None:
-    code = (
-        "import sys, shardwise.core.memory.trace.picture, shardwise.core.memory.trace.picture\n"
-        "import shardwise.core.memory.trace.stats\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr

@@ -10,47 +10,13 @@ import torch
 from cuda_setup import FakeCuda
 from torch import nn
 
-from shardwise.core.memory.ledger import REST, DeviceMemoryError, Ledger
+from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.tracker import AllocatorTracker
 from shardwise.core.shards import meter as meters
-from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import zero
 from shardwise.session import Session, build
 
 CUDA = torch.device("cuda")
-
-
-def test_what_is_only_foreseen_is_not_taken_off_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the rest of the first step, before there is optimizer state, would seem smaller by that."""
-    cuda, made = FakeCuda(monkeypatch), [0]
-    ledger = Ledger(CUDA, 10_000)
-    ledger.account("parameter shards", lambda: 1000)
-    ledger.account("masters and optimizer state", lambda: 3000)
-    meter = MemoryMeter(ledger, CUDA, None, lambda: 3000 - made[0])
-    cuda.allocate(1000)
-    with meter.measuring():
-        cuda.allocate(500)
-        ledger.expire()
-        assert ledger.held()[REST] == 500 and ledger.free_bytes() == 5500
-        cuda.allocate(3000)
-        made[0] = 3000
-        ledger.expire()
-        assert ledger.held()[REST] == 500
-    assert ledger.peak_bytes == 4500
-
-
-def test_the_peak_is_left_alone_once_there_is_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the user's as well; without a recorder there is nothing to be measured."""
-    cuda = FakeCuda(monkeypatch)
-    meter = MemoryMeter(Ledger(CUDA, 10_000), CUDA, None, lambda: 0)
-    before = cuda.resets
-    for _ in range(3):
-        meter.enter()
-        cuda.allocate(700)
-        meter.forward_ended()
-        meter.leave()
-        cuda.allocate(-700)
-    assert cuda.resets == before and cuda.peak == 700
 
 
 # ---- how often the allocator is asked
@@ -106,17 +72,6 @@ def step(session: Session, between: Callable[[], None] = lambda: None) -> None:
     session.backward(loss)
     session.optimizer.step()
     session.optimizer.zero_grad()
-
-
-def test_the_allocator_is_asked_once_a_gather(cuda: FakeCuda, session: Session) -> None:
-    """Once for each unit in forward and in backward, and at both ends of the passes; not at every read of a weight."""
-    counts = []
-    for _ in range(STEPS):
-        before = cuda.queries
-        step(session)
-        counts.append(cuda.queries - before)
-    assert session.engine.pool.moved_bytes > 0, "something was gathered"
-    assert 2 * LAYERS <= counts[-1] <= 2 * LAYERS + 6, counts
 
 
 def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda, session: Session) -> None:

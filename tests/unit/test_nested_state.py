@@ -36,21 +36,6 @@ def test_nested_values_go_flat_and_back(entry: dict[str, Any]) -> None:
     assert list(outline(made)) == list(outline(entry)) == list(entry)
 
 
-def test_other_tensors_come_back_in_their_places() -> None:
-    made = {key: value * 2 if isinstance(value, torch.Tensor) else value for key, value in flat(ENTRIES[2]).items()}
-    again = nested(made)
-    assert torch.equal(again["GG"][0], 2 * ONE) and again["Q"] == (2 * THREE, 1) and again["GG"][1] == []
-    assert nested({key: None if isinstance(value, torch.Tensor) else value for key, value in made.items()})["Q"] == (
-        None,
-        1,
-    )
-
-
-def test_a_name_that_a_nested_tensor_gets_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\['GG.0'\]: 'GG' has tensors of these names"):
-        flat({"GG": [ONE], "GG.0": TWO})
-
-
 def test_what_is_no_plain_value_is_told_with_its_path() -> None:
     assert list(misfits({"a": [ONE, (1, {"b": {1, 2}})]}, "Q")) == ["Q['a'][1][1]['b'] is a set ({1, 2})"]
     assert not list(misfits(ENTRIES, "every"))

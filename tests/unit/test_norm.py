@@ -61,28 +61,12 @@ def test_sixteen_bits_do_not_overflow_in_the_sum() -> None:
 
 
 @pytest.mark.parametrize("p", P)
-def test_nothing_and_empty_tensors(p: float) -> None:
-    assert global_norm([], p, ALONE, 1.0) == 0.0
-    assert global_norm([torch.empty(0)], p, ALONE, 1.0) == 0.0
-    assert global_norm([torch.empty(0), torch.tensor([-3.0])], p, ALONE, 1.0) == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_nan_anywhere_is_nan_and_infinity_infinite(p: float, where: int) -> None:
     for bad, is_it in ((NAN, math.isnan), (INF, math.isinf), (-INF, math.isinf)):
         tensors: list[Tensor] = [torch.ones(3) for _ in range(3)]
         tensors[where][where] = bad
         assert is_it(global_norm(tensors, p, ALONE, 1.0))
-
-
-@pytest.mark.parametrize("p", P)
-def test_nan_of_another_rank_wins_over_infinity(p: float) -> None:
-    mine = [torch.tensor([1.0])]
-    assert math.isnan(global_norm(mine, p, Ranks([NAN, INF]), 1.0))
-    assert math.isnan(global_norm(mine, p, Ranks([INF, NAN]), 1.0))
-    assert global_norm(mine, p, Ranks([2.0, INF]), 1.0) == INF
-    assert global_norm([torch.tensor([INF])], p, Ranks([2.0]), 1.0) == INF
 
 
 @given(st.floats(0, 1e10), st.floats(1e-6, 1e6))
@@ -137,13 +121,6 @@ def test_each_norm(p: float) -> None:
     assert found == pytest.approx([twice[0], *expected[1:]], rel=1e-5)
 
 
-def test_each_norm_of_what_is_not_finite() -> None:
-    values = [torch.tensor([1.0, math.nan]), torch.tensor([math.inf, 1.0]), torch.tensor([3.0, 4.0])]
-    for p in (2.0, math.inf):
-        nan, infinite, finite = each_norm(values, p, ALONE, None, [False] * 3)
-        assert math.isnan(nan) and infinite == math.inf and finite == (5.0 if p == 2.0 else 4.0)
-
-
 class Longest(TorchDispatchMode):
     """Of what a norm in more bits is made."""
 
@@ -172,14 +149,3 @@ def test_a_late_norm_is_made_in_parts(p: float, dtype: torch.dtype, monkeypatch:
         assert read() == LateNorm(ALONE).note(tensors, p, 0.5)()
         assert max(longest.numels, default=0) <= 64
         assert longest.numels or dtype == torch.float64
-
-
-@pytest.mark.parametrize("p", P)
-def test_a_late_norm_of_what_is_not_finite(p: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "PART", 4)
-    for bad, is_it in ((NAN, math.isnan), (-INF, math.isinf)):
-        for at in range(9):
-            values = torch.ones(9)
-            values[at] = bad
-            assert is_it(LateNorm(ALONE).note([values], p, 1.0)())
-    assert LateNorm(ALONE).note([torch.empty(0)], p, 1.0)() == 0.0

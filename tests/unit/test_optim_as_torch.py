@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from optim_setup import KINDS, Kind, assert_close, make_params, set_gradients
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.core.optim import AdamTiles, HybridAdam
+from shardwise.core.optim import HybridAdam
 
 
 def test_a_state_of_the_other_weight_decay_is_said_once() -> None:
@@ -54,17 +54,6 @@ def test_options_that_would_change_the_step_are_refused(kind: Kind, option: str)
         kind([first], nothing_like_this=True)
 
 
-def test_options_that_choose_a_kernel_change_nothing() -> None:
-    plain, chosen = make_params(torch.float32), make_params(torch.float32)
-    ours, others = HybridAdam(plain), HybridAdam([{"params": chosen, "foreach": True, "fused": False}])
-    for step in range(2):
-        set_gradients(plain, step)
-        set_gradients(chosen, step)
-        ours.step()
-        others.step()
-    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(plain, chosen, strict=True))
-
-
 def _one_cycle(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)  # moves the first beta as well
 
@@ -95,22 +84,6 @@ def test_schedulers_and_tensors_as_learning_rates(kind: Kind, tensor: bool, sche
     assert_close(ours, theirs, 2e-6)
 
 
-def test_parameters_with_names() -> None:
-    models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    own = HybridAdam(models[0].named_parameters(), weight_decay=0.01)
-    reference = torch.optim.AdamW(models[1].named_parameters())
-    for step in range(3):
-        for model in models:
-            set_gradients(list(model.parameters()), step)
-        own.step()
-        reference.step()
-    assert own.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert_close(list(models[0].parameters()), list(models[1].parameters()), 1e-6)
-    reference.load_state_dict(own.state_dict())
-    own.load_state_dict(reference.state_dict())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_torchs_gradient_scaler(kind: Kind) -> None:
     """A gradient that is not finite skips the step; otherwise it is unscaled first."""
@@ -127,24 +100,3 @@ def test_under_torchs_gradient_scaler(kind: Kind) -> None:
     assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
     assert own.state[ours[0]]["step"] == 2
     assert_close(ours, theirs, 1e-6)
-
-
-def test_step_counts_are_counted_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA's kernel refuses to add what is on another device. Meta tensors stand for those on a GPU here."""
-    params = [nn.Parameter(torch.ones(3, device=device)) for device in ("cpu", "meta", "cpu")]
-    real, devices = torch._foreach_add_, []
-
-    def add(counts: list[Tensor], one: Tensor, *, alpha: float) -> None:
-        assert {count.device for count in counts} == {one.device}
-        devices.append(one.device.type)
-        real(counts, one, alpha=alpha)
-
-    monkeypatch.setattr(torch, "_foreach_add_", add)
-    monkeypatch.setattr(AdamTiles, "update", lambda *_: None)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer = HybridAdam(params)
-    for _ in range(2):
-        optimizer.step()
-    assert devices == ["cpu", "meta"] * 2
-    assert [optimizer.state[param]["step"].item() for param in (params[0], params[2])] == [2.0, 2.0]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise
 from shardwise.core.optim.muon import MuonWithAuxAdam, muon_update
 from shardwise.nn import optimizer as own
 
@@ -64,11 +63,6 @@ def test_lamb(corrected: bool) -> None:
     zero.grad = torch.ones(1)
     own.Lamb([zero], lr=0.1).step()  # with a ratio of 1
     assert zero.item() == pytest.approx(-0.1 * 0.1 / (0.001**0.5 + 1e-6))
-
-
-def test_lamb_without_ratios_is_adam_without_bias_correction() -> None:
-    plain = own.HybridAdam(params(), lr=0.1, bias_correction=False, eps=1e-6)
-    check(walk(own.Lamb(params(), lr=0.1, adam=True)), walk(plain), 1e-9)
 
 
 def test_fused_lamb_is_lamb_but_for_its_options() -> None:
@@ -162,15 +156,6 @@ def test_options_by_name() -> None:
     check(walk(own.FusedSGD(params(), lr=0.1, momentum=0.9)), walk(torch.optim.SGD(params(), lr=0.1, momentum=0.9)))
 
 
-def test_sparse_gradients_are_refused_before_anything_changes() -> None:
-    dense, sparse = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2))
-    optimizer = own.Lamb([dense, sparse])
-    dense.grad, sparse.grad = torch.ones(2), torch.ones(3, 2).to_sparse()
-    with pytest.raises(RuntimeError, match=r"shape \(3, 2\)"):
-        optimizer.step()
-    assert torch.equal(dense, torch.ones(2)) and not optimizer.state
-
-
 def test_muon_is_torchs_and_its_other_half_is_adamw() -> None:
     matrices, rest = params(torch.float32, 2), params(torch.float32, 1)
     groups = [
@@ -222,21 +207,3 @@ def test_wrong_groups_of_muon(group: dict[str, Any], message: str) -> None:
         MuonWithAuxAdam([{"params": params(dims=2), **group}])
     with pytest.raises(ValueError, match="give False for what is no matrix"):
         MuonWithAuxAdam([{"params": params(dims=1), "use_muon": True}])
-
-
-def test_a_count_in_the_groups_goes_on_in_shards() -> None:
-    weight = nn.Linear(4, 3, bias=False).double()
-    plain = own.FusedAdam([nn.Parameter(weight.weight.detach().clone())])
-    session = shardwise.shard(weight, own.FusedAdam(weight.parameters()), stage=2, device="cpu")
-    moments = {"exp_avg": torch.full((3, 4), 0.5), "exp_avg_sq": torch.full((3, 4), 0.25)}
-    group = {key: value for key, value in plain.state_dict()["param_groups"][0].items() if key != "step"}
-    full = {"state": {0: {k: v.double() for k, v in moments.items()}}, "param_groups": [group | {"step": 1000}]}
-    plain.load_state_dict(copy.deepcopy(full))
-    session.optimizer.load_state_dict(full)
-    session.backward(session.module(torch.ones(1, 4, dtype=torch.float64)).sum())
-    plain.param_groups[0]["params"][0].grad = torch.ones(3, 4, dtype=torch.float64)
-    session.optimizer.step()
-    plain.step()
-    assert float(session.optimizer.state_dict()["state"][0]["step"]) == 1001
-    check([session.module.state_dict()["weight"]], [plain.param_groups[0]["params"][0].detach()])
-    session.close()

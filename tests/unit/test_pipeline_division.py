@@ -69,15 +69,6 @@ def test_containers_inside_of_a_batch_are_divided_and_lists_of_rows_refused() ->
     assert split_batch({"x": x, "words": words}, 1, None)[0].kwargs["words"] == words
 
 
-def test_outputs_are_put_together() -> None:
-    outputs = [
-        {"loss": torch.tensor(float(i)), "logits": torch.ones(2, 3) * i, "more": (torch.ones(2), None)} for i in (1, 2)
-    ]
-    found = merged(outputs)
-    assert found["loss"].tolist() == [1.0, 2.0] and found["logits"].tolist() == [[1.0] * 3] * 2 + [[2.0] * 3] * 2
-    assert found["more"][0].shape == (4,) and found["more"][1] is None
-
-
 @dataclass
 class Made:
     logits: torch.Tensor

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, register_body, split_batch, stage_model
+from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.core.parallel.pipeline.staging import TABLES
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import VOCABULARY, WIDTH, made
@@ -86,25 +86,6 @@ PROMPT = torch.ones(1, 3, WIDTH, dtype=torch.float64)
 )
 def test_what_is_done_between_embedding_and_layers_counts_once(inputs: Any) -> None:
     check_is_plain(Wrapped(inputs), BATCH)
-
-
-class Remap(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.arange(VOCABULARY).flip(0))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table[ids]
-
-
-def test_an_unknown_module_before_the_layers_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Wrapped(lambda model, ids: {"input_ids": model.remap(ids)}, remap=Remap())
-    with pytest.raises(RuntimeError, match=r"Wrapped calls remap before the layers of stage 0.*Body\.everywhere"):
-        staged(model, BATCH)
-    known = TABLES["LlamaModel"]
-    monkeypatch.setitem(TABLES, "LlamaModel", known)  # put back behind the test
-    register_body("LlamaModel", replace(known, everywhere=(*known.everywhere, "remap")))
-    check_is_plain(model, BATCH)
 
 
 def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:

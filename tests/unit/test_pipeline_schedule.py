@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.core.parallel.pipeline.schedule import (
-    Action,
-    Kind,
-    Schedule,
-    bubble_fraction,
-    given_schedule,
-    make_schedule,
-    simulate,
-)
+from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, make_schedule, simulate
 
 SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 4, 5, 8, 12)]
 
@@ -37,15 +29,6 @@ def test_every_action_comes_once_and_all_come_to_an_end() -> None:
         assert sum(map(len, simulate(forward, lambda _: 1.0))) == len(expected)
 
 
-def test_gradients_of_a_stage_add_up_in_the_order_of_micro_batches() -> None:
-    for schedule in made():
-        for stage in range(schedule.stages):
-            order = schedule.orders[schedule.rank_of(stage)]
-            for kind in (Kind.BACKWARD, Kind.WEIGHT):
-                backward = [a.microbatch for a in order if a.stage == stage and a.kind is kind]
-                assert backward == sorted(backward)
-
-
 def test_messages_of_a_direction_are_taken_in_the_order_in_which_they_are_made() -> None:
     """A communicator without tags carries them."""
     for schedule in made():
@@ -55,34 +38,6 @@ def test_messages_of_a_direction_are_taken_in_the_order_in_which_they_are_made()
             ways.setdefault((sender, receiver, action.kind), []).append(action)
         for (sender, _, _), taken in ways.items():
             assert [each for each in schedule.orders[sender] if each in set(taken)] == taken
-
-
-def test_bubbles_are_those_of_the_formula() -> None:
-    """(p - 1) / (m v + p - 1) of the time, with v stages a rank."""
-    for ranks, chunks, microbatches in ((2, 1, 4), (4, 1, 8), (4, 2, 8), (2, 3, 4), (4, 1, 4)):
-        schedule = make_schedule("1f1b" if chunks == 1 else "interleaved", ranks, chunks, microbatches)
-        spans = simulate(schedule, lambda action: 1.0 if action.kind is Kind.FORWARD else 2.0)
-        assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (microbatches * chunks + ranks - 1))
-
-
-def test_bubbles_of_zbv() -> None:
-    """(p - 1) / (6 m + p - 1) where F, B and W of a stage take as long, from 2 p - 1 micro-batches on."""
-    for ranks in (1, 2, 3, 4, 6):
-        for microbatches in (2 * ranks - 1, 2 * ranks, 5 * ranks):
-            spans = simulate(make_schedule("zbv", ranks, 2, microbatches), lambda _: 1.0)
-            assert bubble_fraction(spans) == pytest.approx((ranks - 1) / (6 * microbatches + ranks - 1))
-
-
-def test_activations_in_flight() -> None:
-    for ranks, microbatches in ((2, 3), (3, 5), (3, 8), (4, 8)):
-        schedule = make_schedule("zbv", ranks, 2, microbatches)
-        assert [schedule.most_in_flight(rank) for rank in range(ranks)] == [2 * ranks] * ranks
-        assert [schedule.most_waiting(rank) for rank in range(ranks)] == [2 * rank + 1 for rank in range(ranks)]
-    for ranks, microbatches in SIZES:
-        schedule = make_schedule("1f1b", ranks, 1, microbatches)
-        assert [schedule.most_in_flight(rank) for rank in range(ranks)] == [
-            min(ranks - rank, microbatches) for rank in range(ranks)
-        ]
 
 
 def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action]:

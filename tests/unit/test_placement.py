@@ -43,11 +43,7 @@ def test_auto_starts_on_the_host_whatever_the_shares() -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
-    host=st.floats(0, 1),
-    rest=st.floats(0, 1),
-)
+@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=40), host=st.floats(0, 1), rest=st.floats(0, 1))
 def test_shares_are_met_to_half_a_chunk(sizes: list[int], host: float, rest: float) -> None:
     disk = (1 - host) * rest
     found = states(sizes, host, disk)

@@ -10,8 +10,6 @@ from placement_setup import shares
 
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.memory.tier import Tier, assign_homes, missed_shares
-from shardwise.deepspeed import to_plan
-from shardwise.plan import AutoPlan
 
 
 def test_frozen_chunks_are_no_part_of_the_state() -> None:
@@ -45,19 +43,6 @@ def test_what_is_missed_is_said() -> None:
     assert "there are 1." in line
 
 
-@pytest.mark.parametrize("share", [0.0, 1e-9, 0.05, 1.0 - 1e-9, 1.0])
-def test_what_is_met_is_not(share: float) -> None:
-    for sizes in ([10], [10] * 7, [1, 1000]):
-        assert missed(sizes, param_host_fraction=share, state_host_fraction=share) == []
-        assert missed(sizes, param_disk_fraction=share) == []
-    assert missed([10] * 10, param_host_fraction=0.25, state_host_fraction=0.55, state_disk_fraction=0.45) == []
-    assert missed([], state_host_fraction=0.5) == [] == missed([10], [False], state_host_fraction=0.5)
-    everything = shares(param_host_fraction=1.0)  # but what always stays on the device
-    assert missed_shares([10, 10], assign_homes([10, 10], [True, True], everything), everything) == []
-    auto = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
-    assert missed([10], auto=auto, state_host_fraction=0.5) == []
-
-
 FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
 
@@ -67,27 +52,3 @@ RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_me
 def test_shares_outside_of_0_to_1_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name}={value}: give a share in \[0, 1\]"):
         GeminiPlugin(**{name: value})
-
-
-@pytest.mark.parametrize("value", [1e-300, 1e-9, math.nextafter(1.0, 0.0)])
-def test_the_smallest_and_largest_shares_are_taken(value: float) -> None:
-    plan = GeminiPlugin(**dict.fromkeys(FRACTIONS, value)).plan(1)
-    homes = assign_homes([10] * 5, [False] * 5, plan.tiers)
-    expected = Tier.DEVICE if value < 0.5 else Tier.HOST
-    assert all(home.param is home.state is expected for home in homes)
-    assert 0.0 <= plan.shard.gathered_fraction <= 1.0
-
-
-def test_a_disk_that_nothing_is_left_for_is_in_no_plan() -> None:
-    """DeepSpeed's ``max_in_cpu`` and ``ratio`` may say so of a block that names one."""
-    params: dict[str, Any] = {"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 60}
-    state: dict[str, Any] = {"device": "nvme", "nvme_path": "/fast", "ratio": 0.0}
-    for block, host, disk in (
-        ({"offload_param": params}, 1.0, False),
-        ({"offload_param": params | {"max_in_cpu": 59}}, 59 / 60, True),
-        ({"offload_optimizer": state}, 0.0, False),
-        ({"offload_optimizer": state | {"ratio": 0.5}}, 0.0, True),
-    ):
-        tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **block}}
-        tiers = to_plan(tree, 1, numels=[20, 40])[0].tiers
-        assert (tiers.param_host_fraction, tiers.disk is not None) == (pytest.approx(host), disk), block

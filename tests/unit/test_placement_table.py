@@ -157,22 +157,6 @@ def test_buffers_of_a_disk() -> None:
     assert (without.disk_buffers, without.staging(), without.on_disk) == (DiskBuffers(), {}, False)
 
 
-def test_packed_parameters_are_sent_as_they_are_with_a_warning() -> None:
-    plan = zero(3).but(compress_frozen="int8")
-    placement, _ = placed(plan, replace(TWO_RANKS, own_classes={1: "Params4bit"}))
-    assert [each.quantization for each in placement.chunks] == [None] * 3
-    (warning,) = placement.warnings
-    assert "1 frozen parameters (as 'frozen') are of classes of their own (Params4bit)" in warning
-    placement, _ = placed(plan, replace(TWO_RANKS, own_classes={0: "Params4bit"}))  # it is trained
-    assert placement.warnings == () and placement.chunks[1].quantization is not None
-
-
-def test_fractions_that_chunks_cannot_meet_are_warnings() -> None:
-    placement, _ = placed(zero(3).but(param_host_fraction=0.5), TWO_RANKS)
-    (warning,) = placement.warnings
-    assert warning.startswith("param_host_fraction=0.5, but the actual fraction is 0.33")
-
-
 def test_the_table_counts_chunks_of_equal_placement() -> None:
     plan = zero(3, HALF).but(**HOST, accumulate_dtype=torch.float32, compress_frozen="int8")
     rows = [re.split(r"  +", line.strip()) for line in describe(*placed(plan, TWO_RANKS)).splitlines()]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from shardwise.plan import (
-    ByModule,
     ByNumel,
     BySearch,
     ByTensor,
@@ -39,13 +37,6 @@ def test_stages_are_data() -> None:
     assert zero(3, dp_replicate=2).mesh == MeshPlan(dp_shard=-1, dp_replicate=2)
 
 
-def test_plans_are_frozen_and_comparable() -> None:
-    plan = zero(3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.verbose = True  # type: ignore[misc]
-    assert plan == zero(3) and hash(plan) == hash(zero(3)) and plan != zero(2)
-
-
 def test_but_changes_parts_and_whole_fields_by_name() -> None:
     plan = zero(2).but(max_norm=1.0, prefetch=3, verbose=True, shared_memory=False, buffer_dtype=torch.float64)
     assert (plan.grad.max_norm, plan.shard.prefetch, plan.verbose) == (1.0, 3, True)
@@ -69,14 +60,10 @@ def test_but_names_the_known_fields() -> None:
 @pytest.mark.parametrize(
     ("plan", "world_size", "expected"),
     [
-        ((-1, 1), 6, (6, 1)),
-        ((-1, 2), 6, (3, 2)),
-        ((1, -1), 6, (1, 6)),
-        ((3, -1), 6, (3, 2)),
-        ((3, 2), 6, (3, 2)),
-        ((-1, 1), 1, (1, 1)),
+        ((-1, 1), 6, (6, 1)), ((-1, 2), 6, (3, 2)), ((1, -1), 6, (1, 6)), ((3, -1), 6, (3, 2)),
+        ((3, 2), 6, (3, 2)), ((-1, 1), 1, (1, 1)),
     ],
-)
+)  # fmt: skip
 def test_resolve(plan: tuple[int, int], world_size: int, expected: tuple[int, int]) -> None:
     found = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1]).resolve(world_size)
     assert (found.dp_shard, found.dp_replicate) == expected
@@ -122,46 +109,27 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: zero(1).but(schedule="zbv", chunks=2), "schedule='zbv', chunks=2 with pp=1"),
     (lambda: zero(1).but(mode="ring_attn", inner_ring=2), "mode='ring_attn', inner_ring=2 with sp=1"),
     (lambda: zero(1).but(tensor=TensorPlan(sequence="split_gather")), "sequence='split_gather' with tp=1"),
-    (lambda: zero(1).but(pp=2, microbatches=4).but(pp=1), "microbatches=4 with pp=1"),
     (lambda: zero(3).but(disk=DiskPlan(directory="x")), "state_disk_fraction=0.0: nothing would be kept there"),
-    (
-        lambda: zero(3).but(disk=DiskPlan(directory="x"), state_disk_fraction=0.5).but(state_disk_fraction=0.0),
-        "param_disk_fraction=0.0, state_disk_fraction=0.0: nothing",
-    ),
     (lambda: SequencePlan(mode="ring"), "mode='ring'"),
-    (lambda: SequencePlan(inner_ring=0), "inner_ring=0"),
     (lambda: TensorPlan(sequence="all_to_all"), "sequence='all_to_all'"),
     (lambda: MeshPlan(dp_shard=1, dp_replicate=-2), "dp_replicate=-2"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=-1), "at most one"),
     (lambda: ByNumel(chunk_numel=0), "chunk_numel=0"),
     (lambda: ByTensor(persist_numel=-1), "persist_numel=-1"),
     (lambda: BySearch(search_range_numel=-1, interval_numel=1, min_chunk_numel=1), "search_range_numel=-1"),
-    (lambda: BySearch(search_range_numel=1, interval_numel=0, min_chunk_numel=1), "interval_numel=0"),
-    (lambda: BySearch(search_range_numel=1, interval_numel=1, min_chunk_numel=0), "min_chunk_numel=0"),
     (lambda: _shard(gathered_fraction=1.01), "gathered_fraction=1.01"),
-    (lambda: _shard(gathered_fraction=-0.1), "gathered_fraction=-0.1"),
-    (lambda: _shard(gathered_fraction=math.nan), "gathered_fraction=nan"),
-    (lambda: _shard(gathered_budget_bytes=-1), "gathered_budget_bytes=-1"),
-    (lambda: _shard(prefetch=-1), "prefetch=-1"),
-    (lambda: zero(3).but(exchange_bytes=-1), "exchange_bytes=-1"),
     (lambda: zero(1).but(exchange_bytes=4096), "exchange_bytes=4096 with reduce='last'"),
     (lambda: zero(2).but(exchange_bytes=4096, overlap=False), "reduce='every' and overlap=False"),
     (lambda: _shard(reduce="often"), "reduce='often'"),
     (lambda: _grad(max_norm=-1.0), "max_norm=-1.0"),
-    (lambda: _grad(max_norm=math.nan), "max_norm=nan"),
     (lambda: _grad(norm_type=0.0), "norm_type=0.0"),
-    (lambda: _grad(norm_type=math.nan), "norm_type=nan"),
     (lambda: _grad(average="median"), "average='median'"),
     (lambda: _scaler(initial_scale=0.0, min_scale=0.0), "initial_scale=0.0"),
     (lambda: _scaler(min_scale=2.0**20), "min_scale=1048576.0"),
     (lambda: _scaler(max_scale=2.0), "max_scale=2.0"),
     (lambda: _scaler(growth_factor=1.0), "growth_factor=1.0"),
     (lambda: _scaler(backoff_factor=1.0), "backoff_factor=1.0"),
-    (lambda: _scaler(backoff_factor=0.0), "backoff_factor=0.0"),
-    (lambda: _scaler(growth_interval=0), "growth_interval=0"),
-    (lambda: _scaler(hysteresis=-1), "hysteresis=-1"),
     (lambda: _precision(param_dtype=torch.int32), "param_dtype=torch.int32"),
-    (lambda: _precision(output_dtype=torch.bool), "output_dtype=torch.bool"),
     (lambda: zero(4), "stage=4"),  # type: ignore[arg-type]
 ]
 
@@ -170,11 +138,3 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 def test_wrong_values_are_shown(make: Callable[[], object], shown: str) -> None:
     with pytest.raises(ValueError, match=shown.replace(".", r"\.")):
         make()
-
-
-def test_edges_are_allowed() -> None:
-    _shard(gathered_fraction=1.0, gathered_budget_bytes=0, prefetch=0)
-    zero(1).but(exchange_bytes=0)
-    _grad(max_norm=0.0, norm_type=math.inf)
-    _scaler(hysteresis=0, min_scale=2.0**16, max_scale=2.0**16)
-    assert not ByModule(unit_classes=()).unit_classes

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 import stat
-from importlib import import_module
 from pathlib import Path
 
 import pytest
-from program_setup import forked_python
 
 from shardwise.cli.main import main
 from shardwise.compat import alias_tables
@@ -75,9 +72,7 @@ TABLES = (WHOLE, PARTIAL)
 
 REWRITTEN = [
     ("import foreignlib\n", "import ours.foreignlib as foreignlib\n"),
-    ("import foreignlib as f\n", "import ours.foreignlib as f\n"),
     ("import os, foreignlib.nn, sys\n", "import os, ours.foreignlib.nn, ours.foreignlib as foreignlib, sys\n"),
-    ("import foreignlib.nn as n  # é\n", "import ours.foreignlib.nn as n  # é\n"),
     ("from foreignlib import nn\n", "from ours.foreignlib import nn\n"),
     ("if 'é': from foreignlib.nn import (Linear,  # why\n  Wide)\n",
      "if 'é': from ours.foreignlib.nn import (Linear,  # why\n  Wide)\n"),
@@ -92,8 +87,6 @@ REWRITTEN = [
      "from ours.stays import Deep as D\nfrom ours.more import New as Old\n"),
     ("def f():\n    from stays.inner.strategies import Deep, Other\n",
      "def f():\n    from ours.stays import Deep\n    from stays.inner.strategies import Other\n"),
-    ("x = 1; from stays.inner.strategies import Deep, Other\n",
-     "x = 1; from ours.stays import Deep; from stays.inner.strategies import Other\n"),
 ]  # fmt: skip
 
 
@@ -112,9 +105,7 @@ JUDGED = [
     ("from foreignlib.nn import Wide", [("foreignlib.nn.Wide", "another name", "Bilinear: its inputs differ")]),
     ("from foreignlib import nn as n\nn.old.Odd()", [("foreignlib.nn.old.Odd", "missing", "use Linear")]),
     ("from foreignlib.tracing.deep import T", [("foreignlib.tracing.deep.T", "missing", "trace with torch.fx")]),
-    ("import foreignlib.tracing", [("foreignlib.tracing", "missing", "trace with torch.fx")]),
     ("from foreignlib.nn import Linaer", [("foreignlib.nn.Linaer", "missing", "there is no such name; did you mean")]),
-    ("from foreignlib import Linear", [("foreignlib.Linear", "missing", "import it from foreignlib.nn")]),
     ("from foreignlib.nn import *", [("foreignlib.nn.*", "differs", "import names one by one")]),
     (
         "from foreignlib.nn.modules import Linear as L\nm = L(in_features=1, fast=True, magic=0)",
@@ -135,9 +126,6 @@ JUDGED = [
     ("from stays.inner.strategies import Other, Gone", [("stays.inner.strategies.Gone", "missing", "use Deep")]),
     ("import stays.inner as s\ns.strategies.Old, s.strategies.Other",
      [("stays.inner.strategies.Old", "missing", "import New from ours.more")]),
-    ("from stays.inner.strategies import Old\nOld.made()", [("stays.inner.strategies.Old", "same", "")]),
-    ("import os\nos.path.join('a')\nfrom . import x", []),
-    ("import foreignlib.nn\nforeignlib.nn.__name__, foreignlib.__path__", []),
     (
         "import foreignlib\nforeignlib.tools.start(1)\nfrom foreignlib.tools.start import go",
         [("foreignlib.tools.start", "missing", "call it by hand"), ("foreignlib.tools.start.go", "same", "")],
@@ -200,25 +188,6 @@ def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytes
     assert stat.S_IMODE(program.stat().st_mode) == 0o750 and other.read_text() == "import os\n"
 
 
-TO_NOBODY = """
-import os, runpy, sys
-reading, writing = os.pipe()
-os.close(reading)
-os.dup2(writing, 1)
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_whoever_stops_reading_has_all_files_changed(tmp_path: Path) -> None:
-    files = [tmp_path / f"{name}.py" for name in "abc"]
-    for file in files:
-        file.write_text("import deepspeed\ndeepspeed.init_distributed()\n")
-    done = forked_python("-c", TO_NOBODY, "shardwise", "port", "--write", str(tmp_path))
-    assert (done.returncode, done.stderr) == (141, "")
-    assert all("shardwise.deepspeed" in file.read_text() for file in files)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,21 +217,3 @@ def test_every_library_has_its_version() -> None:
     assert [(each.name, each.verdict) for each in findings(text, alias_tables())] == [
         (f"{name}.__version__", "same") for name in names
     ]
-
-
-def test_names_of_strategies_that_are_advised_are_registered() -> None:
-    """After the import that is advised with them."""
-    advised = 0
-    for table in alias_tables():
-        for values in table.values.values():
-            for value, said in values.items():
-                match = re.match(r"write strategy='(\w+)', after `import ([\w.]+)`", said.instead)
-                if match or said.unless == table.home:
-                    name = match[1] if match else value
-                    package = import_module(match[2] if match else table.home)
-                    assert package.__name__ == table.home
-                    registry = import_module(f"{table.foreign}.strategies")
-                    known = getattr(registry, "StrategyRegistry", None) or registry.STRATEGY_REGISTRY
-                    assert name in known.available_strategies(), (table.foreign, value)
-                    advised += 1
-    assert advised > 30

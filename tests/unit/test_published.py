@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import test_booster_signatures
 import shardwise.lightning
 import shardwise.pytorch_lightning
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
-from shardwise.compat.published import changed, given_in_vain, listed, names_of, picked
+from shardwise.compat.published import names_of
 from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.zero import ShardedOptimizerV2
 from shardwise.zero.arguments import OptimizerArguments
@@ -61,29 +59,3 @@ def test_the_loss_scale_starts_lower_than_published(arguments: type) -> None:
     assert start == 2.0**16 and scaler_plan(arguments(initial_scale=2.0**20)).initial_scale == 2.0**20
     high = arguments in (LowLevelZeroPlugin, OptimizerArguments)  # published as 2**32
     assert isinstance(arguments().initial_scale, PublishedDefault) is high
-
-
-@dataclass(frozen=True)
-class Base:
-    """Of a base.
-
-    Attributes:
-        a: first,
-            over two lines.
-        b: second.
-    """
-
-    a: Counter[str] | None = None
-    b: int = 2
-
-
-def test_the_fields_of_what_was_given() -> None:
-    assert picked(Base, {"b": 3, "other": 4}) == Base(b=3)
-    assert names_of(Base) == ("a", "b")
-
-
-def test_what_somebody_gave_is_told_from_defaults() -> None:
-    given = Base(b=3)
-    assert changed(given, ("b", "a", "b")) == ["b"]
-    assert given_in_vain(given, {"this": ("a",), "that": ("a", "b")}) == {"that": ["b"]}
-    assert listed(given, ["b", "a"]) == "b=3, a=None"

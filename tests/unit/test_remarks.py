@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,14 +87,3 @@ def test_frames_of_libraries_are_passed_over_and_a_line_is_told_once() -> None:
             with _telling():
                 pass
     assert len(caught) == 1 and caught[0].filename == __file__
-
-
-def test_without_a_line_of_the_users_the_caller_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = globals()["__name__"].partition(".")[0]
-    monkeypatch.setattr("shardwise.core.base.warnings.LIBRARIES", frozenset({own, "threading"}))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        thread = threading.Thread(target=warn_user, args=("from a thread",))
-        thread.start()
-        thread.join()
-    assert [each.filename for each in caught] == [threading.__file__]

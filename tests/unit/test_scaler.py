@@ -25,11 +25,6 @@ def scales(scaler: LossScaler, overflows: Sequence[int]) -> list[float]:
     return found
 
 
-def test_the_published_sequence() -> None:
-    found = scales(LossScaler(plan()), [1, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1])
-    assert found == [1024, 512, 256, 256, 256, 128, 128, 128, 128, 256, 256, 128]
-
-
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_a_delay_counts_from_the_beginning_and_from_each_overflow(window: int) -> None:
     """DeepSpeed's rule: iterations since the last overflow, of which a whole window and one more are the first."""

@@ -75,12 +75,6 @@ def test_what_each_set_runs(folder: Path, options: list[str], expected: set[str]
     assert set(names) == expected, output
 
 
-def test_another_seed_is_another_order_of_the_same_tests(folder: Path) -> None:
-    orders = [run(folder, "--full", "--shuffle", seed, ".")[0] for seed in ("1", "1", "2")]
-    assert orders[0] == orders[1] != orders[2]
-    assert set(orders[0]) == set(orders[2]) == FULL
-
-
 def test_the_command_of_a_failed_test_repeats_it(folder: Path) -> None:
     output = run(folder, "--full", ".")[1]
     command = output.split("Repeat this test alone")[1].splitlines()[1]

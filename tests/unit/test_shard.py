@@ -62,11 +62,8 @@ def test_every_setting_has_a_case() -> None:
     [
         ({"stage": 4}, "stage=4 is not a ZeRO stage; use 0, 1, 2 or 3"),
         ({"stage": True}, "stage=True is not a ZeRO stage; use 0, 1, 2 or 3"),
-        ({"stage": 2.0}, r"stage=2\.0 is not a ZeRO stage"),
         ({"precision": "fp64"}, "precision='fp64'"),
-        ({"precision": ["bf16"]}, r"precision=\['bf16'\]"),
         ({"offload": "cpu"}, r"offload='cpu': use 'host' for host memory, or a directory .*'\./cpu'"),
-        ({"offload": "CUDA:0"}, "offload='CUDA:0': use 'host'"),
         ({"offload": "hst"}, "offload='hst': use 'host'"),
         ({"offload": "nvme", "stage": 1}, "offload='nvme': use 'host'"),
         ({"max_norm": -1.0}, "max_norm=-1.0"),
@@ -125,11 +122,6 @@ def test_what_is_something_else(given: dict[str, Any], message: str) -> None:
         shardwise.shard(**{"model": nn.Linear(2, 1), **given})
 
 
-def test_a_directory_with_such_a_name_is_written_as_a_path() -> None:
-    assert Settings(offload="./cpu").plan().tiers.disk == DiskPlan(directory="./cpu")
-    assert Settings(offload=Path("cpu")).plan().tiers.disk == DiskPlan(directory="cpu")
-
-
 def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text("stage = 2\n[grad]\nmax_norm = 0.5\n")
     session = shardwise.shard(nn.Linear(2, 1), plan=tmp_path / "plan.toml")
@@ -162,24 +154,6 @@ def test_one_process_trains_as_plain_torch() -> None:
     other.close()
 
 
-def test_one_graph_may_be_walked_twice() -> None:
-    """As ``loss.backward(retain_graph=True)``, in the place of which it is written."""
-    grads = []
-    for sharded in (False, True):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        session = shardwise.shard(model, torch.optim.SGD(model.parameters()), device="cpu") if sharded else None
-        out = model(torch.ones(2, 3))
-        for loss, retain in ((out.square().sum(), True), (out.sum(), False)):
-            if session is None:
-                loss.backward(retain_graph=retain)
-            else:
-                session.backward(loss, retain_graph=retain)
-        assert model.weight.grad is not None
-        grads.append({"weight": model.weight.grad.clone()})
-    assert_close(grads[1], grads[0], 1e-6, "gradients of two walks")
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_scaler_is_refused_before_it_steps(fused: bool) -> None:
     """A fused optimizer scales by itself, if asked: the step was made with gradients that nobody had divided."""
@@ -206,17 +180,6 @@ def test_a_model_is_neither_copied_nor_pickled_until_it_is_closed(stage: int) ->
                 copied(each)
     session.unshard()
     assert torch.equal(copy.deepcopy(model).weight, model.weight) and pickle.loads(pickle.dumps(model)) is not None
-
-
-def test_state_of_the_optimizer_may_be_replaced() -> None:
-    model = nn.Linear(3, 2)
-    session = shardwise.shard(model, torch.optim.SGD(model.parameters(), momentum=0.9), device="cpu")
-    optimizer = session.optimizer
-    session.backward(model(torch.ones(1, 3)).sum())
-    optimizer.step()
-    assert len(optimizer.state) == 2
-    optimizer.state = {}
-    assert not optimizer.state and optimizer.unwrap().state is optimizer.state
 
 
 NOTHING = """

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config
-from transformers import T5ForConditionalGeneration as T5
+from transformers import BertModel, BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.parallel.tensor import Axis, TPPlan
@@ -298,15 +297,6 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
         torch.testing.assert_close(param.grad, grad)
 
 
-def test_each_stack_has_its_own_share() -> None:
-    config = T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=2, num_decoder_layers=4, num_heads=2, vocab_size=16)
-    model = T5(config)
-    with changed_model(model, Kernels(), checkpointing=GradientCheckpointConfig(0.5)):
-        pass
-    flags = [[block.gradient_checkpointing for block in stack.block] for stack in (model.encoder, model.decoder)]
-    assert flags == [[True, False], [True, True, False, False]]
-
-
 @pytest.mark.parametrize(
     ("config", "layers", "again"),
     [
@@ -326,18 +316,6 @@ def test_each_stage_of_a_pipeline_has_its_own(
     assert checkpointing(model) == list(map(bool, again))
 
 
-@pytest.mark.parametrize(("counts", "layers"), [([3, 3], [3, 2]), ([1], [3, 2]), ([1, 1, 1], [3, 2])])
-def test_numbers_that_are_not_those_of_the_stages(counts: list[int], layers: list[int]) -> None:
-    model = llama()
-    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
-    with (
-        pytest.raises(ValueError, match=r"for stages of \[3, 2\] layers: give 2 numbers, none above"),
-        changed_model(model, Kernels(), config, StageDivision(2, layers)),
-    ):
-        raise AssertionError("never here")
-    assert checkpointing(model) == [False] * 5
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -350,29 +328,6 @@ def test_a_checkpointing_configuration_is_checked(given: dict[str, Any], words: 
         PipelineGradientCheckpointConfig(**given)
     with pytest.raises(TypeError, match="gradient_checkpointing_ratio=None"):
         PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("counts", [[6], [1, 1]])
-def test_more_layers_than_there_are(counts: list[int]) -> None:
-    model = llama()
-    config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=counts)
-    with pytest.raises(ValueError, match="one piece with 5 layers"), changed_model(model, Kernels(flash=True), config):
-        raise AssertionError("never here")
-    assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
-    with (
-        pytest.raises(ValueError, match="has no layers of transformers'"),
-        changed_model(nn.Linear(1, 1), Kernels(), GradientCheckpointConfig(1.0)),
-    ):
-        raise AssertionError("never here")
-
-
-def test_an_error_puts_the_model_back() -> None:
-    model = llama()
-    with pytest.raises(KeyError), changed_model(model, Kernels(flash=True), GradientCheckpointConfig(1.0)):
-        assert checkpointing(model) == [True] * 5 and model.config._attn_implementation == "sdpa"
-        raise KeyError
-    assert checkpointing(model) == [False] * 5 and model.config._attn_implementation == "eager"
-    assert not any("_gradient_checkpointing_func" in vars(module) for module in model.model.layers)
 
 
 def test_flash_attention_is_torchs_own() -> None:
@@ -397,11 +352,3 @@ def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module])
     ):
         pass
     assert len(w) == 1
-
-
-def test_bert_has_it() -> None:
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = BertModel(BertConfig(vocab_size=16, attn_implementation="eager", **sizes))
-    with changed_model(model, Kernels(flash=True), checkpointing=GradientCheckpointConfig(1.0)):
-        pass
-    assert model.config._attn_implementation == "sdpa" and checkpointing(model) == [True]

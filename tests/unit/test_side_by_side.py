@@ -63,17 +63,3 @@ def test_a_second_process_that_dies_is_an_error(tmp_path: Path) -> None:
     done = run(tmp_path, "--workers", "2", **{"test_d.py": "import os\ndef test_last(other): os._exit(0)"})
     assert done.returncode != 0 and "passed" in done.stdout.splitlines()[-1], done.stdout
     assert re.search(r"code 0; .*1 of test_\w.py were not finished by it", done.stdout), done.stdout
-
-
-@pytest.mark.full
-def test_stopping_at_the_first_failure_stops_both(tmp_path: Path) -> None:
-    wrong = "def test_last(other): assert 0"
-    done = run(tmp_path, "--workers", "2", "-x", **{"test_a.py": wrong, "test_d.py": wrong})
-    assert done.returncode != 0 and "stopping after" in done.stdout, done.stdout
-
-
-@pytest.mark.full
-def test_names_may_differ_between_processes(tmp_path: Path) -> None:
-    named = "import os, pytest\n@pytest.mark.parametrize('i', [1], ids=[str(os.getpid())])\ndef test_last(i): pass"
-    done = run(tmp_path, "--workers", "2", **{f"test_{name}.py": named for name in "abcd"})
-    assert done.returncode == pytest.ExitCode.OK and "4 passed" in done.stdout.splitlines()[-1], done.stdout

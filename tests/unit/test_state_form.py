@@ -57,21 +57,6 @@ class Int8(O.Optimizer):
                 self.state[p].update(kept, step=torch.tensor(1.0))
 
 
-class Int8IfLarge(O.Optimizer):
-    """A moment in 8 bits for parameters of more than eight elements; some size is usual."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                dtype = torch.uint8 if p.numel() > 8 else torch.float32
-                held = self.state[p].setdefault("moment", torch.full_like(p, 128, dtype=dtype))
-                p.sub_(p.grad + held.to(p.dtype), alpha=group["lr"])
-
-
 MAKERS: dict[str, Make] = {
     "adam": lambda p: O.Adam(p, lr=0.01),
     "adamw": lambda p: O.AdamW(p, lr=0.01),
@@ -89,7 +74,6 @@ MAKERS: dict[str, Make] = {
     "momentum": lambda p: O.SGD(p, lr=0.01, momentum=0.9),
     "own sgd": SGD,
     "int8": Int8,
-    "int8 if large": Int8IfLarge,
 }
 
 TAKEN = [
@@ -98,7 +82,6 @@ TAKEN = [
     *(("sgd", "momentum"), ("momentum", "sgd"), ("rmsprop", "centered"), ("centered", "rmsprop")),
     *(("momentum", "own sgd"), ("own sgd", "momentum")),
     ("adamw", "radam"),
-    ("int8 if large", "int8 if large"),
 ]
 """Saved, and going on."""
 REFUSED = [
@@ -111,7 +94,6 @@ REFUSED = [
         ("centered", "momentum"),
     ),
     ("int8", "adamw"),
-    ("momentum", "int8 if large"),
 ]
 WITH_A_WORD = {("adamw", "radam"), ("derived", "adamw")}
 
@@ -219,22 +201,6 @@ def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
     assert sorted(fresh.state_dict()["state"]) == [0, 1, 2, 3] and fresh.param_groups[0]["lr"] == 0.01
 
 
-def test_what_an_optimizer_keeps_may_depend_on_the_size_of_a_parameter() -> None:
-    """Also where no class is recorded."""
-    _, _, first = trained("int8 if large", engine=False)
-    _, model, second = trained("int8 if large", engine=False, steps=0)
-    second.load_state_dict(first.state_dict())
-    assert all(torch.all(entry["moment"] == 128) for entry in second.state_dict()["state"].values())
-    step(model, second)
-
-
-def test_groups_of_other_sizes_are_named() -> None:
-    model = net()
-    _, optimizer, *_ = Booster().boost(model, O.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this optimizer of \[4\]"):
-        optimizer.load_state_dict(O.SGD(model[0].parameters(), lr=0.1).state_dict())
-
-
 # ---- schedulers
 
 
@@ -304,43 +270,6 @@ def test_where_no_class_is_recorded_the_entries_decide(saved: str, here: str) ->
     assert "the state is one with" in str(SavedScheduler(one.state_dict()).misfit(other))
     older = {key: value for key, value in one.state_dict().items() if not key.startswith("_")} | {"verbose": False}
     assert SavedScheduler(older).misfit(one) is None
-
-
-def test_rates_for_another_number_of_groups_are_refused() -> None:
-    saved = SavedScheduler(SCHEDULES["cosine"](optimizer_of(2)).state_dict(), "CosineAnnealingLR")
-    assert "for 2 parameter groups, the scheduler's optimizer has 1" in str(
-        saved.misfit(SCHEDULES["cosine"](optimizer_of()))
-    )
-
-
-class Power:
-    """A function of the epoch with an attribute, which is in a scheduler's state."""
-
-    def __init__(self, base: float) -> None:
-        self.base = base
-
-    def __call__(self, epoch: int) -> float:
-        return float(self.base**epoch)
-
-
-@pytest.mark.parametrize("chained", [False, True])
-def test_a_function_may_become_an_object_and_the_other_way_round(chained: bool, tmp_path: Path) -> None:
-    """torch saves nothing of a function, and takes nothing over for it."""
-    booster, after = Booster(), []
-    functions: list[Callable[[int], float]] = [lambda epoch: 0.9**epoch, Power(0.9), Power(0.5)]
-    model: Any
-    for number, function in enumerate((*functions, functions[0])):
-        model = net()
-        model, optimizer, *_ = booster.boost(model, O.SGD(model.parameters(), lr=0.1))
-        schedule: Any = schedules.LambdaLR(optimizer, function)  # type: ignore[arg-type]
-        schedule = schedules.ChainedScheduler([schedule]) if chained else schedule
-        if number:
-            booster.load_checkpoint(tmp_path, model, optimizer, schedule)
-        step(model, optimizer)
-        schedule.step()
-        booster.save_checkpoint(tmp_path, model, optimizer, schedule)
-        after.append(schedule.get_last_lr()[0])
-    assert after == pytest.approx([0.1 * 0.9**epoch for epoch in (1, 2, 3, 4)])
 
 
 def test_schedules_follow_their_groups(tmp_path: Path) -> None:

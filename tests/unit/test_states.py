@@ -7,8 +7,6 @@ from enum import Enum, auto
 import pytest
 
 from shardwise.core.base.states import Table
-from shardwise.core.grads.grads import REDUCTION, Reduction
-from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 
 class Door(Enum):
@@ -37,10 +35,6 @@ def test_an_illegal_change_names_the_thing_the_states_and_the_caller() -> None:
         DOOR.check(7, Door.CLOSED, Door.CLOSED)
 
 
-def test_a_table_lists_its_changes() -> None:
-    assert list(DOOR) == [(Door.CLOSED, Door.OPEN, "pushed"), (Door.CLOSED, Door.LOCKED, "the key")]
-
-
 @pytest.mark.parametrize(
     ("changes", "lost"),
     [
@@ -52,9 +46,3 @@ def test_a_table_lists_its_changes() -> None:
 def test_a_table_with_a_state_too_few_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
     with pytest.raises(ValueError, match=f"the state table of a door has no transition to or from {lost}; add it"):
         Table("door", changes)
-
-
-def test_what_is_stable_can_be_left_again() -> None:
-    """No chunk and no gradient gets stuck."""
-    for table, states in ((RESIDENCY, Residency), (REDUCTION, Reduction)):
-        assert {old for old, _, _ in table} == set(states)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shardwise.core.comm import Group, LocalGroup, Summary
+from shardwise.core.comm import Group, LocalGroup
 from shardwise.core.comm.control import Operation
 from shardwise.core.grads.norm import each_norm
 from tests.support.sets import full
@@ -111,13 +111,6 @@ def test_sums_of_many_values(size: int, norms: int) -> None:
     assert lengths == [512, *([512] if count > 256 else []), norms + 7]
 
 
-@pytest.mark.parametrize("size", [65, *full(4096)])
-def test_one_sum_and_the_largest(size: int) -> None:
-    own = [(rank % 97) ** 0.5 for rank in range(size)]
-    found, lengths = met(size, lambda group, rank: group.total(own[rank], "a test", largest=True))
-    assert set(map(str, found)) == {str((max(own), []))} and lengths == [512]
-
-
 def test_what_is_not_finite_is_so_alone() -> None:
     """Of several sums one is NaN, one infinite; the others are what they are."""
     rows = [[math.nan, math.inf, 1.0, 2.0], [1.0, 2.0, 3.0, 2.0], [math.inf, 0.0, 0.1, 2.0]]
@@ -140,39 +133,6 @@ def test_the_norms_of_parameters_are_those_of_the_whole(p: float) -> None:
     assert found[0] == pytest.approx([*expected, 0.0], rel=1e-6)
     # Where powers overflow in fp32 the ranks meet again.
     assert len(lengths) == {2.0: 4, 1.0: 2, math.inf: 1}[p]
-
-
-def flags(rank: int, count: int) -> list[bool]:
-    return [(at * 7 + rank) % 5 == 0 and at % 3 > 0 for at in range(count)]
-
-
-def summed_up(size: int, values: Callable[[int], list[float]], own: Callable[[int], list[bool]]) -> Any:
-    return met(size, lambda group, rank: group.summarize(values(rank), "a test", flags=own(rank)))
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "messages"),
-    [(65, 0, 1), (65, 1, 1), (65, 252, 1), (65, 253, 2), (65, 3000, 2), *full((512, 1537, 2), (4096, 200, 1))],
-)
-def test_flags_travel_in_the_first_message(size: int, count: int, messages: int) -> None:
-    some = [flags(rank, count) for rank in range(11)]
-    for kinds in (11, 1):
-        found, lengths = summed_up(size, lambda rank: [2.0, float(rank)], lambda rank, n=kinds: some[rank % n])
-        anywhere = [any(column) for column in zip(*some[:kinds], strict=True)]
-        expected = Summary([2.0, 0.0], [2.0, size - 1.0], anywhere, False, kinds == 1 or not any(anywhere))
-        assert all(each == expected for each in found)
-        assert len(lengths) == messages and lengths[0] == 512
-
-
-def test_one_flag_of_one_rank_is_seen_wherever_it_is() -> None:
-    """On both sides of what the first message has room for."""
-    for at in (0, 253, 254, 1599):
-        one = [each == at for each in range(1600)]
-        found, _ = summed_up(65, lambda _: [], lambda rank, one=one: one if rank == 9 else [False] * 1600)
-        assert all(each == Summary([], [], one, False, False) for each in found)
-        others = [not each for each in one]
-        found, _ = summed_up(65, lambda _: [], lambda rank, others=others: others if rank == 9 else [True] * 1600)
-        assert all(each == Summary([], [], [True] * 1600, False, False) for each in found)
 
 
 @pytest.mark.parametrize("size", [65, *full(512, 4096)])

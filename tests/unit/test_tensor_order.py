@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise.core.parallel.tensor.order as order
-from shardwise.core.parallel.tensor.order import StoredCut, own_runs, part_of_whole, read_logical, read_part, whole_runs
+from shardwise.core.parallel.tensor.order import StoredCut, own_runs, read_logical, read_part, whole_runs
 from shardwise.core.parallel.tensor.shard_spec import Part, ShardSpec
 
 
@@ -113,50 +113,6 @@ def test_ranges_of_the_whole_and_of_other_parts_are_read(
                 read_part(reader(stored_by_definition(whole, lying)), lying, part, start, out)
                 assert torch.equal(out, expected[start : start + out.numel()])
     order._Columns.of.cache_clear()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_cut_of_another_dimension_is_read(data: Any) -> None:
-    shape = (4, 6, 2)
-    first, second = data.draw(st.permutations([0, 1, 2]))[:2]
-    stored = StoredCut.of(shape, ShardSpec.even(first, shape[first], 2))
-    whole = torch.randn(shape)
-    part = Part(torch.Size(shape), ShardSpec.even(second, shape[second], 2), data.draw(st.integers(0, 1)))
-    expected = part.of(whole).reshape(-1)
-    start = data.draw(st.integers(0, expected.numel()))
-    out = torch.empty(expected.numel() - start)
-    read_part(reader(stored_by_definition(whole, stored)), stored, part, start, out)
-    assert torch.equal(out, expected[start:])
-    assert torch.equal(part_of_whole(whole, part, start, out.numel()), expected[start:])
-
-
-def test_what_lies_as_it_is_wanted_is_one_range() -> None:
-    """A row-parallel weight under the cut that it was stored with: one range of the file, however many rows."""
-    shape, cut = (1000, 64), ShardSpec.even(1, 64, 4)
-    stored = StoredCut.of(shape, cut)
-    part = Part(torch.Size(shape), cut, 2)
-    assert own_runs(part, 100, 9000) == [(2 * 16000 + 100, 100, 8900)]
-    asked: list[tuple[int, int]] = []
-    whole = torch.randn(shape)
-    read_part(reader(stored_by_definition(whole, stored), asked), stored, part, 100, torch.empty(8900))
-    assert sum(numel for _, numel in asked) == 8900 and len(asked) <= 3
-    # Under another cut: only of the parts that have some of it, and few reads.
-    asked.clear()
-    half = Part(torch.Size(shape), ShardSpec.even(1, 64, 2), 0)
-    read_part(reader(stored_by_definition(whole, stored), asked), stored, half, 0, torch.empty(32000))
-    assert len(asked) == 2 and sum(numel for _, numel in asked) == 32000
-    asked.clear()
-    read_logical(reader(stored_by_definition(whole, stored), asked), shape, stored, 70, torch.empty(50000))
-    assert len(asked) < 20 and sum(numel for _, numel in asked) == 50000
-
-
-def test_a_cut_of_the_first_dimension_stays_in_the_tensors_own_order() -> None:
-    assert StoredCut.of((12, 5), ShardSpec.even(0, 12, 2, blocks=3)) is None
-    assert StoredCut.of((1, 12), ShardSpec.even(1, 12, 2)) is None  # one row
-    assert StoredCut.of((3, 4), ShardSpec.of_sizes(1, [[4, 0]])) is None  # one part
-    part = Part(torch.Size((12, 5)), ShardSpec.even(0, 12, 2, blocks=3), 1)
-    assert own_runs(part, 0, 30) == [(10, 0, 10), (30, 10, 10), (50, 20, 10)]
 
 
 @pytest.mark.parametrize(

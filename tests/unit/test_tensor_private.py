@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
-from torch import nn
 
-from shardwise.core.base.rng import RankRng, dropouts_of
+from shardwise.core.base.rng import RankRng
 
 CPU = torch.device("cpu")
 RATES = ((SimpleNamespace(p=0.5), "p"),)
@@ -98,23 +94,3 @@ def test_what_all_have_is_drawn_alike_inside_and_the_rest_goes_on() -> None:
     own, shared, more, behind = with_common
     assert torch.equal(own, without[0]) and torch.equal(more, without[1])
     assert torch.equal(shared, without[2]) and not torch.equal(behind, without[2])
-
-
-@pytest.mark.parametrize("rate", [0.0, 0])
-def test_nothing_is_drawn_where_nothing_is_dropped(rate: float) -> None:
-    private, before = RankRng(1), torch.get_rng_state()
-    private.enter(CPU, ((SimpleNamespace(p=rate), "p"),))
-    assert not private.inside and torch.equal(before, torch.get_rng_state())
-    private.leave()
-    with private.drawing(True, CPU, ()):
-        assert not private.inside
-
-
-def test_rates_are_found_by_module_and_by_name() -> None:
-    module: Any = nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
-    module.attention_dropout, module.dropout_name = 0.2, "none"
-    found = dropouts_of(module.modules())
-    assert [getattr(owner, name) for owner, name in found] == [0.2, 0.1]
-    module[0].p = 0.0
-    assert [getattr(owner, name) for owner, name in found] == [0.2, 0.0]
-    assert copy.deepcopy(RankRng(2)).rank == 2

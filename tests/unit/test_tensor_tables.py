@@ -17,13 +17,11 @@ from shardwise.core.parallel.tensor import (
     Axis,
     Embedding,
     Head,
-    Mlp,
     ModuleRules,
     ShardSpec,
     cut_model,
     known_architectures,
     propose_architecture,
-    register_architecture,
 )
 from shardwise.core.parallel.tensor.rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads
@@ -61,21 +59,10 @@ def test_more_ranks_than_heads() -> None:
     assert "6 attention heads are fewer than 8 ranks; cut over 6 ranks at most" in found
 
 
-def test_an_mlp_of_fewer_elements_than_ranks() -> None:
-    found = message(transformers.LlamaForCausalLM(decoder("Llama", intermediate_size=3)), 4)
-    assert "model.layers.0.mlp (LlamaMLP): gate_proj has 3 outputs, fewer than 4 ranks" in found
-
-
 def test_an_unknown_model_names_the_known_architectures_and_how_to_add_one() -> None:
     found = message(nn.Sequential(nn.Linear(4, 4)), 2)
     assert "Sequential cannot be cut: it has no module of a known architecture (bert, bloom, " in found
     assert "register_architecture(" in found and "CONTRIBUTING.md" in found
-
-
-def test_an_architecture_that_is_not_the_models() -> None:
-    plan = TensorPlan(architecture=Architecture("mine", {"Other": (Mlp(columns=("up",), rows=("down",)),)}))
-    found = message(transformers.LlamaForCausalLM(decoder("Llama")), 2, plan)
-    assert "architecture 'mine' has rules for Other, and" in found
 
 
 def test_an_attribute_that_says_other_heads_than_the_layers_have() -> None:
@@ -96,40 +83,6 @@ def test_a_layer_with_a_forward_pass_of_its_own() -> None:
     assert "a Quantised cannot be cut by columns or rows" in message(model, 2)
 
 
-def test_an_embedding_that_finds_its_rows_by_itself() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return self.weight[input] * 2
-
-    model = transformers.LlamaForCausalLM(decoder("Llama"))
-    model.model.embed_tokens = Scaled(29, 24)
-    assert "a Scaled finds its rows by itself, so it cannot be cut" in message(model, 2)
-
-
-def test_one_rank_pads_nothing() -> None:
-    model = transformers.LlamaForCausalLM(decoder("Llama"))
-    tp_plan = cut_model(model, axis(1), TensorPlan(vocabulary_multiple=64))
-    found = [part for part in map(tp_plan.part_of, model.parameters()) if part is not None]
-    assert found and all(part.shape == part.whole for part in found)
-
-
-def test_a_layer_that_is_missing() -> None:
-    model = transformers.LlamaForCausalLM(decoder("Llama"))
-    del model.model.layers[0].mlp.up_proj
-    assert "it has no 'up_proj', only gate_proj, down_proj, act_fn" in message(model, 2)
-
-
-def test_a_norm_over_several_heads() -> None:
-    model = transformers.Qwen3ForCausalLM(decoder("Qwen3", head_dim=4))
-    model.model.layers[1].self_attn.q_norm = nn.LayerNorm(24)
-    assert "q_norm has parameters of [(24,), (24,)], not of one head (4)" in message(model, 2)
-
-
-def test_a_bloom_that_multiplies_slices_of_weights() -> None:
-    config = decoder("Bloom", n_head=6, slow_but_exact=True)
-    assert "slow_but_exact=True needs whole layers" in message(transformers.BloomModel(config), 2)
-
-
 class Ours(transformers.LlamaModel):
     """A model of a user's, derived from one that is known; its head is tied, and no rule names it."""
 
@@ -146,46 +99,6 @@ def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> No
     tp_plan = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
     part = tp_plan.part_of(model.head.weight)
     assert part is not None and part.shape == (16, 24) and part is tp_plan.part_of(model.embed_tokens.weight)
-
-
-class Gated(nn.Module):
-    """An MLP of Llama with a gate of its own, of which nobody can tell where it is used."""
-
-    def __init__(self, mlp: Any) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        self.norm, self.gate = nn.LayerNorm(24), nn.Linear(24, 24)
-
-
-def test_what_is_trained_among_cut_layers_and_no_rule_names() -> None:
-    model = transformers.LlamaForCausalLM(decoder("Llama"))
-    layer: Any = model.model.layers[0]
-    layer.mlp = Gated(layer.mlp)
-    layer.self_attn.heads = nn.Parameter(torch.ones(1))
-    rules = {"Gated": (TABLES["llama"]["LlamaMLP"][0],), "LlamaAttention": TABLES["llama"]["LlamaAttention"]}
-    plan = TensorPlan(architecture=Architecture("ours", rules))
-    found = message(model, 2, plan)
-    names = ("self_attn.heads", "mlp.gate.weight")
-    assert all(f"model.layers.0.{name}" in found for name in names) and "norm" not in found
-    assert ".gate.bias" not in found  # as wide as what all have
-    assert "gradients might be sums" in found and "`replicated`" in found
-    layer.self_attn.heads.requires_grad_(False)
-    replicated = replace(rules["Gated"][0], replicated=("gate",))  # type: ignore[type-var]
-    cut_model(model, axis(2), TensorPlan(architecture=Architecture("ours", rules | {"Gated": (replicated,)})))
-    layer.mlp.act_fn = nn.PReLU(24)
-    assert "act_fn.weight of (24,) stands between layers that are cut" in message(model, 2, plan)
-
-
-def test_two_architectures_of_one_name_or_with_one_class() -> None:
-    before = known_architectures()
-    with pytest.raises(ValueError, match="'mine' has rules for LlamaMLP, and so does 'llama'"):
-        register_architecture(Architecture("mine", {"LlamaMLP": ()}))
-    take_back = register_architecture(Architecture("mine", {"Mine": ()}))
-    with pytest.raises(ValueError, match="architecture 'mine' is registered already"):
-        register_architecture(Architecture("mine", {"Another": ()}))
-    take_back()
-    take_back()
-    assert known_architectures() == before
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardwise.core.update.tile_plan import TILE_NUMEL
-from shardwise.core.update.tiles import UpdateCalls, UpdateTile, _alike
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
 from tests.support.sets import full
@@ -130,19 +129,6 @@ def test_one_call_steps_a_group_of_many_chunks() -> None:
     assert len(alone) > 10 * len(calls)
 
 
-def test_what_is_stepped_together_is_no_more_than_a_tile() -> None:
-    seen: list[int] = []
-    real = torch.optim.AdamW.step
-
-    def step(self: torch.optim.Optimizer, *args: object) -> object:
-        seen.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
-        return real(self, *args)
-
-    with mock.patch.object(torch.optim.AdamW, "step", step):
-        trained(OPTIMIZERS["AdamW"], zero(2).but(packing=ByNumel(chunk_numel=8)), 20)
-    assert 0 < max(seen) <= 20 and len([each for each in seen if each > 8]) > 3
-
-
 def test_an_optimizer_of_others_steps_tile_by_tile() -> None:
     """What its ``step()`` does with tensors beside each other is not known."""
 
@@ -151,63 +137,3 @@ def test_an_optimizer_of_others_steps_tile_by_tile() -> None:
 
     _, calls = trained(grouped(Own), zero(2).but(packing=ByNumel(chunk_numel=8)), 10**6)
     assert len(calls) > 3 * 4
-
-
-def test_tiles_of_other_dtypes_are_stepped_apart() -> None:
-    """A gradient that is clipped passes through memory of its parameter's dtype, which is one in a call."""
-
-    def mixed() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = nn.Module()
-        for number, dtype in enumerate([torch.float32, torch.float64, torch.float32, torch.float64]):
-            model.register_parameter(f"w{number}", nn.Parameter(torch.randn(3, 3, dtype=dtype)))
-        model.forward = lambda: torch.stack([(p.double() * 3).square().sum() for p in model.parameters()]).sum()
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-    plain, optimizer = mixed()
-    plain().backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    optimizer.step()
-    model, sharded = mixed()
-    with calls_of(sharded) as calls:
-        session = build(model, sharded, zero(2).but(packing=ByNumel(chunk_numel=9), max_norm=0.5))
-        session.backward(session.module())
-        session.optimizer.step()
-        found = session.module.state_dict()
-        session.close()
-    # By neighbours that are alike, and never the two dtypes in one call.
-    assert max(calls) <= 2
-    for name, want in plain.named_parameters():
-        assert found[name].dtype == want.dtype
-        torch.testing.assert_close(
-            found[name], want.detach(), rtol=1e-14 if want.dtype == torch.float64 else 1e-6, atol=0
-        )
-
-
-def tiles_of(model: nn.Module, plan: Plan) -> list[UpdateTile]:
-    session = build(model, torch.optim.AdamW(model.parameters()), plan)
-    found = session.optimizer.updates.tiles  # type: ignore[union-attr]
-    session.close()
-    return list(found)
-
-
-def test_calls_are_those_of_the_tiles_that_are_due() -> None:
-    tiles, calls = tiles_of(make(), zero(2).but(packing=ByNumel(chunk_numel=8))), UpdateCalls(together=True)
-    assert len(tiles) > 3
-    for due in (tiles, list(tiles), tiles[:2], tiles[1:], [], tiles):
-        assert [tile for call in calls.of(list(due)) for tile in call] == due
-    together = len(calls.of(tiles))
-    with mock.patch.dict(TILE_NUMEL, {"cpu": 1}):
-        assert len(calls.of(list(tiles))) == together < len(tiles), "the same are due: as before"
-        calls.forget()
-        assert calls.of([]) == [], "nothing is due, which is no call of before"
-        assert len(calls.of(tiles)) == len(tiles)
-
-
-def test_a_kernel_gets_momentum_of_all_or_of_none() -> None:
-    live = [piece for tile in tiles_of(nn.Linear(3, 2), zero(1)) for piece in tile.pieces]
-    one, other = {"momentum_buffer": torch.ones(6)}, {"momentum_buffer": None}
-    assert [list(each) for each in _alike(live, [one, one])] == [list(live)]
-    for entries in ([one, other], [other, one], [one, {}]):
-        assert [list(each) for each in _alike(live, entries)] == [[live[0]], [live[1]]]  # type: ignore[arg-type]
-    assert [list(each) for each in _alike(live, [other, {}])] == [list(live)]

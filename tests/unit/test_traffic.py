@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.core.base.device import live_bytes, memory_facts
+from shardwise.core.base.device import live_bytes
 from shardwise.core.comm import LocalGroup, Traffic
 
 
@@ -35,12 +35,6 @@ def test_one_rank_sends_nothing() -> None:
     assert group.exchange([1, 2]) == [[1.0, 2.0]] and group.exchange_object((1, "a")) == [[1, "a"]]
     group.broadcast(out, 0)
     assert not any(group.traffic.bytes.values()) and group.traffic.calls["all_gather"] == 1
-
-
-def test_memory_facts() -> None:
-    facts = memory_facts()
-    assert 0 < facts.rss_bytes <= facts.peak_rss_bytes and facts.device_bytes == facts.peak_device_bytes == 0
-    assert memory_facts(torch.device("cpu")).rss_bytes > 0
 
 
 def test_live_bytes_counts_a_storage_once() -> None:

@@ -84,20 +84,6 @@ def test_the_last_checkpoint_by_its_number(tmp_path: Path) -> None:
     assert detect_format(tmp_path) == "huggingface", "the model that the training ended with"
 
 
-def test_several_optimizers_and_another_model_of_accelerate(tmp_path: Path) -> None:
-    model, optimizer = stepped()
-    for number in range(12):
-        torch.save(optimizer.state_dict(), tmp_path / ("optimizer.bin" if not number else f"optimizer_{number}.bin"))
-    for name in ("model.safetensors", "model_1.safetensors"):
-        save_file(model.state_dict(), str(tmp_path / name))
-    source = open_checkpoint(tmp_path)
-    assert len(source.state()["optimizers"]) == 12 and source.state()["updates"] == 1
-    assert any("model_1.safetensors is another model" in note for note in source.notes)  # type: ignore[attr-defined]
-    (tmp_path / "optimizer_5.bin").unlink()
-    with pytest.raises(CheckpointDamage, match=r"optimizer_4\.bin, optimizer_6\.bin.*not numbered"):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["folders", "whole"])
 def test_what_fsdp_leaves_under_accelerate(tmp_path: Path, kind: str) -> None:
     model, optimizer = stepped()
@@ -117,27 +103,6 @@ def test_what_fsdp_leaves_under_accelerate(tmp_path: Path, kind: str) -> None:
     (record,) = source.state()["optimizers"]
     assert [set(group["params"]) for group in record["groups"]] == [set(names)]
     assert source.state()["step"] == 9
-
-
-def test_a_step_of_deepspeeds_in_a_trainers_directory(tmp_path: Path) -> None:
-    model, optimizer = stepped()
-    inner = tmp_path / "checkpoint-9" / "global_step9"
-    inner.mkdir(parents=True)
-    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 9, "ds_version": "0"}
-    torch.save(content, inner / "mp_rank_00_model_states.pt")
-    (inner.parent / "latest").write_text("global_step9")
-    beside(inner.parent)
-    source = open_checkpoint(tmp_path)
-    assert source.format == "trainer"  # type: ignore[attr-defined]
-    assert torch.equal(tensor(source, "model/0.weight"), model[0].weight)  # type: ignore[index]
-    assert "optimizer/0/0.weight/exp_avg" in source.tensors() and len(source.state()["rng"]) == 1
-
-
-def test_one_ranks_own_part_is_refused_by_its_name(tmp_path: Path) -> None:
-    beside(tmp_path)
-    torch.save({}, tmp_path / "pytorch_model_fsdp_0_rank1.bin")
-    with pytest.raises(CheckpointError, match=r"fsdp_0_rank1\.bin is one rank's shard.*FULL_STATE_DICT"):
-        open_checkpoint(tmp_path)
 
 
 class Hostile:

@@ -63,12 +63,3 @@ def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) ->
             assert waits.limit_s(True) == SHORT_S
             a_pass(waits, clock, 6.0, waited=SHORT_S, in_vain=True)
         assert waits.limit_s(True) == pytest.approx(3.0)
-
-
-def test_waits_in_vain_become_rare(clock: list[float]) -> None:
-    waits, in_vain = WaitPolicy(), 0
-    for _ in range(500):
-        long = waits.limit_s(True) > SHORT_S
-        in_vain += long
-        a_pass(waits, clock, 6.0, waited=3.0 if long else 0.0, in_vain=long)
-    assert 6 <= in_vain <= 10

@@ -59,25 +59,6 @@ def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
     session.close()
 
 
-class Counts(torch.optim.SGD):
-    """Counts its calls, so that it looks as if parameters depended on each other; it says that they do not."""
-
-    whole_tensors = True
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.calls
-        return super().step(closure)
-
-
-def test_an_optimizer_is_believed() -> None:
-    model = nn.Linear(3, 2)
-    session = shardwise.shard(model, Counts(model.parameters(), lr=0.1), stage=2)
-    assert isinstance(session, shardwise.Session)
-    session.close()
-
-
 class Metric(nn.Module):
     """A tensor and a list that the module saves as copies, a number, and two that only go together."""
 
@@ -141,48 +122,3 @@ def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
         assert (found.total.item(), found.count, [each.tolist() for each in found.seen]) == (7, 5, [[1, 1], [1, 1, 1]])
         assert (found.low.tolist(), found.high.tolist()) == ([1, 1], [2, 2])
         session.close()
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_what_a_hook_saves_is_given_to_the_hook_that_loads_it(tmp_path: Path, taken: bool) -> None:
-    def model(value: float) -> nn.Linear:
-        made = nn.Linear(2, 2)
-        made.inner = {"sum": torch.full((2,), value)}
-
-        def save(_: Any, state: Any, prefix: str, *__: Any) -> None:
-            state[prefix + "sums"] = made.inner["sum"].clone()
-
-        def load(state: Any, prefix: str, *__: Any) -> None:
-            made.inner["sum"] = state.pop(prefix + "sums").clone()
-
-        made._register_state_dict_hook(save)
-        if taken:
-            made._register_load_state_dict_pre_hook(load)
-        return made
-
-    Checkpointer(TorchRun(model(2.0))).save(tmp_path, "one")
-    Checkpointer(TorchRun(model(2.0))).load(tmp_path / "one")  # it has these values already
-    other = model(1.0)
-    if taken:
-        Checkpointer(TorchRun(other)).load(tmp_path / "one")
-        assert other.inner["sum"].tolist() == [2, 2]
-    else:
-        with pytest.raises(ValueError, match="sums: a hook of the model saves this value, and no hook loads it"):
-            Checkpointer(TorchRun(other)).load(tmp_path / "one")
-
-
-def test_a_model_is_asked_for_its_state_again_only_for_what_no_module_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
-    state, asked = dict(session.module.state_dict()), []
-    own_state = type(session.engine.guards.state_dicts)
-    read = own_state.names
-    monkeypatch.setattr(own_state, "names", lambda self: asked.append(1) or read(self))
-    session.module.load_state_dict(state)
-    assert len(asked) == 1
-    model[1].register_state_dict_post_hook(lambda _, found, prefix, __: found.update({"made": torch.ones(1)}))
-    state["made"] = torch.ones(1)
-    asked.clear()
-    session.module.load_state_dict(state)
-    assert len(asked) == 2
-    session.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from shardwise.colossalai.checkpoint_io import CheckpointIO
 from shardwise.colossalai.cluster import DistCoordinator, ProcessGroupMesh
 from shardwise.colossalai.interface import ModelWrapper, OptimizerWrapper
 from shardwise.colossalai.lazy import LazyInitContext
-from shardwise.colossalai.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
+from shardwise.colossalai.logging import DistributedLogger, get_dist_logger
 from shardwise.colossalai.nn import CrossEntropyLoss
 from shardwise.colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from shardwise.colossalai.shardformer.layer import FusedLinear1D_Row, FusedRMSNorm, PaddingLMHead, ParallelModule
@@ -50,19 +49,6 @@ def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys:
         logger.set_level("LOUD")
     with pytest.raises(ValueError, match="already"):
         type(logger)("shardwise.test.loggers")
-
-
-def test_other_loggers_can_be_quietened() -> None:
-    names = ("shardwise.test.quiet", "shardwise.test.loud")
-    for name in names:
-        logging.getLogger(name).setLevel(logging.DEBUG)
-    disable_existing_loggers(include=[names[0]])
-    assert [logging.getLogger(name).level for name in names] == [logging.WARNING, logging.DEBUG]
-    levels = {name: logging.getLogger(name).level for name in list(logging.Logger.manager.loggerDict)}
-    disable_existing_loggers(exclude=[names[0]])
-    assert logging.getLogger(names[1]).level == logging.WARNING
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 def test_the_device_is_asked_by_one_interface() -> None:
