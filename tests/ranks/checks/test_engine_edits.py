@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, loss_of, one_mesh, seeded, sgd, sharded, told
-from tests.support.sets import campaign, full
+from tests.support.sets import full
 
 State = dict[str, Tensor]
 KEPT = ["zero1", "zero2"]
@@ -162,48 +161,6 @@ def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
         assert all("2.weight" in each and "other data" in each for each in messages), messages
 
 
-def other_kind(model: nn.Module) -> None:
-    model[2].weight.data = torch.ones(2, 3, dtype=torch.float64)
-
-
-def given_in_a_block(plan: Plan, frozen: bool, way: str) -> State:
-    """``.data`` in a block that writes back, beside a write in place: of a value, and of parameters as one vector."""
-    model = seeded(frozen_net if frozen else net)
-    with sharded(model, sgd(model), plan) as session:
-        train(session)
-        with session.module.gathered(write_back=True), torch.no_grad():
-            if way == "data":
-                assigned(model)
-                model[0].weight.data = model[0].weight.data.t()
-                vector_to_parameters(parameters_to_vector(model[4].parameters()) * 0.5, model[4].parameters())
-            else:
-                model[2].weight.fill_(1.0)
-                model[0].weight.copy_(model[0].weight.t().clone())
-                for parameter in model[4].parameters():
-                    parameter.mul_(0.5)
-        train(session)
-        said = pytest.raises(RuntimeError, match=r"2\.weight .now torch.float64 of shape .2, 3. on cpu. was moved")
-        with said, session.module.gathered(write_back=True):
-            other_kind(model)
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("name", "frozen"),
-    [
-        ("zero2", True),
-        ("zero3", False),
-        *full(("ddp", False), ("zero1", False), ("zero2", False), ("zero3", True), ("zero3_gloo", True)),
-        *full(("zero3_tensor", False)),
-        *campaign(("ddp", True), ("zero1", True), ("zero3_gloo", False), ("zero3_tensor", True)),
-    ],
-)
-def test_data_given_in_a_block_that_writes_back_is_written(name: str, frozen: bool) -> None:
-    expected = run_ranks(2, given_in_a_block, PLANS[name], frozen, "in place")
-    for found, same in zip(run_ranks(2, given_in_a_block, PLANS[name], frozen, "data"), expected, strict=True):
-        assert_close(found, same, 0.0, "what is trained after it")
-
-
 def by_data(plan: Plan) -> tuple[str, State]:
     """What a step says of a write through ``.data``, and the state when training went on."""
     model = seeded(net)
@@ -316,27 +273,6 @@ def test_an_update_starts_from_what_was_written_to_parameters(name: str) -> None
                 want = {key: value.double() - 0.25 * gradients[key].double()}
                 off = 2.0**-8 if value.dtype == torch.bfloat16 else 1e-12
                 assert_close({key: after[key].double()}, want, off, f"{name} after {edit.__name__}")
-
-
-def swapped(plan: Plan) -> tuple[State, State]:
-    """States before and after other weights were put in and taken out again, as for an evaluation of averages."""
-    model = seeded(net)
-    with sharded(model, sgd(model), plan) as session, torch.no_grad():
-        with torch.enable_grad():
-            train(session, 2)
-        before = session.module.state_dict()
-        kept = [param.detach().clone() for param in model.parameters()]
-        for param in model.parameters():
-            param.fill_(0.5)
-        loss_of(session)
-        for param, value in zip(model.parameters(), kept, strict=True):
-            param.copy_(value)
-        return before, session.module.state_dict()
-
-
-def test_weights_that_are_put_back_change_nothing() -> None:
-    for before, after in run_ranks(2, swapped, PLANS["zero2"].but(precision=PRECISIONS["bf16"])):
-        assert_close(after, before, 0.0, "after a swap")
 
 
 def test_untouched_masters_keep_their_precision() -> None:

@@ -208,29 +208,6 @@ def test_what_has_nothing_to_train_may_come_and_go(name: str) -> None:
         assert torch.equal(before["body.2.weight"], after["body.2.weight"])
 
 
-def called_with_others(plan: Plan) -> Tensor:
-    model = seeded(Net)
-    with sharded(model, sgd(model), plan) as session:
-        with session.module.gathered():
-            others = {f"module.{name}": param.detach() * 2 for name, param in model.named_parameters()}
-        session.backward(loss_of(session))
-        with torch.no_grad():
-            out: Tensor = torch.func.functional_call(session.module, others, (data(0, 0),))
-        session.optimizer.step()
-        return out
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_a_functional_call_swaps_parameters_for_a_while(name: str) -> None:
-    model = seeded(Net)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(2)
-        expected = model(data(0, 0))
-    for out in run_ranks(2, called_with_others, PLANS[name]):
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=0.0)
-
-
 def frozen_for_a_while(session: Session, model: Net) -> None:
     for step in range(4):
         model.head.requires_grad_(step % 2 == 0)

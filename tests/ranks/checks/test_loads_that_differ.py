@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from shardwise.core.comm import PeerError
 from shardwise.plan import zero
-from shardwise.pytorch.state_dict import set_model_state_dict
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, scaler, seeded
@@ -152,25 +150,6 @@ def test_weights_that_one_rank_has_otherwise(
         assert not own or inside.startswith("ValueError: the ranks disagree on loading the model")
 
 
-def replicas(strict: bool) -> list[str]:
-    with one_mesh(PLANS["hybrid"]) as mesh:
-        session = trained("hybrid", mesh)
-        before = session.module.state_dict()
-        whole = seeded(Net, 7).state_dict()
-        said = [refused(lambda: session.module.load_state_dict(whole if mesh.rank < 2 else {}, strict=strict))]
-        given = whole if mesh.rank != 3 else other_values(whole, 1)
-        said.append(refused(lambda: session.module.load_state_dict(given, strict=strict)))
-        assert same(before, session.module.state_dict())
-        session.close()
-        return said
-
-
-def test_replicas_are_compared_too() -> None:
-    for names, values in run_ranks(4, replicas, False):
-        assert "first.weight in the state is on ranks [0, 1] and not on ranks [2, 3]" in names
-        assert "a sample of the values of last.weight in the state" in values and "on rank 3" in values
-
-
 def own_buffers(plan: str) -> bool:
     """Each rank's own state, with its own statistics, goes back; and what is in no file stays."""
     with one_mesh(PLANS[plan]) as mesh:
@@ -203,22 +182,6 @@ def rank_of(mesh: Any) -> Tensor:
 )
 def test_what_each_rank_has_for_itself_may_differ(plan: str, ranks: int) -> None:
     assert all(run_ranks(ranks, own_buffers, plan))
-
-
-def from_the_first(plan: str) -> bool:
-    with one_mesh(PLANS[plan]) as mesh:
-        session = trained(plan, mesh)
-        whole = seeded(Net, 7).state_dict()
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(session.module, whole if mesh.rank == 0 else {}, options=options)
-        taken = same(dict(whole), session.module.state_dict())
-        session.close()
-        return taken
-
-
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])
-def test_the_form_in_which_one_rank_has_it_stays(plan: str) -> None:
-    assert all(run_ranks(2, from_the_first, plan))
 
 
 # ---- the optimizer
@@ -288,12 +251,6 @@ MOMENTS = [(plan, change) for plan in ("ddp", "zero2", "zero3_gloo") for change 
 def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Callable[[State, int], State]) -> None:
     for (said, taken), expected in zip(run_ranks(2, into_optimizer, plan, change), OPTIMIZERS[change], strict=True):
         assert expected in said and taken, said
-
-
-@pytest.mark.parametrize("plan", ["ddp", "zero2"])
-def test_one_rank_has_nobody_to_compare_with(plan: str) -> None:
-    ((said, taken),) = run_ranks(1, into_optimizer, plan, other_moments)
-    assert said == "accepted" and taken
 
 
 # ---- the loss scale
@@ -395,37 +352,3 @@ def test_gradients_that_one_rank_has_dropped(plan: str, by: str) -> None:
 
 
 # ---- one parameter
-
-
-def one_value(plan: str, of_state: bool) -> tuple[str, str]:
-    """A parameter, or a moment of it, is set whole: to other values on one rank, then to the same."""
-    with one_mesh(PLANS[plan]) as mesh:
-        session = trained(plan, mesh)
-        found = session.one(session.model.last.weight)
-        assert found is not None
-
-        def put(value: Tensor) -> None:
-            found.set_state("exp_avg", value) if of_state else found.set_value(value)  # type: ignore[union-attr]
-
-        before = session.module.state_dict(), session.optimizer.state_dict()
-        generator = torch.Generator().manual_seed(mesh.rank)
-        said = refused(lambda: put(torch.randn(3, 6, generator=generator, dtype=torch.float64)))
-        shapes = refused(lambda: put(torch.zeros(3 + mesh.rank, 6, dtype=torch.float64)))
-        assert same(before, (session.module.state_dict(), session.optimizer.state_dict()))
-        wanted = torch.arange(18.0, dtype=torch.float64).view(3, 6)
-        put(wanted)
-        back = found.state("exp_avg") if of_state else found.value()
-        assert back is not None and torch.equal(back, wanted)
-        session.close()
-        return said, shapes
-
-
-SET = [("zero2", False), ("zero3", True), *full(("ddp", True), ("zero3_gloo", False))]
-
-
-@pytest.mark.parametrize(("plan", "of_state"), SET)
-def test_a_parameter_that_is_set_otherwise_on_one_rank(plan: str, of_state: bool) -> None:
-    for rank, (said, shapes) in enumerate(run_ranks(2, one_value, plan, of_state)):
-        assert said.startswith("ValueError: the ranks disagree on "), said
-        assert "of last.weight: a sample of the values of the " in said
-        assert ("(4, 6), but it has (3, 6)" in shapes) and shapes.startswith("ValueError" if rank else "PeerError")

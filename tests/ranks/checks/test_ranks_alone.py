@@ -153,15 +153,3 @@ def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path
     told, _ = run_ranks(2, alone, plan, save, nothing, str(tmp_path), True)
     assert "rank 0 is in: saving checkpoint 'alone' in " in told, told
     assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
-
-
-def write(session: Session, _: str) -> None:
-    with session.module.gathered(write_back=True):
-        session.model.load_state_dict(seeded(net).state_dict())
-
-
-@pytest.mark.parametrize("plan", ["zero2", "zero3"])
-def test_a_load_of_gathered_parameters_on_one_rank_alone(plan: str, tmp_path: object) -> None:
-    """Each rank would keep its part of what it has: one of what was loaded, the other of what there was."""
-    for told in run_ranks(2, alone, plan, write, gathered, str(tmp_path)):
-        assert ": load_state_dict() of the model" in told and ": gathered(write_back=True)" in told, told

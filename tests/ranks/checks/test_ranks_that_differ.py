@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.checks import description
-from shardwise.core.comm import differences
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
 from shardwise.session import Session, build
@@ -260,11 +259,6 @@ def test_what_may_differ(tmp_path: object) -> None:
     run_ranks(2, may_differ, str(tmp_path))
 
 
-def test_the_order_alone_is_a_difference() -> None:
-    one, two = {"a": {"x": 1}, "b": {}}, {"b": {}, "a": {"x": 1}}
-    assert differences([one, one, two]) == "number 0 in their order is b on rank 2 and a on ranks [0, 1]"
-
-
 def other_version() -> str:
     with mock.patch.object(description, "__version__", f"0.{dist.get_rank()}"):
         try:
@@ -297,25 +291,3 @@ def test_ranks_that_want_different_meshes_are_told() -> None:
     first, second = run_ranks(2, other_meshes, [two_by_one, impossible])
     assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3, " in first and "2 ranks cannot be divided" in first
     assert second.startswith("2 ranks cannot be divided")
-
-
-def described(count: int) -> tuple[int, int]:
-    """Exchanges and bytes that a build takes to agree, for a model of ``count`` parameters."""
-    plan = zero(2).but(sync_init=False)
-    with one_mesh(plan) as mesh:
-        model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(count))
-        mesh.reset_traffic()
-        facts: list[int] = []
-
-        def stop(*_: object, **__: object) -> None:
-            facts.extend((mesh.world.traffic.calls["exchange"], mesh.traffic()["exchange"]))
-            raise KeyboardInterrupt
-
-        with mock.patch("shardwise.core.engine.engine.make_layout", stop), pytest.raises(KeyboardInterrupt):
-            build(model, None, plan, mesh)
-        return facts[0], facts[1]
-
-
-def test_agreeing_takes_one_small_exchange_however_large_the_model() -> None:
-    (small, _), (large, _) = run_ranks(2, described, 3), run_ranks(2, described, 3000)
-    assert small == large and small[0] == 1 and small[1] <= 1024

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.comm import Group, PeerError, Summary, register_backend
+from shardwise.core.comm import Group, Summary, register_backend
 from shardwise.core.grads import reducer
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor
@@ -86,32 +86,6 @@ def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     assert sums_of_few == (sums, [True]) and many[0]["largest"] == (most, [])
     assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
     assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
-
-
-def astray(kind: str) -> tuple[str, ...]:
-    rank = dist.get_rank()
-    texts = []
-    with mock.patch.object(Group, "rows_up_to", 1), Scope(kind) as group:
-        for meet in (
-            lambda: group.summarize([1.0], "one thing") if rank else group.exchange([2.0], "another thing"),
-            lambda: group.exchange([1.0] * (40 + rank), "a number of numbers"),
-            lambda: group.summarize([], "flags", flags=[True] * 3000) if rank else group.totals([1.0] * 40, "sums"),
-        ):
-            try:
-                meet()
-                texts.append("they met")
-            except PeerError as error:
-                texts.append(str(error))
-        assert group.exchange([0.0], "afterwards") == [[0.0]] * group.size
-    return tuple(texts)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "native"])
-def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
-    for purposes, lengths, sums in run_ranks(3, astray, kind):
-        assert "rank 0: another thing (1 values); ranks [1, 2]: one thing (1 values)" in purposes
-        assert "rank 0: a number of numbers (40 values); rank 1: a number of numbers (41 values)" in lengths
-        assert "rank 0: sums (40 values); ranks [1, 2]: flags (3000 values)" in sums
 
 
 SETS = [(0, 1), (1, 0), (2,), (0, 1), (2,), (1, 2), (2,), (0, 1)]

@@ -6,15 +6,12 @@ import itertools
 import random
 import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
 
 from shardwise.core.comm import Buffer, Group, LocalGroup
-from shardwise.core.comm.mapping import MappingError
-from shardwise.core.comm.summing import TILE_NUMEL, RankSum
-from shardwise.core.memory.trace.tracker import TensorTracker
+from shardwise.core.comm.summing import TILE_NUMEL
 from shardwise.testing import run_ranks
 from tests.support.scope import CPU, Scope, same, summed, values
 from tests.support.sets import campaign, full
@@ -98,13 +95,6 @@ FOUR = [*full(("shared", 4)), *campaign(("gloo", 4), ("native", 4))]
 )
 def test_collectives_equal_plain_arithmetic(kind: str, size: int) -> None:
     run_ranks(size, collectives, kind, False)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_collectives_with_every_scale(kind: str, size: int) -> None:
-    run_ranks(size, collectives, kind, True)
 
 
 def agreement(kind: str) -> None:
@@ -278,26 +268,6 @@ def test_buffers_serve_smaller_sizes(kind: str, size: int) -> None:
     run_ranks(size, shrunk, kind)
 
 
-def crosswise() -> None:
-    """Ranks wait in opposite orders: each does its part of the other operation while it waits."""
-    with Scope("shared") as group:
-        buffers = group.buffers([(group.size * 10, torch.float32)] * 2)
-        for round_ in range(5):
-            for index, buffer in enumerate(buffers):
-                buffer.local.copy_(values(group.rank, group.size * 10, torch.float32, 10 * round_ + index))
-            handles = [group.all_reduce(buffer, 1.0) for buffer in buffers]
-            order = (0, 1) if group.rank else (1, 0)
-            for index in order:
-                handles[index].wait()
-                expected = summed(group.size, group.size * 10, torch.float32, torch.float32, 1.0, 10 * round_ + index)
-                same(buffers[index].local, expected, "shared")
-                buffers[index].wait_writable()
-
-
-def test_shared_memory_ranks_may_wait_in_any_order() -> None:
-    run_ranks(3, crosswise)
-
-
 def misuse(kind: str) -> None:
     with Scope(kind) as group:
         size = group.size
@@ -329,47 +299,9 @@ def test_misuse_is_refused_with_the_value() -> None:
     run_ranks(2, misuse, "shared")
 
 
-def mapped() -> int:
-    """How many segments of other ranks and of this one are mapped."""
-    with open("/proc/self/maps", "rb") as file:
-        return sum(b"/memfd:shardwise" in line for line in file)
-
-
 def equal(group: Group, numel: int) -> range:
     """Bounds of equal parts of ``numel`` elements."""
     return range(0, group.size * numel + 1, numel)
-
-
-def unmaps(kind: str) -> list[int]:
-    counts = [mapped()]
-    with Scope(kind) as group:
-        group.shards([(equal(group, 5000), torch.float32)], joint=True)
-        counts.append(mapped())
-    counts.append(mapped())
-    return counts
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) -> None:
-    for before, during, after in run_ranks(size, unmaps, "shared"):
-        assert during >= before + 2 and after == before
-
-
-def no_second_mapping() -> bool:
-    no_room = mock.patch("shardwise.core.comm.shared.map_joint", side_effect=MappingError("no room"))
-    with no_room, Scope("shared") as group:
-        (shard,) = group.shards([(equal(group, 10), torch.float32)], joint=True)
-        out = torch.empty(10 * group.size)
-        shard.local.fill_(group.rank)
-        group.fence()
-        group.all_gather(out, shard).wait()
-        assert out[::10].tolist() == list(range(group.size))
-        group.fence()
-        return group.joined(shard) is None
-
-
-def test_shards_are_apart_where_they_cannot_be_mapped_twice() -> None:
-    assert run_ranks(2, no_second_mapping) == [True, True]
 
 
 def joint(kind: str) -> tuple[bool, list[int]]:
@@ -449,33 +381,6 @@ def test_traffic_to_the_byte(kind: str, size: int) -> None:
             "exchange": (peers * (3 * 8 + 32 * 8 + len('"four"')), 2),
             "send": (0, 0),
         }
-
-
-def test_rank_sum_reuses_its_scratch() -> None:
-    sources = [torch.randn(300).bfloat16() for _ in range(3)]
-    out, total = torch.empty(300, dtype=torch.bfloat16), RankSum(tile_numel=128)
-    total(out, sources, 0.5)
-    kept = {key: tensor.data_ptr() for key, tensor in total._kept.items()}
-    total(out, sources, 0.5)
-    assert kept == {key: tensor.data_ptr() for key, tensor in total._kept.items()} and len(kept) == 2
-    expected = ((sources[0].float() + sources[1].float() + sources[2].float()) * 0.5).bfloat16()
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 3])
-def test_a_group_of_one_rank_takes_no_memory_for_sums(dtype: torch.dtype, scale: float) -> None:
-    """On a GPU a tile would be as long as the largest chunk, and no account has it."""
-    group = LocalGroup("test", CPU)
-    full, out = group.buffers([(LARGE, dtype), (LARGE, dtype)])
-    full.local.copy_(values(0, LARGE, dtype))
-    expected = summed(1, LARGE, dtype, dtype, scale)
-    with TensorTracker(CPU) as tracker:
-        group.reduce_scatter(out.local, full, scale).wait()
-        group.all_reduce(full, scale).wait()
-    assert tracker.take_peak() == 0 and not group._sum._kept
-    assert torch.equal(out.local, expected)
-    assert torch.equal(full.local, expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

@@ -155,12 +155,6 @@ def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, 
     run_ranks(size, both, kind, name, False)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("name", "kind", "size"), EVERY)
-def test_every_scale_with_all_others(name: str, kind: str, size: int) -> None:
-    run_ranks(size, both, kind, name, True)
-
-
 def messages() -> None:
     maker = GroupMaker(CPU, False, 60.0)
     plain = maker.make_wire("pp", [[0, 1]])
@@ -196,6 +190,3 @@ def one_message(wire: P2PChannel, rank: int, x: Tensor, lane: int, format_: Bloc
 
 def test_compressed_messages() -> None:
     run_ranks(2, messages)
-
-
-NUMEL = 3 * BLOCK + 5

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
+from shardwise.plan import ByNumel, Plan, replicated, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, meshes, sharded
 from tests.support.sets import full
@@ -199,29 +199,6 @@ def _ahead(shared: bool | None, prefetch: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "budgets",
-    [
-        *full(pytest.param([(0, 2), (1, 0), (1, 2), (2, 1), (4, 1)], id="some")),
-        pytest.param([(units, prefetch) for units in (0, 1, 2, 4) for prefetch in (0, 1, 2)], id="all", marks=campaign),
-    ],
-)
-def test_gloo_gathers_no_more_than_shared_memory(budgets: list[tuple[int, int]]) -> None:
-    """Units fetched ahead are there before they are used, so a few more may still be there at the turn."""
-    plans = [zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
-    found = [counts(2, [(plan.but(shared_memory=kind), {"steps": 3}) for plan in plans]) for kind in (None, False)]
-    for (units, prefetch), shared, gloo in zip(budgets, *found, strict=True):
-        unit = 4 * shared.trainable[0]
-        for one, other in zip(shared.steps, gloo.steps, strict=True):
-            assert DEPTH * unit // 2 <= other["all_gather"] <= one["all_gather"]
-            assert other["reduce_scatter"] == one["reduce_scatter"]
-        if prefetch == 0:
-            assert [s["all_gather"] for s in gloo.steps] == [s["all_gather"] for s in shared.steps]
-        else:  # every unit once, after the update
-            assert [s["all_gather"] for s in gloo.steps[1:]] == [DEPTH * unit // 2] * 2
-        assert gloo.peak_gathered <= unit * min(max(1, units) + _ahead(False, prefetch), DEPTH)
-
-
-@pytest.mark.parametrize(
     ("shared", "stages"),
     [
         pytest.param(None, (1, 2, 3), id="shared"),
@@ -277,24 +254,6 @@ def test_frozen_parameters_cost_nothing() -> None:
     # Backward reads the weights of the trainable units but the first of them; the last one is still there.
     for step in zero3.steps:
         check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
-
-
-@pytest.mark.full
-def test_sixteen_bits_halve_the_bytes_and_the_reduce_dtype_counts() -> None:
-    stages = (1, 2, 3)
-    narrow = [zero(stage, torch.bfloat16).but(prefetch=0) for stage in stages]
-    results = counts(2, [(p, {}) for plan in narrow for p in (plan, plan.but(reduce_dtype=torch.float32))])
-    for stage, result, wide in zip(stages, results[::2], results[1::2], strict=True):
-        half = sends(sum(result.trainable), 2, 2)
-        gathered = half + half * (DEPTH - 1) // DEPTH if stage == 3 else half
-        check_step(result.steps[1], gathered, half)
-        check_step(wide.steps[1], gathered, 2 * half)
-
-
-def test_one_rank_sends_nothing() -> None:
-    plan = replace(zero(3), mesh=MeshPlan(dp_shard=1, dp_replicate=1))
-    result = count(plan)
-    assert all(set(step.values()) == {0} for step in result.steps)
 
 
 def unused_block(plan: Plan) -> tuple[dict[str, int], int]:

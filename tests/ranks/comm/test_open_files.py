@@ -118,15 +118,3 @@ def test_the_limit_goes_up_to_what_a_mesh_needs(tmp_path: Path) -> None:
 
 def test_a_hard_limit_that_is_too_low_is_told_once() -> None:
     assert ended(too_few, (1000,)) == [17]
-
-
-def test_where_nothing_is_lacking_nothing_changes() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    members.make_room(8)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-
-
-def test_files_that_cannot_be_counted_are_none() -> None:
-    assert members._open_files() > 0
-    with mock.patch.object(os, "listdir", side_effect=OSError("not here")):
-        assert members._open_files() == 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.plan import Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharded
 from tests.support.sets import campaign, full
 
 STEPS, RANKS = 3, 2
@@ -77,38 +77,6 @@ def test_gan(name: str) -> None:
     expected = plain_gan()
     for direct in (False, True):
         check(run_ranks(RANKS, gan, PLANS[name], direct), expected, f"{name}, direct={direct}")
-
-
-def distillation_loss(student: nn.Module, teacher: nn.Module, rank: int, step: int) -> Tensor:
-    x = data(rank, step)
-    with torch.no_grad():
-        target = teacher(x)
-    return (student(x) - target).square().mean() + 0.1 * (teacher(student(x)) - target).square().mean()
-
-
-def distil(plan: Plan) -> tuple[dict[str, Tensor], bool]:
-    student, teacher = seeded(generator, 1), seeded(generator, 2).requires_grad_(False)
-    with (
-        one_mesh(plan) as mesh,
-        sharded(teacher, None, plan, mesh) as ts,
-        sharded(student, adam(student), plan, mesh) as ss,
-    ):
-        for step in range(STEPS):
-            ss.backward(distillation_loss(ss.module, ts.module, mesh.rank, step))
-            ss.optimizer.step()
-        same = seeded(generator, 2).state_dict()
-        kept = ts.module.state_dict()
-        return ss.module.state_dict(), all(torch.equal(kept[n], same[n]) for n in same)
-
-
-@pytest.mark.parametrize("name", quick("zero3_gloo"))
-def test_distillation_with_a_sharded_teacher(name: str) -> None:
-    student, teacher = seeded(generator, 1), seeded(generator, 2).requires_grad_(False)
-    loss = lambda model, rank, step: distillation_loss(model, teacher, rank, step)  # noqa: E731
-    expected = plain_steps(student, adam(student), STEPS, loss, RANKS)
-    results = run_ranks(RANKS, distil, PLANS[name])
-    check([state for state, _ in results], expected, name)
-    assert all(same for _, same in results)
 
 
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +23,9 @@ import shardwise
 from shardwise.core.checks import batches, guards
 from shardwise.core.comm import Group, PeerError
 from shardwise.core.engine import optimizer, pipelined
-from shardwise.plan import PipelinePlan, Plan, replicated, zero
+from shardwise.plan import PipelinePlan, Plan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import SCALER, adam, one_mesh, seeded, sharded, told
+from tests.support.engine_setup import adam, one_mesh, seeded, sharded, told
 from tests.support.sets import full
 from tests.support.stream_setup import Branching, losses_of
 from tests.support.tensor_cases import gpt2
@@ -152,55 +151,6 @@ def test_clipping_reads_the_norm_once(stage: int) -> None:
         assert late == now
 
 
-def test_what_a_program_wrote_to_parameters_is_known_without_a_read() -> None:
-    for reads, exchanges, _, _ in run_ranks(2, one_step, zero(2, torch.bfloat16), torch.float32):
-        assert not reads
-        assert exchanges == OTHERS
-
-
-def skipped(plan: Plan, rows_up_to: int) -> tuple[list[str], list[str], str | None]:
-    """Of a step in which one rank's gradients of several parameters are not finite: what was read, exchanged, told."""
-    model: nn.Module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
-    with (
-        mock.patch.object(Group, "rows_up_to", rows_up_to),
-        as_on_a_gpu(),
-        counted() as (reads, exchanges),
-        sharded(model, adam(model), plan) as session,
-    ):
-        handle = model[2].weight.register_hook(lambda grad: grad * math.inf) if session.mesh.rank else None
-        session.backward(session.module(torch.ones(2, 6, dtype=torch.float16)).square().mean())
-        session.optimizer.step()
-        if handle is not None:
-            handle.remove()
-        return reads, exchanges, session.optimizer.skipped_because
-
-
-@pytest.mark.parametrize(("stage", "rows_up_to"), [(2, 1), (3, 16), *full((1, 1), (1, 16), (2, 16)), *full((3, 1))])
-def test_a_skipped_step_names_the_parameter_in_one_read(stage: int, rows_up_to: int) -> None:
-    plan = zero(stage, torch.float16).but(shared_memory=False, scaler=SCALER)
-    for reads, exchanges, because in run_ranks(3, skipped, plan, rows_up_to):
-        found = [read for read in reads if "in first_non_finite of" in read]
-        assert found == ["tolist in first_non_finite of optimizer.py"]
-        assert exchanges.count("which gradient is not finite") == 1
-        assert because is not None and "the gradient of 2.weight is not finite" in because
-
-
-ALONE: dict[str, tuple[Plan, list[str]]] = {
-    "ddp": (replicated(), []),
-    **{f"zero{stage}": (zero(stage), []) for stage in (1, 2, 3)},  # type: ignore[arg-type]
-    "bf16": (zero(3, torch.bfloat16), []),
-}
-"""What ``tests/gpu/test_counts.py`` expects of one rank, whose arrays all stay gathered."""
-
-
-@pytest.mark.parametrize("name", ["zero3", "bf16", *full("ddp", "zero1", "zero2")])
-def test_one_rank_reads_no_more(name: str) -> None:
-    plan, expected = ALONE[name]
-    dtype = torch.float64 if plan.precision.param_dtype is None else torch.float32
-    ((reads, _, _, _),) = run_ranks(1, one_step, plan, dtype)
-    assert reads == expected
-
-
 def late_write(plan: Plan) -> str:
     with as_on_a_gpu():
         model = seeded(Branching)
@@ -288,9 +238,3 @@ def test_comparing_batches_waits_for_no_pass(name: str) -> None:
         assert reads == [] and said == ""
         assert order[0] == "sent" and order[-1] == "read" and order.count("read") == 1, order
         assert "pass" in order and order.count("sent") == 1, order
-
-
-@pytest.mark.parametrize("name", HELD_TOGETHER)
-def test_batches_with_other_values_are_told_at_the_end(name: str) -> None:
-    for _, _, said in run_ranks(2, compared, HELD_TOGETHER[name], False):
-        assert "2 different batches" in said and "of the same shapes, with other values" in said

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.plan import Plan
-from shardwise.session import Session, build
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from tests.support.engine_setup import tanh_net as net
@@ -124,42 +124,3 @@ def test_asked_in_inference_mode(ranks: int, name: str, tmp_path: Path) -> None:
     for found in run_ranks(ranks, every, ROWS[name], str(tmp_path), timeout=200.0):
         for each in found:
             check([each], expected, f"{name}, {ranks} ranks", 1e-10)
-
-
-class Plain(torch.optim.Optimizer):
-    """Somebody's own, which keeps nothing and changes gradients."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.sub_(param.grad.mul_(self.param_groups[0]["lr"]))
-
-
-def stepped(plan: Plan | None) -> dict[str, Tensor]:
-    """Every other step, the first among them, in the mode. Every rank has the same batch."""
-    model = seeded(net)
-    own: torch.optim.Optimizer = Plain(model.parameters())
-    session = None if plan is None else build(model, own, plan)
-    for step in range(2 * STEPS):
-        loss = (model if session is None else session.module)(data(0, step)).square().mean()
-        (loss if session is None else session).backward(*([] if session is None else [loss]))
-        chosen = own if session is None else session.optimizers[0]
-        with torch.inference_mode(step % 2 == 0):
-            chosen.step()
-            chosen.zero_grad()
-    if session is None:
-        return dict(model.state_dict())
-    found = session.module.state_dict()
-    session.close()
-    session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo", "zero2_gloo")])
-def test_steps_in_inference_mode(name: str) -> None:
-    expected = stepped(None)
-    check(run_ranks(2, stepped, ROWS[name]), expected, name, 1e-10)

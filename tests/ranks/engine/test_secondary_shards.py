@@ -3,9 +3,7 @@ parameters in between; what they hold and what each group sends, to the byte."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.source import MemorySource, SecondarySource
-from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
+from shardwise.plan import ByTensor, MeshPlan, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import adam, check, data, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
+from tests.support.engine_setup import adam, check, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
 from tests.support.sets import full
-from tests.support.tier_setup import with_tiers
 
 GLOO = zero(3).but(shared_memory=False)
 NAMES = list(PROGRAMS)
@@ -196,48 +191,6 @@ def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
         assert all(torch.equal(value, results[-1][name]) for name, value in loaded.items())
 
 
-def same_bits(directory: str) -> list[str]:
-    """Variants whose last state is not, bit by bit, that of the same plan without secondary shards."""
-    half, host = zero(3, torch.bfloat16), replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)
-    ratios = AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.9, margin_ratio=0.5)
-    variants = {
-        "16 bits over gloo": half.but(shared_memory=False, secondary=2),
-        "16 bits": half.but(secondary=2, prefetch=2),
-        "fp16 with a scale": zero(3, torch.float16).but(shared_memory=False, secondary=2, max_norm=0.1),
-        "8 bits over gloo": half.but(shared_memory=False, secondary=2, compress="fp8"),
-        "8 bits": half.but(secondary=2, compress="fp8"),
-        "host": half.but(secondary=2, tiers=host),
-        "host over gloo": half.but(shared_memory=False, secondary=2, tiers=host),
-        "auto": half.but(secondary=2, tiers=replace(on_device(), auto=ratios, device_capacity_bytes=1 << 20)),
-        "capacity": half.but(shared_memory=False, secondary=2, device_capacity_bytes=1 << 20),
-        "early": half.but(shared_memory=False, secondary=2, update="backward"),
-        "state on a disk": with_tiers(half.but(shared_memory=False, secondary=2), "s_disk", directory),
-        "replicas": zero(3, dp_replicate=2).but(shared_memory=False, secondary=1),
-    }
-    differ = []
-    with meshes() as mesh_of:
-        for name, plan in variants.items():
-            ends = []
-            for each in (plan, plan.but(secondary=None)):
-                model = seeded(Experts).float()
-                with sharded(model, adam(model), each, mesh_of(plan)) as session:
-                    for step in range(3):
-                        out = session.module(data(session.mesh.rank, step).float(), (0, 2, 1))
-                        session.backward(out.float().square().mean())
-                        session.optimizer.step()
-                    ends.append(session.module.state_dict())
-                    kept = session.memory().by_tier["host" if "host" in name or "auto" in name else "device"]
-                    assert ("secondary shards" in kept) == (each is plan), (name, kept)
-            if any(not torch.equal(value, ends[1][key]) for key, value in ends[0].items()):
-                differ.append(name)
-    return differ
-
-
-@pytest.mark.full
-def test_the_same_bits_as_without(tmp_path: Path) -> None:
-    assert run_ranks(4, same_bits, str(tmp_path)) == [[]] * 4
-
-
 # ---- what they hold, and what each group sends
 
 WIDTH, DEPTH = 16, 5
@@ -363,31 +316,6 @@ def test_without_effect_and_without_room(tmp_path: Path) -> None:
         assert group is None and nothing == (0, False) and stays == (0, False) and whole is True
         assert "secondary=1, but the mesh has groups" in other and "Mesh.create(plan.mesh" in other
         assert "secondary shards" in short and "of a capacity of" in short
-
-
-def late_to_keep() -> list[float]:
-    """What a gather of secondary shards gives where rank 1 has not looked at the one before."""
-    with one_mesh(GLOO) as all_ranks, one_mesh(zero(3)) as mapped:
-        (own,), (kept,) = all_ranks.shard.buffers([(2, torch.float64)]), mapped.shard.buffers([(2, torch.float64)])
-        tier, rank = Tier.DEVICE, mapped.rank
-        source = SecondarySource(MemorySource(own, tier), MemorySource(kept, tier), mapped.shard)
-        own.local.copy_(torch.tensor([1.0, 2.0]) + 2 * rank)
-        first, second = torch.zeros(2, 4, dtype=torch.float64)
-        bringing = source.gather(all_ranks.shard, first)
-        if rank == 0:
-            bringing.wait()
-        else:
-            time.sleep(0.2)
-        source.gather(all_ranks.shard, second).wait()
-        bringing.wait()
-        source.forget()
-        source.gather(all_ranks.shard, first).wait()
-        assert torch.equal(first, second)
-        return second.tolist()
-
-
-def test_nobody_reads_what_a_peer_has_not_kept_yet() -> None:
-    assert run_ranks(2, late_to_keep) == [[1.0, 2.0, 3.0, 4.0]] * 2
 
 
 def groups(plan: MeshPlan) -> list[int]:

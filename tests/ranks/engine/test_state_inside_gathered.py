@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.plan import Plan, zero
-from shardwise.session import Session, build
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, data, sharded
-from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
 
 State = dict[str, Tensor]
@@ -133,36 +132,6 @@ def inside_set(name: str, half: bool) -> list[pytest.MarkDecorator]:
 )
 def test_a_state_taken_inside_has_what_was_written(name: str, half: bool, tmp_path: Path) -> None:
     check_inside(plan_of(name, half, "", str(tmp_path)), half, tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
-    ("tiers", "half"),
-    [
-        pytest.param("all_host", False, id="all_host-fp32", marks=pytest.mark.full),
-        pytest.param("all_host", True, id="all_host-bf16", marks=pytest.mark.campaign),
-        pytest.param("all_disk", False, id="all_disk-fp32", marks=pytest.mark.campaign),
-        pytest.param("all_disk", True, id="all_disk-bf16"),
-    ],
-)
-def test_in_other_tiers(half: bool, tiers: str, tmp_path: Path) -> None:
-    check_inside(plan_of("zero3", half, tiers, str(tmp_path / "disk")), half, tmp_path / "runs")
-
-
-def given_back(plan: Plan) -> tuple[State, State]:
-    """``unshard()`` after the block has begun; what the model has then, and after it."""
-    model = net()
-    session = build(model, adam(model), plan)
-    with session.module.gathered(write_back=True):
-        times(session, 2.0)
-        expected = shown(session)
-        session.unshard()
-    return expected, {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("zero1", "zero3")])
-def test_a_model_given_back_inside_has_what_was_written(name: str) -> None:
-    for expected, found in run_ranks(2, given_back, PLANS[name]):
-        same(found, expected, name)
 
 
 def only_read(plan: Plan) -> tuple[State, State, State]:

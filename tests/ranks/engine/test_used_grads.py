@@ -129,36 +129,6 @@ def test_a_loop_with_zero_grad_anywhere_is_left_alone(name: str, at: str) -> Non
     check([state for _, state in results], _plain(2), f"{name}, {at}")
 
 
-class Two(nn.Module):
-    """As of a generator and what judges it: the second loss reaches both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.makes, self.judges = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.judges(self.makes(x))
-
-
-def _two_losses(plan: Plan) -> list[str]:
-    model = seeded(Two)
-    both = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.makes, model.judges)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sharded(model, both, plan) as session:
-            for step in range(STEPS):
-                for optimizer in session.optimizers:
-                    optimizer.zero_grad()
-                    # Each pass gives gradients to both, and finds what the other's step has used.
-                    optimizer.backward(session.module(data(session.mesh.rank, step)).square().mean())
-                    optimizer.step()
-    return _told(caught)
-
-
-def test_gradients_that_zero_grad_drops_before_their_step_are_no_reason() -> None:
-    assert run_ranks(2, _two_losses, zero(2)) == [[], []]
-
-
 def _again(plan: Plan) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

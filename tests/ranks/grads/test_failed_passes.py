@@ -162,7 +162,6 @@ def check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]
 
 TRANSPORTS = pytest.mark.parametrize("shared", [None, False], ids=["shared", "gloo"])
 MESSAGES_IN_FULL = pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
-MEMORY_IN_FULL = pytest.mark.parametrize("shared", [*full(None), False], ids=["shared", "gloo"])
 
 
 def plans(shared: bool | None, directory: Path) -> dict[str, Plan]:
@@ -205,24 +204,6 @@ def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> Non
             failed = run.trials[rank][1].fails_at is not None
             expected = ["ArithmeticError", "PeerError", "made"] if failed else ["PeerError", "made"]
             assert each.ends == [["made"], expected, expected], (run.what, rank)
-
-
-@MEMORY_IN_FULL
-def test_one_of_four_fails_where_there_are_replicas(shared: bool | None) -> None:
-    """Ranks that gather from the failed one wait elsewhere than those that only reduce with it."""
-    hybrid = over(PLANS["hybrid"], shared)
-    trials = one_fails(4, 2, Trial(fails_at=2))
-    check([Run(hybrid, trials, direct, True, f"direct={direct}") for direct in (True, False)], 4)
-
-
-@MESSAGES_IN_FULL
-def test_secondary_shards_outlive_a_pass_that_failed(shared: bool | None) -> None:
-    """Each kept what it had gathered by then, in forward and in backward, which is still what the others have."""
-    plan = over(zero(3), shared).but(secondary=2, prefetch=2 if shared is False else 0)
-    trials = [Trial(fails_at=2), Trial(fails_in_forward=1), Trial(fails_in_forward=4)]
-    runs = [Run(plan, one_fails(4, who, trial), what=f"{trial} on {who}") for who, trial in enumerate(trials)]
-    apart = [[Trial(fails_in_forward=(rank + step) % LAYERS) for step in range(STEPS)] for rank in range(4)]
-    check([*runs, Run(plan, apart, what="each in another place")], 4)
 
 
 @MESSAGES_IN_FULL

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.comm import DONE, Buffer, Handle, LocalGroup
 from shardwise.core.grads import offload as landing
 from shardwise.core.grads.offload import MAX_IN_FLIGHT, _Copy
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards import source
-from shardwise.core.shards.source import MemorySource
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import adam, one_mesh, seeded, sharded
@@ -70,44 +65,3 @@ def test_gradients_land_when_they_are_read(stage: int) -> None:
         assert all(0 < count <= 4 * LAYERS for count in waited[1::PASSES]), waited
         assert all(torch.equal(late[name], now[name]) for name in now)
         assert 0 < held - kept <= MAX_IN_FLIGHT * kept, "blocks are used again"
-
-
-class FakeStream:
-    """Notes what is queued where."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-
-class Noting(LocalGroup):
-    """Of what look like two ranks."""
-
-    def __init__(self, log: list[str], current: list[str]) -> None:
-        super().__init__("test", torch.device("meta"))
-        self.size, self._log, self._current = 2, log, current
-
-    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        self._log.append(f"gather on {self._current[-1]}")
-        return DONE
-
-
-def test_with_several_ranks_uploads_have_a_stream_of_their_own() -> None:
-    log: list[str] = []
-    current = ["compute"]
-    uploads: Any = FakeStream("uploads", log)
-
-    @contextlib.contextmanager
-    def on(stream: FakeStream) -> Iterator[None]:
-        current.append(stream.name)
-        yield
-        current.pop()
-
-    now: Callable[[Any], FakeStream] = lambda _device: FakeStream(current[-1], log)  # noqa: E731
-    with mock.patch.multiple(source.torch.cuda, stream=on, current_stream=now):
-        shard = MemorySource(Buffer(torch.ones(3)), Tier.HOST, uploads)
-        handle = shard.gather(Noting(log, current), torch.empty(6, device="meta"))
-    assert log == ["uploads waits for compute", "gather on uploads"]
-    handle.wait()

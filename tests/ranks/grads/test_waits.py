@@ -154,9 +154,3 @@ def test_patience_may_end_at_any_place(shared: bool | None, cases: list[Case], t
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_everywhere(size: int, shared: bool | None, tmp_path: Path) -> None:
     check(EVERYTHING, size, shared, tmp_path, whole=True)
-
-
-@pytest.mark.campaign
-@TRANSPORTS
-def test_among_replicas(shared: bool | None, tmp_path: Path) -> None:
-    check(EVERYTHING, 4, shared, tmp_path, whole=True, replicas=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import deepcopy
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.base.device import (
-    Later,
     SideCopy,
     behind_current,
     copy_ahead,
@@ -173,59 +172,6 @@ def test_a_race_is_raised_with_both_places(pool: RankPool) -> None:
     ) as e:
         pool.run(_raises, 2)
     assert LateError.__name__ in str(e.value)
-
-
-def _unlocked_early() -> list[str]:
-    with late_device(0, check=False) as device:
-        source, out = torch.zeros(SIZE), torch.empty(SIZE, device=GPU)
-        device.lock_pages(source.view(torch.uint8), GPU)
-        copy_ahead(out, source)
-        device.unlock_pages(source.data_ptr(), GPU)
-        return [race.memory for race in device.races]
-
-
-def test_page_locked_memory_that_is_given_back_too_early_is_found(pool: RankPool) -> None:
-    assert pool.run(_unlocked_early) == [["page-locked memory"]]
-
-
-def _pool_of_pinned(seed: int) -> tuple[bool, bool]:
-    """Torch's pool keeps dropped memory for copies that read it, and gives it out again after them."""
-    with late_device(seed) as device:
-        source, out = page_locked((SIZE,), torch.float32).fill_(7.0), torch.empty(SIZE, device=GPU)
-        at = source.data_ptr()
-        copy_ahead(out, source)
-        del source
-        kept = page_locked((SIZE,), torch.float32).fill_(3.0).data_ptr() != at or not device.current.queue
-        right = bool((out == 7.0).all())
-        return kept and right, page_locked((SIZE,), torch.float32).data_ptr() == at
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_pinned_memory_is_kept_for_copies(pool: RankPool, seed: int) -> None:
-    assert pool.run(_pool_of_pinned, seed)[0][0]
-
-
-def _values_on_their_way(seed: int) -> tuple[bool, bool]:
-    with late_device(seed):
-        value = torch.ones(1, device=GPU) * 5
-        later = Later(value)
-        value.fill_(3.0)
-        return later.value() == 5.0, Later(value).value() == 3.0
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_value_on_its_way_is_that_of_its_time(pool: RankPool, seed: int) -> None:
-    assert pool.run(_values_on_their_way, seed) == [(True, True)]
-
-
-def _nested() -> None:
-    with late_device(1), late_device(2), nullcontext():
-        pass
-
-
-def test_there_is_one_gpu(pool: RankPool) -> None:
-    with pytest.raises(RankError, match=r"late_device\(seed=2\) inside another"):
-        pool.run(_nested)
 
 
 def _after_a_backward_pass() -> None:

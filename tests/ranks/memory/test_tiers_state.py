@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 
 from shardwise.core.deferred import deferred_init
 from shardwise.core.mesh import Mesh
-from shardwise.core.optim import CPUAdam
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -195,62 +192,3 @@ def programs(plan: Plan, mixes: tuple[str, ...], directory: str) -> list[str]:
 def test_programs_give_the_same_bits_in_all_tiers(name: str, mixes: tuple[str, ...], tmp_path: Path) -> None:
     for different in run_ranks(2, programs, PLANS[name], mixes, str(tmp_path), timeout=120.0):
         assert different == []
-
-
-def loaded_moments(directory: str) -> list[bool]:
-    """16-bit parameters without masters, fp32 moments: loading rounds nothing."""
-    same = []
-    plain = zero(2, torch.bfloat16)
-    plain = plain.but(precision=replace(plain.precision, master_weights=False))
-    with small_tiles(), one_mesh(plain) as mesh:
-        for mix in ("device", "s_disk"):
-            states = []
-            for _ in range(2):
-                model = make_net()
-                own = CPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-                session = build(model, own, with_tiers(plain, mix, directory), mesh)
-                if states:
-                    session.optimizer.load_state_dict(states[0])
-                else:
-                    backward(session, 0)
-                    session.optimizer.step()
-                states.append(session.optimizer.state_dict())
-                session.close()
-            moments = [entry["exp_avg"] for entry in states[0]["state"].values()]
-            assert moments and all(m.dtype is torch.float32 for m in moments)
-            same.append(digest(states[0]) == digest(states[1]))
-    return same
-
-
-def test_loaded_moments_are_not_rounded(tmp_path: Path) -> None:
-    assert run_ranks(2, loaded_moments, str(tmp_path)) == [[True, True]] * 2
-
-
-def two_sessions(plan: Plan, directory: str) -> tuple[list[int], bool, bool]:
-    """Two at once, in turns, and one after them."""
-    counts = []
-    with one_mesh(plan) as mesh, session_of(plan, mesh) as (alone, scheduler):
-        steps(alone, scheduler, 0, 3)
-        expected = everything(alone)
-        offloaded = with_tiers(plan, "all_disk", directory)
-        with session_of(offloaded, mesh) as (one, first), session_of(offloaded, mesh, seed=8) as (other, second):
-            for step in range(3):
-                steps(one, first, step, step + 1)
-                steps(other, second, step, step + 1)
-            mesh.world.barrier()
-            counts.append(len(os.listdir(directory)))
-            same, differs = everything(one) == expected, everything(other) != expected
-            mesh.world.barrier()  # the other rank counted before any directory goes
-        mesh.world.barrier()
-        counts.append(len(os.listdir(directory)))
-        mesh.world.barrier()  # and before any directory comes
-        with session_of(offloaded, mesh) as (third, scheduler):
-            steps(third, scheduler, 0, 3)
-            same &= everything(third) == expected
-    return counts, same, differs
-
-
-def test_sessions_do_not_disturb_one_another(tmp_path: Path) -> None:
-    for counts, same, differs in run_ranks(2, two_sessions, zero(3, torch.bfloat16), str(tmp_path)):
-        assert counts == [4, 0] and same and differs
-    assert not list(tmp_path.iterdir())

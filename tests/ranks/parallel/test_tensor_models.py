@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from shardwise.core.base.rng import RankRng
-from shardwise.core.parallel.tensor import Axis, ShardSpec, cut_model, propose_architecture
-from shardwise.core.parallel.tensor.layers import Enters, Experts, GradAllReduce, Guard
-from shardwise.core.parallel.tensor.shard_spec import Heads, Part
+from shardwise.core.parallel.tensor import Axis, propose_architecture
 from shardwise.plan import TensorPlan
 from shardwise.testing import run_ranks
 from tests.support.scope import Scope
@@ -125,83 +121,7 @@ def test_activation_checkpointing_drops_the_same_once_more() -> None:
     run_ranks(2, recomputed)
 
 
-def interrupted() -> None:
-    case, name = dropping()[0]
-    with Scope("shared") as group:
-        axis, model = Axis(group), case.made()
-        tp_plan = cut(model, axis, PLAN)
-
-        def fail(*_: object) -> None:
-            assert tp_plan.private.inside
-            raise KeyboardInterrupt
-
-        handle = model.get_submodule(name).register_forward_pre_hook(fail)
-        torch.manual_seed(7)
-        with pytest.raises(KeyboardInterrupt):
-            run(case, model, case.batch())
-        handle.remove()
-        assert not tp_plan.private.inside and same_generator(axis)
-        assert not differs(axis, run(case, model, case.batch())[0])
-
-
-def test_an_error_between_two_layers_ends_the_ranks_own_numbers() -> None:
-    run_ranks(2, interrupted)
-
-
 # ---- versions with a fault
-
-
-def one_sided(self: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Any:
-    return self._axis.summed(super(Experts, self).forward(self._axis.copied(x), indices, weights))  # type: ignore[misc]
-
-
-def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
-    return x[: len(x) * (end - first) // heads]
-
-
-def unsummed(self: Any, x: Tensor) -> Tensor:
-    return super(GradAllReduce, self).forward(x)
-
-
-FAULTS: dict[str, tuple[str, int, Any]] = {
-    "gradients of shared key heads are not summed": (
-        "llama", 0, lambda: mock.patch.object(Part, "held", lambda _: None),
-    ),
-    "query, key and value are cut as one": (
-        "phi3", 0, lambda: mock.patch.object(Heads, "of_all", lambda *_: ShardSpec.even(0, 40, 2).ranges),
-    ),
-    "a group is cut as blocks": ("bloom", 0, lambda: mock.patch.object(Heads, "of_groups", Heads.of_all)),
-    "gradients of a norm of heads are not summed": (
-        "qwen3", 0, lambda: mock.patch.object(GradAllReduce, "forward", unsummed),
-    ),
-    "gradients of what all heads share are not summed": (
-        "deepseek_v3", 0, lambda: mock.patch.object(Enters, "forward", lambda self, x: super(Enters, self).forward(x)),
-    ),
-    "experts' weights are taken for this rank's alone": (
-        "mixtral", 0, lambda: mock.patch.object(Experts, "forward", one_sided),
-    ),
-    "all ranks have the first heads' alibi": (
-        "bloom", 0, lambda: mock.patch("shardwise.core.parallel.tensor.layers._own_heads", first_heads),
-    ),
-}  # fmt: skip
-
-
-def faulty(name: str) -> str:
-    architecture, at, patch = FAULTS[name]
-    with Scope("shared") as group, patch():
-        try:
-            compare(CASES[architecture]()[at], Axis(group), PLAN)
-        except (AssertionError, RuntimeError) as error:
-            return str(error)
-    return ""
-
-
-RANKS = full(*((name, 4 if at == 0 else 2) for at, name in enumerate(FAULTS)))
-
-
-@pytest.mark.parametrize(("name", "ranks"), [*RANKS[:-2], *((name, 2) for name in list(FAULTS)[-2:])])
-def test_a_fault_is_found(name: str, ranks: int) -> None:
-    assert all(run_ranks(ranks, faulty, name))
 
 
 # ---- generation
@@ -227,27 +147,6 @@ def test_a_cut_model_generates_what_the_whole_one_does(parallel: bool) -> None:
     for found, expected, width, _ in run_ranks(2, generated, parallel):
         assert found == expected
         assert width == (16 if parallel else VOCABULARY)
-
-
-def kinds() -> None:
-    """Nothing changes before install(); afterwards a module is still of its class."""
-    with Scope("shared") as group:
-        for case, _ in dropping():
-            model = case.made()
-            before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-            tp_plan = cut_model(model, Axis(group), PLAN)
-            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-            tp_plan.install()
-            assert any(isinstance(module, Guard) for module in model.modules())
-            for name, module in model.named_modules():
-                assert isinstance(module, before[name][0]) and type(module).__name__ == before[name][0].__name__
-            tp_plan.remove()
-            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-        assert not RankRng(0).inside
-
-
-def test_a_table_changes_nothing_by_itself() -> None:
-    run_ranks(2, kinds)
 
 
 # ---- by the plan that a model brings
@@ -322,7 +221,3 @@ def sloped() -> None:
         axis = Axis(group)
         case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
         compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
-
-
-def test_a_trained_activation_of_a_part_gets_the_gradient_of_all() -> None:
-    run_ranks(2, sloped)

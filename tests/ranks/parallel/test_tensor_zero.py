@@ -50,13 +50,6 @@ def test_a_step_of_zero_over_parts_is_the_whole_models(stage: int, tp: int, half
     assert set(run_ranks(4, stepped, stage, tp, architectures, slice(1), timeout=300.0)) == {len(architectures)}
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(("stage", "tp"), [(1, 4), (3, 2)])
-def test_a_step_of_second_heads_is_the_whole_models(stage: int, tp: int) -> None:
-    count = sum(len(CASES[name]()) > 1 for name in CASES)
-    assert set(run_ranks(4, stepped, stage, tp, sorted(CASES), slice(1, 2), timeout=300.0)) == {count}
-
-
 def test_a_step_of_a_decoder_an_encoder_and_experts_is_the_whole_models() -> None:
     architectures = ["bert", "llama", "mixtral"]
     assert set(run_ranks(4, stepped, 3, 2, architectures, slice(1), timeout=300.0)) == {len(architectures)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import ByNumel, ByTensor, ParamGroupPlan, Plan, zero
-from shardwise.session import Session, Settings, build, shard
+from shardwise.session import Session, Settings, shard
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import adam, check, data, loss_of, run_plain, run_sharded, seeded, sharded
 from tests.support.sets import full
@@ -176,23 +176,3 @@ def test_bad_options_say_what_to_do() -> None:
         zero(3).but(groups=(one, one))
     with pytest.raises(ValueError, match=r"groups=\['head'\]: give ParamGroupPlan objects"):
         zero(3).but(groups=["head"])
-
-
-class Tied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].out = self.blocks[2].out
-
-
-def tied() -> None:
-    model = seeded(Tied)
-    mixed = with_groups(zero(3), {"blocks.0": True, "blocks.2": False})
-    with pytest.raises(ValueError, match=r"blocks.2.out.weight is one parameter, and its names \['blocks.0', 'blo"):
-        build(model, adam(model), mixed)
-    with sharded(model, adam(model), with_groups(zero(3), {"blocks.2": False})) as session:
-        loss_of(session)
-        assert not model.blocks[0].out.weight.isnan().any() and model.blocks[0].inner.weight.isnan().any()
-
-
-def test_names_of_a_shared_parameter_have_one_option() -> None:
-    run_ranks(2, tied)

@@ -84,14 +84,6 @@ def test_some(plan: Plan) -> None:
     compare(plan, list(WAYS), some=FEW)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", [SHARED, ALONE, GLOO], ids=["shared", "alone", "gloo"])
-def test_every_operator_on_its_own(plan: Plan, way: str) -> None:
-    compare(plan, [way], each=True)
-    compare(plan, [way])
-
-
 def stale(plan: Plan) -> dict[str, str]:
     """What the backward pass of a graph from before an update says."""
     found = {}

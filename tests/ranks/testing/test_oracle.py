@@ -81,24 +81,6 @@ def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
         assert_close(b.masters[step], a.masters[step], 1e-4, f"parameters {step}")
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn("{name}-dtype{at}", torch.bfloat16, torch.float16))
-def test_half_precision_stays_near_fp32(name: str, dtype: torch.dtype) -> None:
-    case = MODELS[name]
-    batches = make_batches(case, 2, steps=3, micro_batches=2)
-    half = PlainRecipe(param_dtype=dtype, max_norm=1.0, loss_scale=1024.0 if dtype is torch.float16 else 1.0)
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.05)
-
-    run = train_plain(case.factory, case.loss, sgd, batches, half)
-    near = train_plain(case.factory, case.loss, sgd, batches, PlainRecipe(max_norm=1.0))
-    assert not any(run.skipped)
-    assert {p.dtype for p in run.model.parameters()} == {dtype}
-    for step in range(3):
-        assert run.norms[step] == pytest.approx(near.norms[step], rel=0.1)
-        assert_close(run.masters[step], near.masters[step], 0.05, f"step {step}", floor=0.1, check_dtype=False)
-
-
 def weighted_count(batch: dict[str, Tensor]) -> float:
     return float(batch["target"].ne(0).sum())
 
@@ -152,21 +134,3 @@ def test_without_masters_it_is_training_of_the_cast_model(kind: str) -> None:
     kept = train_plain(case.factory, case.loss, optimizer, batches, replace(recipe, masters=True))
     assert kept.masters[-1].keys() == expected.keys()
     assert any(not torch.equal(kept.parameters[-1][name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_fused_kernels_are_right_in_16_bits(kind: type[torch.optim.Optimizer]) -> None:
-    """Those that the engine takes on a CPU, and the parity tests with it: of any length, against fp32 arithmetic.
-
-    One unit in the last place (2^-7) for each of three steps: a step rounds the values and the state once each.
-    """
-    for numel in (1, 7, 8, 15, 16, 17, 31, 33, 64, 100):
-        generator = torch.Generator().manual_seed(numel)
-        start, *gradients = torch.randn(4, numel, generator=generator).bfloat16()
-        narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
-        for parameter, how in ((narrow, {"fused": True}), (wide, {"foreach": False})):
-            optimizer = kind([parameter], lr=0.05, weight_decay=0.1, **how)
-            for gradient in gradients:
-                parameter.grad = gradient.to(parameter.dtype)
-                optimizer.step()
-        assert_close({"p": narrow.float()}, {"p": wide}, 3 * 2.0**-7, f"{kind.__name__} of {numel}")

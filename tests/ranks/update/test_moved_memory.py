@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.tiles import memory_kept
 from shardwise.plan import ByNumel, Plan, replicated, zero
 from shardwise.testing import run_ranks
 from tests.support.early_setup import counting
@@ -162,44 +161,3 @@ def test_another_shape_is_an_error_on_every_rank() -> None:
 def values() -> tuple[Tensor, list[nn.Parameter]]:
     memory = torch.arange(12.0)
     return memory, [nn.Parameter(memory[:4]), nn.Parameter(memory[4:8]), nn.Parameter(memory[8:])]
-
-
-def named(at: int) -> str:
-    return f"number {at}"
-
-
-def kept(memory: Tensor, params: list[nn.Parameter]) -> bool:
-    return [p.data_ptr() for p in params] == [memory[at:].data_ptr() for at in (0, 4, 8)]
-
-
-@torch.no_grad()
-def test_parameters_that_exchange_memory() -> None:
-    memory, params = values()
-    with memory_kept("SGD", params, named):
-        params[0].data, params[1].data = params[1].data, params[0].data
-        params[2].data = params[2].data.flip(0)
-    assert memory.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 11, 10, 9, 8] and kept(memory, params)
-
-
-@torch.no_grad()
-def test_other_dtypes_are_cast() -> None:
-    memory, params = values()
-    with memory_kept("SGD", params, named):
-        params[1].data = params[1].double() + 0.25
-    assert memory[4:8].tolist() == [4.25, 5.25, 6.25, 7.25] and params[1].dtype is torch.float32
-    assert kept(memory, params)
-
-
-@torch.no_grad()
-def test_an_error_in_the_step_leaves_what_was_done() -> None:
-    """As plain PyTorch would; and the next step finds the memory."""
-    memory, params = values()
-    with pytest.raises(ArithmeticError), memory_kept("SGD", params, named):
-        params[0].data = params[0] * 2
-        params[1].data = params[1].data[:2]
-        raise ArithmeticError
-    assert memory[:8].tolist() == [0, 2, 4, 6, 4, 5, 6, 7] and kept(memory, params)
-    what = r"SGD.step\(\) gives number 1 values of shape \(2,\) .* \(4,\)"
-    with pytest.raises(RuntimeError, match=what), memory_kept("SGD", params, named):
-        params[1].data = params[1].data[:2]
-    assert kept(memory, params)

@@ -135,30 +135,6 @@ def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, 
             at += 1
 
 
-def clipped(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """With the norms that the steps report."""
-    found = []
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        for mix in ("device", "p_disk_s_host"):
-            norms: list[float] = []
-
-            def look(optimizer: Any, step: int, norms: list[float] = norms) -> None:
-                norms.append(optimizer.get_grad_norm() if step else 0.0)
-
-            plan = with_tiers(zero(3), mix, directory).but(max_norm=0.05)
-            found.append((trained(plan, mesh, nesterov, look), norms))
-    return found
-
-
-def test_clipping_sees_gradients_that_no_update_has_changed(tmp_path: Path) -> None:
-    for found in run_ranks(2, clipped, str(tmp_path)):
-        (expected, norms), *others = found
-        assert min(norms[1:]) > 0
-        for state, same_norms in others:
-            assert all(torch.equal(state[name], value) for name, value in expected.items())
-            assert same_norms == norms
-
-
 # ---- groups
 
 
@@ -337,33 +313,6 @@ def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> N
 
 
 # ---- loading
-
-
-def loading() -> tuple[bool, bool, str, float]:
-    """Whether the saved rate stays, whether ours does, what a capturable state says, and the last rate."""
-    plan = zero(2)
-    with one_mesh(plan) as mesh:
-        model = Late()
-        session = build(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)), plan, mesh)
-        own = session.optimizers[0]
-        saved = own.state_dict()
-        own.param_groups[0]["lr"].fill_(0.25)
-        first = float(saved["param_groups"][0]["lr"]) == 0.5
-        own.load_state_dict(saved)
-        own.param_groups[0]["lr"].fill_(0.125)
-        second = float(saved["param_groups"][0]["lr"]) == 0.5
-        saved["param_groups"][0]["capturable"] = True
-        with pytest.raises(ValueError) as error:
-            own.load_state_dict(saved)
-        rate = float(own.param_groups[0]["lr"])
-        session.close()
-        return first, second, str(error.value), rate
-
-
-def test_a_loaded_state_is_not_shared_with_whoever_gave_it() -> None:
-    for first, second, message, rate in run_ranks(1, loading):
-        assert first and second and rate == 0.125
-        assert "capturable=True in param group 0" in message
 
 
 def nan_rate(value: Any, update: str) -> tuple[str, bool]:

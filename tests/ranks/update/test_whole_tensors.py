@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.engine import optimizer_state
 from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.optimizers import FusedLamb
@@ -276,41 +274,6 @@ def test_checkpoints_go_on_at_other_numbers_of_ranks(
         expected = plain_result(name, RANKS * 2)
         for found in every:
             assert_close(found[name], expected, tolerance(name), name)
-
-
-def foreign(directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """The last two steps, with the state of two in one process in torch's own files."""
-    found = {}
-    with one_mesh(zero(3)) as mesh:
-        for name in names:
-            model = seeded(net)
-            with sharded(model, MAKE[name](model), zero(3), mesh) as session:
-                session.module.load_state_dict(torch.load(f"{directory}/{name}.model"))
-                PortableFiles().load_optimizer(session.checkpoints._run, f"{directory}/{name}.pt")
-                steps_of(session, range(2, STEPS))
-                found[name] = result(session.module, session.optimizer)
-            wrong = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-            with sharded(wrong, torch.optim.Adafactor(wrong.parameters()), zero(3), mesh) as session:
-                path = f"{directory}/other.pt"
-                text = told(partial(PortableFiles().load_optimizer, session.checkpoints._run, path), ValueError)
-                assert "row_var: (6, 1) in the checkpoint" in text
-    return found
-
-
-def test_states_of_other_shapes_are_read_from_torchs_own_files(tmp_path: Path) -> None:
-    names = ["torch's Adafactor", "of lists"]
-    for name in names:
-        model, optimizer = plain(name, 2, ranks=2)
-        torch.save(optimizer.state_dict(), tmp_path / f"{name}.pt")
-        torch.save(model.state_dict(), tmp_path / f"{name}.model")
-    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    optimizer = torch.optim.Adafactor(other.parameters())
-    other(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "other.pt")
-    for found in run_ranks(2, foreign, str(tmp_path), names):
-        for name in names:
-            assert_close(found[name], result(*plain(name, ranks=2)), tolerance(name), name)
 
 
 class Tall(nn.Module):
