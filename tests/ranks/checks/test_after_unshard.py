@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
@@ -156,11 +155,3 @@ def test_the_old_optimizer_says_that_it_has_parts_alone() -> None:
         assert "SGD" in unsharded and "make a new one on model.parameters()" in unsharded
     for messages in run_ranks(2, old_optimizer, "zero2"):
         assert all("make a new one on model.parameters()" in text for text in messages), messages
-
-
-def divided() -> str:
-    try:
-        build(nn.Sequential(FullyShardedDataParallel(net(), device_id=torch.device("cpu"))), None, PLANS["zero3"])
-    except ValueError as error:
-        return str(error)
-    return "accepted"

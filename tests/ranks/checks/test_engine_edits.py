@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -74,33 +73,16 @@ def zeroed(model: nn.Module) -> None:
     model[2].weight.zero_()
 
 
-def initialized(model: nn.Module) -> None:
-    nn.init.constant_(model[2].weight, 1.0)
-
-
 @torch.no_grad()
 def one_element(model: nn.Module) -> None:
     model[3].scale.copy_(torch.full((1,), 2.0))
-
-
-@torch.no_grad()
-def one_number(model: nn.Module) -> None:
-    model[3].shift.mul_(2.0)
-
-
-@torch.no_grad()
-def listed(model: nn.Module) -> None:
-    torch._foreach_zero_([model[2].weight])
 
 
 LOST: list[tuple[Callable[[nn.Module], None], str]] = [
     (assigned, "2.weight"),
     (cast, "2.weight"),
     (zeroed, "2.weight"),
-    (initialized, "2.weight"),
     (one_element, "3.scale"),
-    (one_number, "3.shift"),
-    (listed, "2.weight"),
 ]
 
 
@@ -288,55 +270,3 @@ def test_untouched_masters_keep_their_precision() -> None:
     changed[0, 0] = 2.0
     assert not torch.equal(before["0.weight"], before["0.weight"].bfloat16().float())
     assert_close(after, {**before, "0.weight": changed}, 0.0, "one element was written")
-
-
-def loads_in_part(plan: Plan, folder: str) -> list[tuple[State, State]]:
-    """States behind loads that leave parameters alone to which the program has written, and what these show."""
-    found = []
-    with one_mesh(plan) as mesh:
-        small = nn.Sequential(nn.Linear(6, 6))
-        with sharded(small, sgd(small), plan, mesh) as session:
-            session.checkpoints.save(folder, "part")
-        for how in ("state", "checkpoint"):
-            model = seeded(net)
-            with sharded(model, sgd(model), plan, mesh) as session:
-                train(session, 2)
-                backbone = {name: each for name, each in session.module.state_dict().items() if name.startswith("0.")}
-                with torch.no_grad():
-                    model[4].weight.zero_()
-                    model[4].bias.fill_(0.25)
-                if how == "state":
-                    session.module.load_state_dict(backbone, strict=False)
-                else:
-                    session.checkpoints.load(folder, "part", strict=False)
-                shown = {name: param.detach().clone() for name, param in model.named_parameters()}
-                found.append((session.module.state_dict(), shown))
-    return found
-
-
-@pytest.mark.parametrize(
-    "name", ["zero2-bf16", *full("zero1-bf16", "zero2-host-bf16", "zero2-early-bf16", "zero2-fp64")]
-)
-def test_what_was_written_survives_a_load_of_other_parameters(name: str, tmp_path: Path) -> None:
-    ranks = run_ranks(2, loads_in_part, edit_plans()[name], str(tmp_path))
-    for state, shown in [each for found in ranks for each in found]:
-        assert not state["4.weight"].any() and bool((state["4.bias"] == 0.25).all())
-        assert not shown["4.weight"].any() and bool((shown["4.bias"] == 0.25).all())
-
-
-def of_rank_0(plan: Plan) -> State:
-    model = seeded(net)
-    with sharded(model, sgd(model), plan) as session:
-        train(session)
-        if session.mesh.rank == 0:
-            with torch.no_grad():
-                model[0].weight.zero_()
-        train(session)
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("precision", ["bf16", *full("fp64")])
-def test_ranks_that_write_different_values_agree_after_the_update(precision: str) -> None:
-    """Each rank's own part counts."""
-    first, second = run_ranks(2, of_rank_0, PLANS["zero2"].but(precision=PRECISIONS[precision]))
-    assert_close(first, second, 0.0, "both ranks")

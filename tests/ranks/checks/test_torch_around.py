@@ -8,7 +8,6 @@ import pytest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shardwise.deepspeed import initialize
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
@@ -51,11 +50,6 @@ def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None
     for outermost, *_, inside in run_ranks(ranks, given, kind):
         assert f"module '' of the model is a {kind}" in outermost and "pass the wrapped model" in outermost
         assert f"module '0' of the model is a {kind}" in inside
-
-
-def deepspeed(model: nn.Module) -> object:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
-    return initialize(model=model, model_parameters=model.parameters(), config=config)
 
 
 # ---- around it

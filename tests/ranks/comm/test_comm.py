@@ -135,47 +135,6 @@ def test_agreement(kind: str, size: int) -> None:
     run_ranks(size, agreement, kind)
 
 
-def in_flight(kind: str) -> None:
-    """Several reductions and gathers started before any is waited for, and ranks at different speeds."""
-    with Scope(kind) as group:
-        size, rank, numel = group.size, group.rank, 5000
-        noise = random.Random(rank)
-        specs = [(size * numel, torch.float32), (numel, torch.bfloat16)] * 3 + [(size * numel, torch.float16)]
-        buffers = group.buffers(specs)
-        fulls, shards, whole = buffers[0:6:2], buffers[1:6:2], buffers[6]
-        for round_ in range(5):
-            for number, shard in enumerate(shards):
-                shard.local.copy_(values(rank, numel, torch.bfloat16, 10 * round_ + number))
-            group.fence()
-            handles, outs, gathered = [], [], []
-            for number, full in enumerate(fulls):
-                full.wait_writable()
-                full.local.copy_(values(rank, size * numel, torch.float32, 10 * round_ + number))
-                outs.append(torch.empty(numel))
-                handles.append(group.reduce_scatter(outs[-1], full, 1.0))
-                time.sleep(noise.random() * 0.002)
-                gathered.append(torch.empty(size * numel, dtype=torch.bfloat16))
-                handles.append(group.all_gather(gathered[-1], shards[number]))
-            whole.wait_writable()
-            whole.local.copy_(values(rank, size * numel, torch.float16, round_))
-            handles.append(group.all_reduce(whole, 1.0 / size))
-            for handle in handles:
-                handle.wait()
-            for number in range(3):
-                seed = 10 * round_ + number
-                expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, seed)
-                same(outs[number], expected[rank * numel : (rank + 1) * numel], kind)
-                parts = [values(r, numel, torch.bfloat16, seed) for r in range(size)]
-                assert torch.equal(gathered[number], torch.cat(parts))
-            same(whole.local, summed(size, size * numel, torch.float16, torch.float16, 1.0 / size, round_), kind)
-            group.fence()
-
-
-@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2), *FOUR])
-def test_reductions_and_gathers_in_flight_together(kind: str, size: int) -> None:
-    run_ranks(size, in_flight, kind)
-
-
 def random_speeds(rounds: int) -> None:
     """Writers that overtake readers would be seen: every round has other values and random pauses."""
     with Scope("shared") as group:
@@ -243,29 +202,6 @@ def polled(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
 def test_finished_without_waiting(kind: str) -> None:
     run_ranks(3, polled, kind)
-
-
-def shrunk(kind: str) -> None:
-    """A buffer used for fewer elements than it was made with."""
-    with Scope(kind) as group:
-        size, rank = group.size, group.rank
-        (full,) = group.buffers([(size * 100, torch.float32)])
-        for numel in (100, 30, 0, 70):
-            full.wait_writable()
-            full.resize(size * numel)
-            full.local.copy_(values(rank, size * numel, torch.float32, numel))
-            out = torch.empty(numel)
-            group.reduce_scatter(out, full, 1.0).wait()
-            expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, numel)
-            same(out, expected[rank * numel : (rank + 1) * numel], kind)
-        with pytest.raises(ValueError, match=f"resize\\({size * 101}\\)"):
-            full.resize(size * 101)
-        full.wait_writable()
-
-
-@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2)])
-def test_buffers_serve_smaller_sizes(kind: str, size: int) -> None:
-    run_ranks(size, shrunk, kind)
 
 
 def misuse(kind: str) -> None:

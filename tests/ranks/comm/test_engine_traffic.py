@@ -143,37 +143,6 @@ def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
     return max(1 + prefetch if known else 1, budget_units)
 
 
-# (shared memory, prefetch, whether the input needs a gradient): all pairs at 2 ranks; at 3 and 4 both
-# values of the first and of the last, with a prefetch of 1.
-PAIRS = [(None, 0, True), (False, 0, False), (None, 1, False), (False, 1, True), (None, 2, True), (False, 2, False)]
-REST = [(False, 0, True), (None, 0, False), (False, 1, False), (None, 1, True), (False, 2, True), (None, 2, False)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "factors"),
-    [
-        pytest.param(2, PAIRS, id="2"),
-        *full(pytest.param(3, [(None, 1, True), (False, 1, False)], id="3")),
-        *full(pytest.param(4, [(None, 1, False), (False, 1, True)], id="4")),
-        *[pytest.param(size, PAIRS + REST, id=f"{size}-all", marks=campaign) for size in (2, 3, 4)],
-    ],
-)
-def test_three_psi_less_what_is_there_at_the_turn(
-    world_size: int, factors: list[tuple[bool | None, int, bool]]
-) -> None:
-    cases: list[Case] = [
-        (zero(3).but(prefetch=prefetch, shared_memory=shared), {"input_grad": input_grad})
-        for shared, prefetch, input_grad in factors
-    ]
-    for (shared, prefetch, input_grad), result in zip(factors, counts(world_size, cases), strict=True):
-        unit = sends(result.trainable[0], 4, world_size)
-        assert result.trainable == [result.trainable[0]] * DEPTH
-        for index, step in enumerate(result.steps):
-            reads = DEPTH if input_grad else DEPTH - 1
-            again = max(reads - kept_units(0, _ahead(shared, prefetch), known=index > 0), 0)
-            check_step(step, unit * (DEPTH + again), unit * DEPTH)
-
-
 def test_budgets_fall_from_three_psi_to_two() -> None:
     per_step = []
     budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in (0, 1)]
@@ -191,11 +160,6 @@ def test_budgets_fall_from_three_psi_to_two() -> None:
         if prefetch == 1:
             per_step.append(result.steps[1]["all_gather"])
     assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
-
-
-def _ahead(shared: bool | None, prefetch: int) -> int:
-    """Units that are fetched ahead. Gathers over messages are round trips, so all that are small are."""
-    return DEPTH if shared is False and prefetch else prefetch
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,3 @@ CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048
 def test_a_real_model_is_freed() -> None:
     for left in run_ranks(2, eager_is_cut_up, PLANS["zero3_gloo"]):
         assert left <= CUT_UP
-
-
-# ---- a model that is sharded while others are still being built

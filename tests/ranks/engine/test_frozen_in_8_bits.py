@@ -5,7 +5,6 @@ is written back are made of the bits that were loaded."""
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -374,23 +373,6 @@ def same(session: Session, expected: dict[str, Tensor], what: str) -> None:
 
 def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
     run_ranks(2, written, str(tmp_path))
-
-
-def heard() -> list[list[str]]:
-    found = []
-    for model in (net(), nn.Sequential(nn.Linear(3, 3, dtype=torch.float64))):
-        plan = zero(3).but(compress_frozen="int8")
-        with warnings.catch_warnings(record=True) as caught, one_mesh(plan) as mesh:
-            warnings.simplefilter("always")
-            with sharded(model, optimizer_of(model), plan, mesh):
-                found.append([str(each.message) for each in caught if "compress_frozen" in str(each.message)])
-    return found
-
-
-def test_packed_weights_are_left_alone_and_named_once() -> None:
-    (packed, plain), *others = run_ranks(2, heard)
-    assert len(packed) == 1 and "(as 'layers.2.mixing') are of classes of their own (Codes)" in packed[0]
-    assert plain == [] and others == [[[], []]]
 
 
 def test_what_cannot_be() -> None:

@@ -145,18 +145,8 @@ def every_habit(plan: Plan, hooked: bool) -> list[Any]:
         return [trained(plan, mesh, habit, hooked, bool(at % 2)) for at, habit in enumerate(HABITS)]
 
 
-WHEN = {False: "between", True: "in a step pre-hook"}
-
-
-def habits_set(name: str, hooked: bool) -> list[pytest.MarkDecorator]:
-    """Each of both times with parameters that stay and with those that are gathered; plans alternate behind these."""
-    if (name, hooked) in (("zero2", False), ("zero3", True)):
-        return []
-    return [pytest.mark.full if list(ROWS).index(name) % 2 == hooked else pytest.mark.campaign]
-
-
 @pytest.mark.parametrize(
-    ("name", "hooked"), [pytest.param(n, h, id=f"{n}-{WHEN[h]}", marks=habits_set(n, h)) for n in ROWS for h in WHEN]
+    ("name", "hooked"), [("zero2", False), ("zero3", True), *full(("zero1", True), ("zero3_straddling", False))]
 )
 def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> None:
     """Clipping through them returned 0.0 and clipped nothing, and a hook's edits did not count in its step."""

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
-from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByTensor, MeshPlan, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import adam, check, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
+from tests.support.engine_setup import adam, check, meshes, run_sharded, seeded, sgd, sharded
 from tests.support.sets import full
 
 GLOO = zero(3).but(shared_memory=False)
@@ -283,39 +282,6 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         held, total = kept["kept"]
         assert held == DEPTH * unit // size and bare["kept"] == (0, total - held)
         assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
-
-
-def no_effect(directory: str) -> list[Any]:
-    found: list[Any] = []
-    with one_mesh(GLOO.but(secondary=2)) as mesh:
-        found.append(mesh.secondary)
-        model = chain()
-        with sharded(model, sgd(model), GLOO.but(secondary=2), mesh) as session:
-            passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
-        model = chain()
-        found.append(told(lambda: build(model, sgd(model), GLOO.but(secondary=1), mesh), ValueError))
-    with one_mesh(zero(3).but(secondary=1)) as mesh:
-        model = chain()
-        every = zero(3).but(secondary=1, packing=ByTensor(persist_numel=10**6))  # all of it stays gathered
-        with sharded(model, sgd(model), every, mesh) as session:
-            passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
-        model = chain()
-        with sharded(model, sgd(model), zero(3).but(secondary=1), mesh) as session:
-            needed, held = session.memory().tier_bytes("device"), session.memory().secondary_bytes
-        small = zero(3).but(secondary=1, device_capacity_bytes=needed - held // 2)
-        model = chain()
-        found.append(held == sum(p.nbytes for p in chain().parameters()))
-        found.append(told(lambda: build(model, sgd(model), small, mesh), DeviceMemoryError))
-    return found
-
-
-def test_without_effect_and_without_room(tmp_path: Path) -> None:
-    for group, nothing, other, stays, whole, short in run_ranks(2, no_effect, str(tmp_path)):
-        assert group is None and nothing == (0, False) and stays == (0, False) and whole is True
-        assert "secondary=1, but the mesh has groups" in other and "Mesh.create(plan.mesh" in other
-        assert "secondary shards" in short and "of a capacity of" in short
 
 
 def groups(plan: MeshPlan) -> list[int]:

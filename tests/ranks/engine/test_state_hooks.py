@@ -118,19 +118,6 @@ def copied(form: str, whole: bool, seed: int) -> nn.Module:
     return model if whole else model.net
 
 
-def refused() -> None:
-    init_distributed()
-    for form, kind in (("turned", r"torch.float32 of shape \(2, 4\)"), ("counted", r"torch.int32 of shape \(4, 4\)")):
-        model = copied(form, False, 1)
-        with pytest.raises(ValueError, match=rf"has {kind} under '1.weight', and no parameter: the parameter is"):
-            shardwise.shard(model, sgd(model), stage=3)
-        model(torch.ones(2, 4)).sum().backward()  # it is what it was
-
-
-def test_something_else_under_a_parameters_name_is_refused_when_it_is_sharded() -> None:
-    run_ranks(2, refused)
-
-
 class Counts(nn.Linear):
     """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
 

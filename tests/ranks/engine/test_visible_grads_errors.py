@@ -54,13 +54,8 @@ def said(call: Callable[[], Any]) -> str:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
     "SGD foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
-    "SGD decay": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1, maximize=True),
     "Adam": lambda params: torch.optim.Adam(params, foreach=False),
     "AdamW": lambda params: torch.optim.AdamW(params, foreach=True),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
 }
 
 
@@ -204,11 +199,6 @@ def by_hand(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, Se
     return passes
 
 
-def own_tokens(model: nn.Module, rank: int) -> None:
-    for parameter in model.parameters():
-        parameter.grad /= 3 + rank  # type: ignore[operator]
-
-
 def copied(model: nn.Module, rank: int) -> None:
     grad(model).copy_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
 
@@ -224,7 +214,6 @@ def nearly(model: nn.Module, rank: int) -> None:
 
 OWN: dict[str, tuple[Callable[[nn.Module, Session, int], None], str]] = {
     "assigned": (own_gradients, "0.weight.grad was given different values on the ranks (norms: rank 0"),
-    "divided": (by_hand(own_tokens), "was changed by different numbers on the ranks (rank 0 "),
     "copied": (by_hand(copied), "was given different values on the ranks (norms: rank 0 "),
     "scaled": (by_hand(scaled), ""),
     "nearly the same": (by_hand(nearly), ""),

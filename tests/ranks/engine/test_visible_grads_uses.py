@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import data, one_mesh, scaler, seeded, sharded
+from tests.support.engine_setup import data, one_mesh, scaler, sharded
 from tests.support.engine_setup import tanh_net as net
 from tests.support.sets import full
 
@@ -78,29 +77,3 @@ def test_half_precision(name: str) -> None:
         assert_close(state, expected, 2e-2, name)
         assert not math.isfinite(overflown[0])
         assert overflown[1:] in ([], [True, 128.0, True])
-
-
-# ---- several optimizers
-
-
-# ---- front-ends
-
-
-# ---- hooks, Lightning's report, and compiled models
-
-
-def tools(plan: Plan) -> tuple[dict[str, float], list[Tensor], bool]:
-    from lightning.pytorch.utilities import grad_norm
-
-    model = seeded(net)
-    seen: list[Tensor] = []
-    with sharded(model, adam(model.parameters()), plan) as session:
-        loss = session.module(data(session.mesh.rank, 0)).square().mean()
-        handles = [model[0].bias.register_hook(lambda g: g * 3), model[2].bias.register_hook(seen.append)]
-        loss.backward()
-        for handle in handles:
-            handle.remove()
-        norms = {key: float(value) for key, value in grad_norm(model, 2).items()}
-        compiled = torch.compile(session.module, backend="aot_eager")  # while .grad is there
-        session.optimizer.backward(compiled(data(session.mesh.rank, 1)).square().mean())
-        return norms, seen, isinstance(model[0].weight.grad, ShardedGrad)

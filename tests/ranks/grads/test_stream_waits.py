@@ -24,7 +24,6 @@ from tests.support.sets import full
 from tests.support.stream_setup import (
     LAYERS,
     Branching,
-    Name,
     Program,
     QueuedGroup,
     begun_apart,
@@ -206,40 +205,3 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     with mock.patch.multiple(Reducer, finish=finishing, _assign_bucket=assigning):
         train_on(QueuedGroup, plan, steps, False)
     return begun, copied[:-1]
-
-
-@pytest.mark.parametrize(("prefetch", "same_order"), [(1, None), *full((2, None), (1, False), (2, False))])
-def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool | None, prefetch: int) -> None:
-    """Of n equal layers; the last one of the forward pass is still there when backward begins."""
-    for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
-        assert len(steps[0]) > 2, "nothing is known of the first step"
-        assert steps[1:] == [[0]] * 3
-
-
-def exposed_gathers(plan: Plan, steps: int) -> list[list[int]]:
-    """By step, the units whose first use came before any other since their gather had started."""
-    found: list[list[int]] = []
-    with queued() as program:
-        model = seeded(Branching)
-        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            for step in range(steps):
-                program.steps.clear()
-                uses: list[tuple[int, int]] = []
-                note = lambda unit, uses=uses: uses.append((unit, len(program.steps)))  # noqa: E731
-                stop = session.engine.events.unit_ready.listen(note)
-                session.backward(losses_of(session.module, mesh.rank, step, False))
-                stop()
-                found.append(exposed(program, uses))
-                session.optimizer.step()
-    return found
-
-
-def exposed(program: Program, uses: list[tuple[int, int]]) -> list[int]:
-    started: dict[Name, int] = {}
-    late: dict[int, None] = {}
-    for at, (what, name, _) in enumerate(program.steps):
-        if what == "start":
-            started[name] = at
-        elif name[0] == "gather" and not any(started[name] < when <= at for _, when in uses):
-            late[next(unit for unit, when in uses if when > at)] = None
-    return list(late)

@@ -1,4 +1,4 @@
-"""Placement from the memory trace (``auto``): the same bits within any capacity, and fewer bytes moved than LRU."""
+"""Placement from the memory trace (``auto``): the same bits within any capacity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from auto_setup import (
     auto,
     plain_step,
     plan_of,
-    simulate,
     train,
     x_of,
 )
@@ -31,7 +29,6 @@ from torch import Tensor
 
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.memory.trace.tracing import trace_memory
-from shardwise.core.shards.policy import Trace
 from shardwise.plan import TierPlan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -144,43 +141,6 @@ def test_same_bits_within_the_capacity(
             assert 0 < runs["tight"].peak <= tight(name, runs["margin"].rest, ranks), name
             assert 0 < runs["margin"].peak <= ROOMY, name
             assert runs["tight"].stats is not None and runs["tight"].stats.moments
-
-
-# ---- bytes moved
-
-
-def against_lru(name: str, capacity: int, steps: int = 5) -> Found:
-    return train(PROGRAMS[name][0], plan_of(auto(capacity)), None, steps=steps)
-
-
-@pytest.mark.parametrize("name, strictly", [
-    *campaign(("plain", False)),
-    *full(("checkpointed twice", True)),
-    ("twice", True),
-])  # fmt: skip
-def test_moves_what_the_replay_predicts_and_less_than_lru(name: str, strictly: bool) -> None:
-    less = 0
-    rest = run_ranks(1, against_lru, name, ROOMY, 2)[0].rest
-    for blocks in (5, 6):
-        found = run_ranks(1, against_lru, name, rest + blocks * BLOCK_BYTES)[0]
-        for step in range(1, 5):
-            arguments = found.orders[step], found.sizes, found.budgets[step]
-            best, lru = (simulate(*arguments, policy) for policy in ("belady", "lru"))
-            where = f"{blocks} blocks, step {step}: {found.moved} {arguments}"
-            assert found.moved[step] == best <= lru, where
-            less += best < lru
-    assert less >= 2 or not strictly
-
-
-def without_prediction() -> Found:
-    """Belady's rule is given no order."""
-    with mock.patch.object(Trace, "upcoming", lambda self: ()):
-        return train(PROGRAMS["twice"][0], plan_of(auto(12 * BLOCK_BYTES)), None, steps=3)
-
-
-def test_the_comparison_notices_lru() -> None:
-    found = run_ranks(1, without_prediction)[0]
-    assert found.moved[2] > simulate(found.orders[2], found.sizes, found.budgets[2], "belady")
 
 
 # ---- the ratios
@@ -319,9 +279,3 @@ def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
     assert first.state == second.state
     assert found["order"] == first.stats.order
     assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
-
-
-# ---- through the plugin
-
-
-# ---- where nothing is gathered

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_pipeline_engine import MAX_NORM, ONE, ZBV, train
 
 from shardwise.plan import PipelinePlan
-from shardwise.session import Session
 from tests.support.engine_setup import PLANS
 from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
@@ -22,10 +20,3 @@ from tests.support.tier_setup import with_tiers
 def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
     plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, tp=tp, max_norm=MAX_NORM, pipeline=pipeline)
     train(4, plan, "llama", 1, pipeline.microbatches, timeout=240)
-
-
-def states(session: Session) -> dict[str, Any]:
-    found = {f"model.{name}": value for name, value in session.module.state_dict().items()}
-    for number, entry in session.optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{key}": value for key, value in entry.items()}
-    return found

@@ -121,9 +121,6 @@ def test_activation_checkpointing_drops_the_same_once_more() -> None:
     run_ranks(2, recomputed)
 
 
-# ---- versions with a fault
-
-
 # ---- generation
 
 

@@ -201,9 +201,6 @@ def test_bytes_are_those_of_whole_sequences() -> None:
         assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
 
 
-# ---- faults
-
-
 # ---- what is refused, and what goes on as it was
 
 
@@ -281,6 +278,3 @@ def beside_tables() -> None:
 
 def test_adapters_and_models_of_ones_own() -> None:
     run_ranks(2, beside_tables)
-
-
-# ---- torch's own

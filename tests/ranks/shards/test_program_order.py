@@ -63,28 +63,6 @@ def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
         assert steps[1].count("what to gather") > 5
 
 
-def under_way(layers: int, small: bool) -> int:
-    """The most units on their way at the first use of a step, of equal ones, when one may be fetched ahead."""
-    model, most = seeded(lambda: chain(layers)), 0
-    with (
-        mock.patch.object(policy, "AHEAD_BYTES", 1 << 20 if small else 1),
-        sharded(model, adam(model), GLOO) as session,
-    ):
-        for step in range(3):
-            pool, found = session.engine.pool, []
-            hook = model[0].register_forward_hook(lambda *_, found=found, pool=pool: found.append(len(pool._held)))
-            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
-            hook.remove()
-            most = max(most, found[0])
-    return most
-
-
-@pytest.mark.parametrize(("small", "units"), [(True, 9), (False, 2)])
-def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
-    """Each gather is a trip, which the computation of a small unit does not hide."""
-    assert run_ranks(2, under_way, 9, small) == [units, units]
-
-
 # ---- what ranks gather does not depend on what only one of them knows
 
 

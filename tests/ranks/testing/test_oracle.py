@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from tests.support.models import MODELS, make_batches
-from tests.support.sets import full
 
 # DDP itself cannot do these: reentrant checkpoints with unused-parameter search.
 DDP_CASES = [name for name in MODELS if name not in ("checkpointed_reentrant",)]
@@ -52,33 +49,6 @@ def test_oracle_equals_ddp(name: str) -> None:
     for step, (norms, parameters) in enumerate(run_ranks(2, train_with_ddp, name, 0.1, 2.0)[0]):
         assert run.norms[step] == pytest.approx(norms[0], rel=rtol)
         assert_close(parameters, run.parameters[step], rtol, f"{name} after step {step}")
-
-
-def in_turn(name_of_case: str, *values: Any) -> list[Any]:
-    """Each model with one of the values; with the others in the full set."""
-    found: list[Any] = []
-    for index, name in enumerate(sorted(MODELS)):
-        for at, value in enumerate(values):
-            row = pytest.param(name, value, id=name_of_case.format(name=name, value=value, at=at))
-            found += [row] if index % len(values) == at else full(row)
-    return found
-
-
-@pytest.mark.parametrize(("name", "norm_type"), in_turn("{value}-{name}", 2.0, math.inf))
-def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
-    case = MODELS[name]
-    batches = make_batches(case, 3, steps=2, micro_batches=2)
-    plain = PlainRecipe(max_norm=0.05, norm_type=norm_type, mean_over_micro_batches=True)
-    scaled = PlainRecipe(max_norm=0.05, norm_type=norm_type, mean_over_micro_batches=True, loss_scale=1024.0)
-
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    a, b = (train_plain(case.factory, case.loss, sgd, batches, recipe) for recipe in (plain, scaled))
-    for step in range(2):
-        rtol = 2e-2 if name == "mixed_bf16" else 1e-5
-        assert_close(b.gradients[step], a.gradients[step], rtol, f"gradients {step}", floor=1e-6)
-        assert_close(b.masters[step], a.masters[step], 1e-4, f"parameters {step}")
 
 
 def weighted_count(batch: dict[str, Tensor]) -> float:

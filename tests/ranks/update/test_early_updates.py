@@ -24,7 +24,7 @@ from shardwise.testing import run_ranks
 from tests.support.early_setup import HOST, MIX, Case, both, check_equal, full_state
 from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
 from tests.support.sets import campaign, full
-from tests.support.tier_setup import small_tiles, tiers
+from tests.support.tier_setup import tiers
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [
@@ -114,20 +114,6 @@ def plain_values(ranks: int, steps: list[int]) -> dict[str, Tensor]:
 def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
-
-
-def steps_in(directory: str) -> None:
-    with one_mesh(zero(3)) as mesh, small_tiles():
-        for mix in ("device", "all_host", "all_disk"):
-            with deep_session(mesh, tiers=tiers(mix, directory)) as session:
-                for step in range(4):
-                    one_pass(session, step)
-                    session.optimizers[0].step()
-                close_to(session.module.state_dict(), plain_values(mesh.size, [*range(4)]))
-
-
-def test_equal_to_plain_pytorch(tmp_path: Path) -> None:
-    run_ranks(2, steps_in, str(tmp_path))
 
 
 # ---- what an update in place cannot serve

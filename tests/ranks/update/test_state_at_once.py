@@ -17,9 +17,7 @@ from torch.distributed.fsdp import CPUOffload
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS
 from tests.support.sets import full
 
 RANKS, ROWS = 2, 6
@@ -82,15 +80,6 @@ def plain(kind: str, steps: int, before: int = 0) -> State:
     return train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(steps)])
 
 
-def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int, size: int) -> State:
-    """The same on a rank's share of the rows, with a wrapped model and optimizer."""
-    for step in steps:
-        optimizer.backward(model(mine(step, rank, size)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return copied(model)
-
-
 def copied(model: nn.Module) -> State:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
@@ -145,55 +134,3 @@ def test_every_plugin_trains_and_goes_on_as_plain_torch(name: str, kind: str, tm
         ):
             for state in found:
                 assert_close(state, expected, 1e-5, f"{name} {kind} {before}")
-
-
-class Constant(nn.Linear):
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, 0.1)
-
-
-def constant() -> nn.Module:
-    return nn.Sequential(Constant(5, 7), nn.Tanh(), Constant(7, 3))
-
-
-def fill(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    if isinstance(module, Constant):
-        module.reset_parameters()
-
-
-def on_meta(kind: str, where: str) -> State:
-    with torch.device("meta"):
-        model = constant()
-    optimizer, rank = MAKERS[kind](model), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if where == "fsdp":
-        booster = Booster(plugin=TorchFSDPPlugin(param_init_fn=fill))
-        boosted, wrapped, *_ = booster.boost(model, optimizer)
-        rank = torch.distributed.get_rank()
-    else:
-        session = build(model, optimizer, PLANS[where])
-        boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
-    found = train(boosted, wrapped, range(3), rank, RANKS)
-    if where != "fsdp":
-        session.close()
-        session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [
-        ("fsdp", "adagrad"),
-        ("zero3", "anchored"),
-        *full(("fsdp", "anchored"), ("zero1", "adagrad"), ("zero1", "anchored"), ("zero3", "adagrad")),
-    ],
-)
-def test_models_on_the_meta_device_get_state_with_their_values(where: str, kind: str) -> None:
-    model = constant()
-    expected = train_plainly(model, MAKERS[kind](model), range(3))
-    for found in run_ranks(RANKS, on_meta, kind, where):
-        assert_close(found, expected, 1e-5, where)
-
-
-# ---- other front-ends, and what a load leaves out
