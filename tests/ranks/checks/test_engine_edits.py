@@ -178,19 +178,7 @@ def reset(model: nn.Module) -> None:
     model[0].weight.zero_()
 
 
-@torch.no_grad()
-def average(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.lerp_(torch.full_like(param, 0.125), 0.5)
-
-
-@torch.no_grad()
-def reverse(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.detach().copy_(param.flatten().flip(0).view_as(param))
-
-
-EDITS = [clamp, reset, average, reverse]
+EDITS = [clamp, reset]
 PRECISIONS = {"fp64": zero(2).precision, "bf16": zero(2, torch.bfloat16).precision}
 
 
@@ -227,9 +215,7 @@ def edit_plans() -> dict[str, Plan]:
     return {
         **{f"{name}-fp64": PLANS[name] for name in KEPT},
         **{f"{name}-bf16": PLANS[name].but(**half) for name in [*KEPT, "ddp"]},
-        "zero2-late-bf16": PLANS["zero2"].but(gather_on_use=True, **half),
         "zero2-host-bf16": PLANS["zero2"].but(state_host_fraction=1.0, **half),
-        "zero2-host-fp64": PLANS["zero2"].but(state_host_fraction=1.0),
         "zero2-early-bf16": PLANS["zero2"].but(update="backward", **half),
     }
 

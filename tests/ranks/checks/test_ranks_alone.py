@@ -44,11 +44,6 @@ def load_weights(session: Session, _: str) -> object:
     return session.module.load_state_dict(seeded(net).state_dict())
 
 
-def load_own(session: Session, _: str) -> object:
-    """By the user's own model."""
-    return session.model.load_state_dict(seeded(net).state_dict())
-
-
 def load_moments(session: Session, _: str) -> object:
     model = seeded(net)
     plain = adam(model)
@@ -57,24 +52,10 @@ def load_moments(session: Session, _: str) -> object:
     return session.optimizer.load_state_dict(plain.state_dict())
 
 
-def gradients(session: Session, _: str) -> object:
-    return session.full_gradients()
-
-
-def unsharded(session: Session, _: str) -> object:
-    return session.unshard()
-
-
 def one_value(session: Session, _: str) -> object:
     found = session.one(session.params[0])
     assert found is not None
     return found.value()
-
-
-def one_state(session: Session, _: str) -> object:
-    found = session.one(session.params[0])
-    assert found is not None
-    return found.state("exp_avg")
 
 
 def gathered(session: Session, _: str) -> None:
@@ -97,12 +78,8 @@ CALLS: dict[Call, str] = {
     model_state: "state_dict() of the model",
     optimizer_state: "state_dict() of an optimizer",
     load_weights: "load_state_dict() of the model",
-    load_own: "load_state_dict() of the model",
     load_moments: "load_state_dict() of an optimizer",
-    gradients: "full_gradients()",
-    unsharded: "unshard()",
     one_value: "reading a parameter",
-    one_state: "reading the state of a parameter",
     gathered: "gathered(",
 }
 

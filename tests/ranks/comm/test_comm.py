@@ -235,55 +235,6 @@ def test_misuse_is_refused_with_the_value() -> None:
     run_ranks(2, misuse, "shared")
 
 
-def equal(group: Group, numel: int) -> range:
-    """Bounds of equal parts of ``numel`` elements."""
-    return range(0, group.size * numel + 1, numel)
-
-
-def joint(kind: str) -> tuple[bool, list[int]]:
-    """Shards seen as one array: what a peer writes between fences is seen, what is written to it is not."""
-    with Scope(kind) as group:
-        sizes = [1, 7, 5000]
-        shards = group.shards([(equal(group, numel), torch.bfloat16) for numel in sizes], joint=True)
-        for numel, shard in zip(sizes, shards, strict=True):
-            assert shard.local.numel() == numel and not shard.local.any()
-        group.traffic.reset()
-        seen = []
-        for round_ in range(3):
-            group.fence()
-            for numel, shard in zip(sizes, shards, strict=True):
-                shard.local.copy_(values(group.rank, numel, torch.bfloat16, round_))
-            group.fence()
-            for numel, shard in zip(sizes, shards, strict=True):
-                everything = torch.cat([values(rank, numel, torch.bfloat16, round_) for rank in range(group.size)])
-                out = torch.empty_like(everything)
-                group.all_gather(out, shard).wait()
-                whole = group.joined(shard)
-                assert torch.equal(out, everything) and (whole is None or torch.equal(whole, everything))
-                seen.append(whole is not None)
-                if whole is not None:
-                    whole += group.rank + 1.0
-                    assert torch.equal(whole, everything + (group.rank + 1.0))
-            group.barrier()
-            for numel, shard in zip(sizes, shards, strict=True):
-                mine = slice(group.rank * numel, (group.rank + 1) * numel)
-                everything = torch.cat([values(rank, numel, torch.bfloat16, round_) for rank in range(group.size)])
-                assert torch.equal(shard.local, everything[mine])
-                whole = group.joined(shard)
-                assert whole is None or torch.equal(whole, everything)
-        return len(set(seen)) == 1 and seen[0], [group.traffic.bytes["all_gather"], group.traffic.calls["all_gather"]]
-
-
-@pytest.mark.parametrize(("kind", "size"), [*itertools.product(("shared", "gloo"), (1, 2, 3))])
-def test_shards_seen_as_one_array(kind: str, size: int) -> None:
-    shares = kind == "shared" and size > 1
-    for found, (nbytes, calls) in run_ranks(size, joint, kind):
-        assert found == shares
-        # Seen twice and gathered once a round, by three shards.
-        assert calls == 3 * 3 * (3 if shares else 1)
-        assert nbytes == calls // 3 * (size - 1) * sum([1, 7, 5000]) * 2
-
-
 def count_traffic(kind: str) -> dict[str, tuple[int, int]]:
     with Scope(kind) as group:
         size = group.size

@@ -3,7 +3,7 @@
 With N ranks, an operation on a whole array of B bytes sends (N-1)/N B from every rank; an all-reduce sends twice that.
 Psi is the padded bytes of the trainable chunks. Padding: fewer than N * R elements a chunk, and fewer than 64 bytes in
 front of each matrix. What the ranks tell each other besides (which parameters were used, norms) is counted as
-``exchange`` and bounded separately. When reductions start is checked at the end of this file.
+``exchange`` and bounded separately.
 
 What stage 3 gathers in a step with a chain of K equal units, a budget of b units and a prefetch of p:
 * forward gathers each unit once, K;
@@ -15,19 +15,15 @@ What stage 3 gathers in a step with a chain of K equal units, a budget of b unit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, Plan, replicated, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, meshes, sharded
 from tests.support.sets import full
@@ -235,76 +231,3 @@ def test_gradients_of_unused_units_are_not_sent() -> None:
 
 
 FIRST, END = "backward of the first layer", "end of the pass"
-
-
-def order_of_events(plan: Plan, steps: int, mesh: Mesh) -> list[list[int | str]]:
-    """By step: the layers in the order in which this rank's reductions of them start, between two marks."""
-    model = chain()
-    events: list[int | str] = []
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh) as session, ExitStack() as stack:
-        engine = session.engine
-        facts = engine.shards.layout.facts
-        held = {
-            spec.index: {int(facts[s.param].names[0][0]) for s in spec.slots} for spec in engine.shards.layout.chunks
-        }
-        assert sorted(map(list, held.values())) == [[layer] for layer in range(DEPTH)]  # one chunk a layer
-        layer_of = {index: layers.pop() for index, layers in held.items()}
-        reducer, finish, begun = engine.grads.reducer, engine.grads.reducer.finish, list[int]()
-        engine.events.reduction_began.listen(begun.append)
-
-        def recording(start: Callable[..., Any]) -> Callable[..., Any]:
-            def recorded(*args: Any) -> Any:
-                handle = start(*args)  # from here on the operation is under way
-                events.append(layer_of[begun[-1]])
-                return handle
-
-            return recorded
-
-        def mark_first(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
-            output.register_hook(lambda _: events.append(FIRST))
-
-        def finished(sync: bool) -> None:
-            events.append(END)
-            finish(sync)
-
-        # What talks to the peers, below the checks and counters that all transports share.
-        group = session.mesh.shard if session.mesh.shard.size > 1 else session.mesh.replicate
-        for name in ("_reduce_scatter", "_all_reduce"):
-            stack.enter_context(mock.patch.object(group, name, recording(getattr(group, name))))
-        reducer.finish = finished  # type: ignore[method-assign]
-        model[0].register_forward_hook(mark_first)
-        by_step = []
-        for _ in range(steps):
-            events.clear()
-            session.backward(session.module(torch.randn(3, WIDTH)).square().mean())
-            session.optimizer.step()
-            by_step.append(list(events))
-        return by_step
-
-
-def orders(plans: list[Plan]) -> list[list[list[int | str]]]:
-    # Backward waits only so long for peers before it leaves the rest to the end of the pass; here they always come.
-    with mock.patch.object(patience, "SHORT_S", 60.0), meshes() as mesh_of:
-        return [order_of_events(plan, 2, mesh_of(plan)) for plan in plans]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shared"),
-    [
-        pytest.param(2, None, id="2-shared"),
-        *full(pytest.param(3, False, id="3-gloo")),
-        pytest.param(3, None, id="3-shared", marks=campaign),
-        pytest.param(2, False, id="2-gloo", marks=campaign),
-    ],
-)
-def test_reductions_start_while_backward_runs(world_size: int, shared: bool | None) -> None:
-    """Each as soon as the gradients of its layer are there, the last layers' before the first one's backward; without
-    overlap none before the pass has ended."""
-    layers = list(reversed(range(DEPTH)))
-    a_layer = ByNumel(chunk_numel=UNIT)
-    stages = [replicated().but(packing=a_layer), zero(1).but(packing=a_layer), zero(2).but(packing=a_layer), zero(3)]
-    plans = [plan.but(shared_memory=shared, overlap=overlap) for plan in stages for overlap in (True, False)]
-    expected = {True: [*layers[:-1], FIRST, 0, END], False: [FIRST, END, *layers]}
-    for found in run_ranks(world_size, orders, plans):
-        for plan, by_step in zip(plans, found, strict=True):
-            assert by_step == [expected[plan.comm.overlap]] * 2, (plan.mesh, plan.shard, plan.comm.overlap)

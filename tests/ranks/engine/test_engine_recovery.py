@@ -199,25 +199,6 @@ def test_other_passes_are_no_part_of_the_step(name: str, what: str) -> None:
     check(run_ranks(2, passes_aside, PLANS[name], what), run_plain(Net, one_pass, 2, STEPS), f"{name} {what}")
 
 
-def outside_the_optimizer(plan: Plan) -> list[Grads]:
-    model = seeded(Net)
-    found = []
-    with sharded(model, torch.optim.SGD(model.layers[0].parameters(), lr=0.0), plan) as session:
-        for _step in range(3):
-            session.backward(square(session.module, session.mesh.rank, 0))
-            found.append(session.full_gradients())
-            session.optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("zero3", "zero3_gloo")])
-def test_gradients_in_no_optimizer_do_not_pile_up(name: str) -> None:
-    expected = plain_gradients(Net, square)
-    for found in run_ranks(2, outside_the_optimizer, PLANS[name]):
-        for step, gradients in enumerate(found):
-            assert_close(gradients, expected, 1e-11, f"step {step}")
-
-
 # ---- autograd beyond one backward
 
 

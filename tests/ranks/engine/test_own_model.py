@@ -21,7 +21,6 @@ import shardwise
 import shardwise.deepspeed as deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.colossalai.gemini_models import GeminiDDP, GeminiOptimizer
 from shardwise.testing import assert_close, run_ranks
 
 RANKS, ROWS, LR, STEPS = 2, 3, 0.1, 3
@@ -126,32 +125,22 @@ def boosted(plugin: Any, **arguments: Any) -> Callable[[nn.Module], Front]:
     return make
 
 
-def gemini(model: nn.Module) -> Front:
-    wrapped = GeminiDDP(model, mixed_precision=torch.float32, min_chunk_size_m=1e-5)
-    optimizer = GeminiOptimizer(sgd(model), wrapped)
-    assert wrapped.unwrap() is model
-    return Front(wrapped.module, wrapped, optimizer.backward, stepping(optimizer), lambda: None)
-
-
 FRONTS: dict[str, tuple[Callable[[nn.Module], Front], bool, str]] = {
     # by name: what makes it, whether parameters stay gathered, and in which numbers they are
     **{
         f"{kind} {stage} {precision}": (lambda m, f=front, s=stage, p=precision: f(m, s, p), stage < 3, precision)
-        for kind, front, stages in (("native", native, (1, 3)), ("deepspeed", as_deepspeed, (0, 1, 2, 3)))
+        for kind, front, stages in (("native", native, (1, 3)), ("deepspeed", as_deepspeed, (0, 1, 3)))
         for stage in stages
         for precision in ("fp32", "bf16")
     },
-    "booster zero1": (boosted(LowLevelZeroPlugin, stage=1, precision="bf16", overlap_allgather=True), True, "bf16"),
     "booster zero2": (boosted(LowLevelZeroPlugin, stage=2, precision="bf16"), True, "bf16"),
     "booster gemini": (boosted(GeminiPlugin, precision="fp32", min_chunk_size_m=1e-5), False, "fp32"),
-    "gemini": (gemini, False, "fp32"),
 }
 
 
 def whole(front: Front) -> State:
     """Every rank calls it; copies."""
-    everywhere = {"only_rank_0": False} if isinstance(front.wrapped, GeminiDDP) else {}
-    return {name: value.detach().float().clone() for name, value in front.wrapped.state_dict(**everywhere).items()}
+    return {name: value.detach().float().clone() for name, value in front.wrapped.state_dict().items()}
 
 
 def first_alone(front: Front, gathered: bool, dtype: torch.dtype, name: str) -> None:

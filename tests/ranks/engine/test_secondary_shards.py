@@ -28,46 +28,28 @@ NAMES = list(PROGRAMS)
 Cases = list[tuple[Plan, list[str]]]
 
 
-def programs(cases: Cases, mixed: list[str]) -> list[dict[str, dict[str, Tensor]]]:
-    """The last are ``mixed``: messages among all, mapped memory among the few."""
+def programs(cases: Cases) -> list[dict[str, dict[str, Tensor]]]:
     with meshes() as mesh_of:
-        found = [
+        return [
             {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh_of(plan)) for name in names}
             for plan, names in cases
         ]
-        if mixed:
-            mesh, plan = mesh_of(GLOO.but(secondary=2)), GLOO.but(secondary=2, prefetch=2)
-            mesh.secondary = mesh_of(zero(3).but(secondary=2)).secondary
-            assert mesh.secondary is not None and mesh.secondary.one_sided_gather and not mesh.shard.one_sided_gather
-            found.append(
-                {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh) for name in mixed}
-            )
-    return found
 
 
-FOUR: Cases = [
-    (GLOO.but(secondary=2), NAMES[::2]),
-    (zero(3).but(secondary=2, prefetch=0), NAMES[1::3]),
-    (GLOO.but(secondary=1, gathered_fraction=0.5), ["subsets", "retained_graph"]),
-    (zero(3).but(secondary=2), ["module_used_often"]),
-]
+FOUR: Cases = [(GLOO.but(secondary=2), NAMES[::2]), (zero(3).but(secondary=2, prefetch=0), NAMES[1::3])]
 TWO: Cases = [
     (zero(3).but(secondary=1), NAMES),
     (GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2), NAMES[2::3]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases", "mixed"),
-    [pytest.param(4, FOUR, NAMES[1::2], id="4", marks=pytest.mark.full), pytest.param(2, TWO, [], id="2")],
-)
-def test_programs(ranks: int, cases: Cases, mixed: list[str]) -> None:
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), *full((4, FOUR))])
+def test_programs(ranks: int, cases: Cases) -> None:
     """Every way to use a model, other blocks on every rank among them."""
-    results = run_ranks(ranks, programs, cases, mixed)
-    for index, names in enumerate([names for _, names in cases] + [mixed] * bool(mixed)):
+    results = run_ranks(ranks, programs, cases)
+    for index, (_, names) in enumerate(cases):
         for name in names:
-            states = [result[index][name] for result in results]
-            check(states, expected(ranks, name), f"{name}, case {index}")
+            check([result[index][name] for result in results], expected(ranks, name), f"{name}, case {index}")
 
 
 class Life(nn.Module):

@@ -82,42 +82,6 @@ def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
             assert all(torch.equal(value, state[name]) for name, value in values(plain).items())
 
 
-class Copied(nn.Linear):
-    """Saves its weight in another form, and its bias as a copy."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__(4, 4)
-        self.form = form
-        self.register_state_dict_post_hook(Copied.copied)
-
-    @staticmethod
-    def copied(module: Any, state: State, prefix: str, _metadata: Any) -> None:
-        weight, bias = state[prefix + "weight"], state[prefix + "bias"]
-        state[prefix + "bias"] = bias.clone()
-        forms = {"half": weight.half, "turned": lambda: weight[:2], "counted": weight.int, "copy": weight.clone}
-        state[prefix + "weight"] = forms[module.form]()
-
-
-class Whole(nn.Module):
-    """Its state is made by a method without arguments."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), Copied(form))
-
-    def state_dict(self) -> State:  # type: ignore[override]
-        return {f"net.{name}": value for name, value in self.net.state_dict().items()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-def copied(form: str, whole: bool, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = Whole(form)
-    return model if whole else model.net
-
-
 class Counts(nn.Linear):
     """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.deferred import deferred_init
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
@@ -125,19 +124,6 @@ def written_back(plan: Plan, mesh: Mesh) -> dict[str, str]:
         return everything(session)
 
 
-def deferred(plan: Plan, mesh: Mesh) -> dict[str, str]:
-    torch.manual_seed(3)
-    with deferred_init():
-        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
-    for step in range(2):
-        backward(session, step)
-        session.optimizer.step()
-    found = everything(session)
-    session.close()
-    return found
-
-
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -164,23 +150,10 @@ def two_optimizers(plan: Plan, mesh: Mesh) -> dict[str, str]:
     return found
 
 
-def one_element(plan: Plan, mesh: Mesh) -> dict[str, str]:
-    """Only rank 0 has anything to update."""
-    torch.manual_seed(6)
-    model = nn.Linear(1, 1, bias=False)
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
-    for step in range(2):
-        session.backward(session.module(batch(mesh.rank, step)[:, :1]).float().square().mean())
-        session.optimizer.step()
-    found = everything(session)
-    session.close()
-    return found
-
-
 def programs(plan: Plan, mixes: tuple[str, ...], directory: str) -> list[str]:
     different = []
     with small_tiles(), one_mesh(plan) as mesh:
-        for program in (written_back, deferred, two_optimizers, one_element):
+        for program in (written_back, two_optimizers):
             expected = program(plan, mesh)
             for mix in mixes:
                 if program(with_tiers(plan, mix, directory), mesh) != expected:

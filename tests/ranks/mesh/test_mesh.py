@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -13,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import choose, timeout_s
+from shardwise.core.comm import choose
 from shardwise.core.mesh import Mesh
-from shardwise.core.mesh.device_assignment import RankDevice
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 from tests.support.sets import full
@@ -194,17 +191,6 @@ def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
     assert "groups of 8" in second and "dp_shard=4" in second and "tp=2" in second
 
 
-def patience() -> None:
-    mesh = create(-1, 1)
-    assert timeout_s(mesh.world._control.process_group) == timeout_s() < 1800.0  # type: ignore[attr-defined]
-    mesh.close()
-
-
-def test_all_communicators_have_the_time_out_of_the_default_group() -> None:
-    """torch gives new groups half an hour."""
-    run_ranks(2, patience)
-
-
 def two_hosts() -> list[str]:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     real = choose.host_facts()
@@ -260,31 +246,3 @@ def without_memfd() -> str:
 
 def test_fallbacks_are_agreed() -> None:
     assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
-
-
-def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
-    """What a mesh over CUDA says before it makes anything, where the ranks' GPUs are these."""
-    members = dist.new_group(list(range(len(identities)))) if group else None
-    seat = RankDevice(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
-    comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
-    made = RuntimeError("the groups would be made here")
-    with (
-        mock.patch("shardwise.core.mesh.mesh.on_device", lambda _: nullcontext()),
-        mock.patch("shardwise.core.mesh.mesh.rank_device", lambda *_: seat),
-        mock.patch.object(choose.GroupMaker, "backend", "nccl"),
-        mock.patch("shardwise.core.mesh.mesh._axes", side_effect=made),
-    ):
-        try:
-            Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), torch.device("cuda:0"), comm, members)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("group", [False, True], ids=["all ranks", "a group"])
-def test_a_mesh_refuses_ranks_on_one_gpu(group: bool) -> None:
-    """Also where the program chose the devices itself; every rank is told."""
-    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-x"], group):
-        assert told.startswith("ranks [0, 1] would share the GPU GPU-x of host"), told
-    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-y"], group):
-        assert told == "the groups would be made here"

@@ -6,29 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, parts_of, vocabulary_cross_entropy
+from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, vocabulary_cross_entropy
 from shardwise.testing import run_ranks
-from tests.support.cut_setup import Model
 from tests.support.scope import Scope
-
-
-def whole(model: Model, axis: Axis, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the ranks' parts are together, by name; unpadded."""
-    found, parts = {}, parts_of(model)
-    for name, value in tensors.items():
-        part = parts.get(name)
-        if part is None:
-            assert all(torch.equal(each, value) for each in axis.collect(value)), f"{name} differs between ranks"
-        else:
-            cut = part.cut
-            sizes = [cut.numel(rank) for rank in range(cut.ranks)]
-            held = torch.split(axis.gathered(value, cut.dim, sizes), sizes, cut.dim)
-            assert not cut.whole(held).narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any()
-            value = part.together(held)
-        found[name] = value
-    return found
 
 
 def refused() -> list[str]:

@@ -3,7 +3,6 @@ fault are found by the comparison with whole models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -37,23 +36,12 @@ def dropping() -> list[tuple[Case, str]]:
         feed_forward_proj="gated-gelu",
         **sizes,
     )
-    whisper = transformers.WhisperConfig(
-        d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        decoder_ffn_dim=24, dropout=RATE, activation_dropout=RATE, attention_dropout=RATE, max_target_positions=16,
-        **sizes,
-    )  # fmt: skip
     gpt2 = transformers.GPT2Config(
         n_embd=24, n_head=4, n_layer=2, attn_pdrop=RATE, resid_pdrop=RATE, embd_pdrop=RATE, n_positions=16, **sizes
     )
-    bert = transformers.BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, hidden_dropout_prob=RATE,
-        attention_probs_dropout_prob=RATE, max_position_embeddings=16, **sizes,
-    )  # fmt: skip
     return [
         (Case("T5ForConditionalGeneration", t5, language), "decoder.block.1.layer.2.DenseReluDense.wo"),
-        (Case("WhisperForCausalLM", whisper, language), "model.decoder.layers.1.fc2"),
         (Case("GPT2LMHeadModel", gpt2, language), "transformer.h.1.attn.c_proj"),
-        (Case("BertForMaskedLM", bert, language), "bert.encoder.layer.1.attention.output.dense"),
     ]
 
 
@@ -92,7 +80,7 @@ def dropped(number: int) -> None:
         assert not differs(axis, inputs[0]) and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("number", range(4), ids=["t5", "whisper", "gpt2", "bert"])
+@pytest.mark.parametrize("number", range(2), ids=["t5", "gpt2"])
 def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
     run_ranks(2, dropped, number)
 
@@ -101,7 +89,7 @@ def recomputed() -> None:
     """With dropout everywhere, gradients are bit for bit those without checkpointing."""
     with Scope("shared") as group:
         axis = Axis(group)
-        for case, _ in dropping()[2:]:
+        for case, _ in dropping()[1:]:
             model = case.made()
             cut(model, axis, PLAN)
             found: list[dict[str, Tensor]] = []
@@ -199,22 +187,3 @@ def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
 
 
 # ---- activations that are trained
-
-
-@dataclass(frozen=True)
-class Sloped(Case):
-    """With a trained activation in the MLP of each layer."""
-
-    def made(self) -> nn.Module:
-        model = super().made()
-        for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
-            sloped = nn.PReLU(init=0.25 + number / 8)
-            layer.mlp.act_fn = nn.Sequential(sloped) if number else sloped
-        return model.double()
-
-
-def sloped() -> None:
-    with Scope("shared") as group:
-        axis = Axis(group)
-        case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
-        compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))

@@ -20,7 +20,7 @@ from shardwise.plan import Plan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 from tests.support.engine_setup import PLANS, sharded
-from tests.support.hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
+from tests.support.hybrid_setup import MAX_NORM, Steps, Texts, made, optimizer_of, plain_steps
 from tests.support.scope import Scope
 from tests.support.sets import full
 from tests.support.tensor_cases import CASES, adapted, decoder, language
@@ -173,32 +173,6 @@ def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int)
         assert [between for between, _ in found] == [
             whole * n // length for n, (_, whole) in zip(shares, found, strict=True)
         ]
-
-
-def counted(mode: Mode | None) -> dict[str, int]:
-    """Of one forward and backward pass, in the tensor-parallel group."""
-    model = made("llama")
-    inputs = {name: torch.stack([Texts(4)[row][name][: LENGTH - 1] for row in range(4)]) for name in Texts(4).items}
-    with sharded(model, optimizer_of(model), PLANS["zero1"].but(tp=2, tensor=plan_of(mode))) as session:
-        session.reset_traffic()
-        session.backward(session.module(**inputs).loss)
-        return dict(session.mesh.traffic())
-
-
-def test_bytes_are_those_of_whole_sequences() -> None:
-    """Each sum of activations (two forward in a layer, and the same backward, where whole sequences need one for every
-    layer cut by columns) becomes a gather or a sum of parts, of half as many bytes; beside these are one gather behind
-    the layers, one of the gradient before them, and the sums of what all have whole: norms and biases behind sums."""
-    plain, *others = (run_ranks(2, counted, mode)[0] for mode in (None, "split_gather"))
-    half = 4 * (LENGTH - 1) * WIDTH * 8 // 2  # of activations, to one other rank
-    blocks = 2 * 2  # in two layers
-    norms = 2 * 3 * WIDTH * 8  # two norms and the bias of the attention's output in each
-    for found in others:
-        moved = {kind: found[kind] - plain.get(kind, 0) for kind in found}
-        assert moved["all_reduce"] == norms - 2 * half * (blocks + 2 * 5)
-        exchanged = moved["all_gather"] + moved["reduce_scatter"] + moved["send"]
-        assert exchanged == 2 * half * 2 * blocks + 2 * half
-        assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
 
 
 # ---- what is refused, and what goes on as it was

@@ -88,18 +88,13 @@ def amsgrad(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, amsgrad=True)
 
 
-def centered(model: nn.Module) -> Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=0.01, eps=1e-3, centered=True, momentum=0.9)
-
-
 def groups(model: Any) -> Optimizer:
     """Three groups with rates and decays of their own."""
     own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
     return torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
 
-KINDS: list[tuple[Make, bool]] = [(nesterov, False), (nesterov, True), (momentum, True), (amsgrad, True)]
-KINDS += [(centered, True)]
+KINDS: list[tuple[Make, bool]] = [(nesterov, True), (amsgrad, True)]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("device", {}),
     ("p_disk_s_host", {}),
@@ -119,7 +114,7 @@ def all_variants(directory: str, kinds: list[tuple[Make, bool]]) -> list[dict[st
     return found
 
 
-@pytest.mark.parametrize("kinds", [KINDS[1:2], *full(KINDS[:1] + KINDS[2:])], ids=["nesterov", "others"])
+@pytest.mark.parametrize("kinds", [KINDS[:1], *full(KINDS[1:])], ids=["nesterov", "amsgrad"])
 def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, kinds: list[tuple[Make, bool]]) -> None:
     """Among them one that writes into gradients, and parameters of a tile that are first used in different steps."""
     by_rank = run_ranks(2, all_variants, str(tmp_path), kinds)
@@ -183,10 +178,6 @@ def test_groups_in_another_order_with_other_rates_and_hooks() -> None:
         check([states[index] for states in by_rank], plain(2, make, edit), f"case {index}: {edit.__name__} {changes}")
 
 
-def no_params(session: Session) -> None:
-    session.optimizers[0].optimizer.param_groups[1]["params"] = []
-
-
 def fewer(session: Session) -> None:
     session.optimizers[0].optimizer.param_groups[1]["params"].pop()
 
@@ -199,26 +190,14 @@ def added(session: Session) -> None:
     session.optimizers[0].optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def appended(session: Session) -> None:
-    session.optimizers[0].optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": 0.1})
-
-
-def doubled(session: Session) -> None:
-    groups = session.optimizers[0].optimizer.param_groups
-    groups.append(groups[0])
-
-
 def capturable(session: Session) -> None:
     session.optimizers[0].param_groups[2]["capturable"] = True
 
 
 REFUSED: dict[Callable[[Session], None], str] = {
-    no_params: "'params' of param group 1 of SGD was changed",
     fewer: "'params' of param group 1 of SGD was changed",
     removed: "param groups [1] (as numbered at boost/build) are missing from SGD.param_groups",
     added: "add_param_group(['params']) of the SGD after sharding",
-    appended: "param group 3 of SGD.param_groups ('params' with 1 entries) was added",
-    doubled: "param group 3 of SGD.param_groups",
     capturable: "SGD has capturable=True in param group 2",
 }
 
