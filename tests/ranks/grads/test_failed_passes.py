@@ -182,20 +182,16 @@ def one_fails(size: int, who: int, trial: Trial) -> list[list[Trial]]:
     return [[Trial() if rank != who or step == 0 else trial for step in range(STEPS)] for rank in range(size)]
 
 
-ALL = pytest.param(True, marks=pytest.mark.campaign)
-
-
 @MESSAGES_IN_FULL
-@pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
-def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> None:
-    """It raises, then every rank does, once; then all go on. By default each plan is called in one way under either
+def test_one_rank_fails(shared: bool | None, tmp_path: Path) -> None:
+    """It raises, then every rank does, once; then all go on. Each plan is called in one way under either
     transport."""
     runs = []
     for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
-        for direct in (True, False) if every else ((index % 2 == 0) == (shared is None),):
-            zero_first = (index // 2 + direct) % 2 == 0
-            trials = one_fails(2, index % 2, Trial(fails_at=1 + index % 3))
-            runs.append(Run(plan, trials, direct, zero_first, f"{name}, direct={direct}, zero_first={zero_first}"))
+        direct = (index % 2 == 0) == (shared is None)
+        zero_first = (index // 2 + direct) % 2 == 0
+        trials = one_fails(2, index % 2, Trial(fails_at=1 + index % 3))
+        runs.append(Run(plan, trials, direct, zero_first, f"{name}, direct={direct}, zero_first={zero_first}"))
     for run, tries in zip(runs, check(runs, 2), strict=True):
         for rank, each in enumerate(tries):
             failed = run.trials[rank][1].fails_at is not None
@@ -204,15 +200,14 @@ def test_one_rank_fails(shared: bool | None, every: bool, tmp_path: Path) -> Non
 
 
 @MESSAGES_IN_FULL
-@pytest.mark.parametrize("every", [False, ALL], ids=["pairs", "all"])
-def test_all_ranks_fail_in_program_order(shared: bool | None, every: bool, tmp_path: Path) -> None:
+def test_all_ranks_fail_in_program_order(shared: bool | None, tmp_path: Path) -> None:
     """All ranks fail at one place; how far each had come by then depends on its patience."""
     runs = []
     for index, (name, plan) in enumerate(plans(shared, tmp_path).items()):
-        for impatient in (0, 1) if every else ((index + (shared is None)) % 2,):
-            at = [rank if rank == impatient else None for rank in range(2)]
-            trials = [[Trial(fails_at=1, impatient_at=at[rank])] * STEPS for rank in range(2)]
-            runs.append(Run(plan.but(same_order=None), trials, what=f"{name}, rank {impatient} is impatient"))
+        impatient = (index + (shared is None)) % 2
+        at = [rank if rank == impatient else None for rank in range(2)]
+        trials = [[Trial(fails_at=1, impatient_at=at[rank])] * STEPS for rank in range(2)]
+        runs.append(Run(plan.but(same_order=None), trials, what=f"{name}, rank {impatient} is impatient"))
     for run, tries in zip(runs, check(runs, 2), strict=True):
         assert all(each.ends == [["ArithmeticError", "made"]] * STEPS for each in tries), run.what
 
