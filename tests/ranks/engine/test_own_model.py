@@ -197,19 +197,6 @@ def loads(front: Front, name: str) -> None:
     assert_close(whole(front), {**given, "last.bias": before["last.bias"]}, 1e-7, f"{name}: one of it")
 
 
-def loads_a_layer(front: Front, name: str) -> None:
-    """One module's own ``load_state_dict``, each rank when it comes to it, right after a step."""
-    own: Any = front.own
-    given = {key: torch.full_like(value, 0.5) for key, value in body().first.state_dict().items()}
-    for rank in range(RANKS):
-        if rank == dist.get_rank():
-            own.first.load_state_dict(given)
-            assert all(bool((value == 0.5).all()) for value in own.first.state_dict().values()), name
-        dist.barrier()
-    found = {key.removeprefix("first."): value for key, value in whole(front).items() if key.startswith("first.")}
-    assert_close(found, given, 0.0, f"{name}: a layer")
-
-
 def _habits(name: str) -> State:
     make, gathered, precision = FRONTS[name]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -240,10 +227,6 @@ def _habits(name: str) -> State:
         del front.wrapped.mark
         assert not hasattr(own, "mark"), name
     loads(front, name)
-    if gathered:
-        front.backward(own(rows(9, dist.get_rank()).to(dtype)).float().square().mean())
-        front.step()
-        loads_a_layer(front, name)
     front.close()
     return trained
 
