@@ -33,7 +33,6 @@ TESTS = (
     "tests/unit/test_port.py",
     "tests/ranks/checkpoint/test_checkpoint_resume.py",
     "tests/ranks/checkpoint/test_output_files.py",
-    "tests/ranks/memory/test_disk_order.py",
     "tests/ranks/engine/test_host_waits.py",
     "tests/ranks/testing/test_pool.py",
 )

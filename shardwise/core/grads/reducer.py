@@ -127,7 +127,7 @@ MAX_BACKOFF = 1024
 # Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
 # one order ([Note: One order of reductions]), so a wait for the n-th is a wait for ranks that wait for an earlier one
 # at most. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside a pass
-# closes a cycle]. tests/ranks/grads/test_waits.py ends the wait at every place of every rank in turn.
+# closes a cycle]. tests/ranks/grads/test_failed_passes.py ends the wait at places that it draws at random.
 class WaitPolicy:
     """How long backward waits for a bucket that peers still use, before it goes on in private memory.
 

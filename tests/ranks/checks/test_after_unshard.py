@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
@@ -75,7 +74,6 @@ USES: dict[str, Use] = {
     "set_gradient": lambda session, _: one(session).set_gradient(torch.ones(4, 4)),
     "set_state": lambda session, _: one(session).set_state("momentum_buffer", torch.ones(4, 4)),
 }
-SCALED = zero(3, torch.float16).but(gathered_budget_bytes=10**8)
 EACH = {"zero2": PLANS["zero2"], "zero3": PLANS["zero3"], "kept": zero(3).but(gathered_budget_bytes=10**8)}
 
 
@@ -133,58 +131,6 @@ def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) ->
             assert same, f"{use} changed the model"
 
 
-def scaled() -> tuple[str, bool, bool]:
-    model = net()
-    session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), SCALED)
-    session.unshard()
-    value, message = loss(session), ""
-    try:
-        session.backward(value)
-    except RuntimeError as error:
-        message = str(error)
-    none = all(param.grad is None for param in model.parameters())
-    value.backward()  # type: ignore[no-untyped-call]  # an ordinary model's
-    expected = net()
-    expected(torch.ones(2, 4)).sum().backward()
-    pairs = zip(model.parameters(), expected.parameters(), strict=True)
-    alike = all(torch.allclose(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
-    session.mesh.close()
-    return message, none, alike
-
-
-def test_no_loss_scale_is_left_in_gradients_of_a_model_that_was_given_back() -> None:
-    """They were 65536 times too large."""
-    for message, none, alike in run_ranks(2, scaled):
-        assert "Sequential is no longer sharded since unshard()" in message
-        assert none and alike
-
-
-def after_close(name: str) -> dict[str, str]:
-    found = {}
-    mesh = Mesh.create(EACH[name].mesh, torch.device("cpu"), EACH[name].comm)
-    uses = "step backward_pass expect_backward offload_states write_back full_gradients set_value"
-    for use in uses.split():
-        model = net()
-        session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), EACH[name], mesh)
-        session.close()
-        try:
-            USES[use](session, Path())
-            found[use] = ""
-        except RuntimeError as error:
-            found[use] = str(error)
-        session.close()
-    mesh.close()
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_a_closed_session_says_so(name: str) -> None:
-    for found in run_ranks(2, after_close, name):
-        for use, message in found.items():
-            assert "of a Sequential that was closed: build it again" in message or name == "zero3", (use, message)
-            assert message, use
-
-
 def old_optimizer(name: str) -> tuple[str, str]:
     messages = []
     for end in (Session.close, Session.unshard):
@@ -209,16 +155,3 @@ def test_the_old_optimizer_says_that_it_has_parts_alone() -> None:
         assert "SGD" in unsharded and "make a new one on model.parameters()" in unsharded
     for messages in run_ranks(2, old_optimizer, "zero2"):
         assert all("make a new one on model.parameters()" in text for text in messages), messages
-
-
-def divided() -> str:
-    try:
-        build(nn.Sequential(FullyShardedDataParallel(net(), device_id=torch.device("cpu"))), None, PLANS["zero3"])
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_a_model_that_torch_has_divided_is_refused() -> None:
-    for message in run_ranks(2, divided):
-        assert "module '0' of the model is a FullyShardedDataParallel" in message

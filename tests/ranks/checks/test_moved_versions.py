@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, data, loss_of, seeded, sgd, sharded
 from tests.support.sets import full
@@ -90,22 +90,3 @@ def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
         expected = trained_plainly(unsafe)
         for state in run_ranks(2, trained_parametrized, moved_plans()[name], unsafe):
             assert_close(state, expected, 1e-11, name)
-
-
-def moved_in_16_bits(plan: Plan) -> tuple[State, State]:
-    model = seeded(parametrized)
-    with sharded(model, sgd(model), plan) as session:
-        for index in range(2):
-            session.backward(loss_of(session, index))
-            session.optimizer.step()
-        before = session.module.state_dict()
-        set_to_itself(model)
-        return before, session.module.state_dict()
-
-
-def test_masters_keep_their_precision_where_only_a_version_moves() -> None:
-    for before, after in run_ranks(
-        2, moved_in_16_bits, PLANS["zero2"].but(precision=zero(2, torch.bfloat16).precision)
-    ):
-        assert any(not torch.equal(value, value.bfloat16().float()) for value in before.values())
-        assert_close(after, before, 0.0, "after set_")

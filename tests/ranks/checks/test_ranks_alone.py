@@ -44,11 +44,6 @@ def load_weights(session: Session, _: str) -> object:
     return session.module.load_state_dict(seeded(net).state_dict())
 
 
-def load_own(session: Session, _: str) -> object:
-    """By the user's own model."""
-    return session.model.load_state_dict(seeded(net).state_dict())
-
-
 def load_moments(session: Session, _: str) -> object:
     model = seeded(net)
     plain = adam(model)
@@ -57,24 +52,10 @@ def load_moments(session: Session, _: str) -> object:
     return session.optimizer.load_state_dict(plain.state_dict())
 
 
-def gradients(session: Session, _: str) -> object:
-    return session.full_gradients()
-
-
-def unsharded(session: Session, _: str) -> object:
-    return session.unshard()
-
-
 def one_value(session: Session, _: str) -> object:
     found = session.one(session.params[0])
     assert found is not None
     return found.value()
-
-
-def one_state(session: Session, _: str) -> object:
-    found = session.one(session.params[0])
-    assert found is not None
-    return found.state("exp_avg")
 
 
 def gathered(session: Session, _: str) -> None:
@@ -97,12 +78,8 @@ CALLS: dict[Call, str] = {
     model_state: "state_dict() of the model",
     optimizer_state: "state_dict() of an optimizer",
     load_weights: "load_state_dict() of the model",
-    load_own: "load_state_dict() of the model",
     load_moments: "load_state_dict() of an optimizer",
-    gradients: "full_gradients()",
-    unsharded: "unshard()",
     one_value: "reading a parameter",
-    one_state: "reading the state of a parameter",
     gathered: "gathered(",
 }
 
@@ -153,15 +130,3 @@ def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path
     told, _ = run_ranks(2, alone, plan, save, nothing, str(tmp_path), True)
     assert "rank 0 is in: saving checkpoint 'alone' in " in told, told
     assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
-
-
-def write(session: Session, _: str) -> None:
-    with session.module.gathered(write_back=True):
-        session.model.load_state_dict(seeded(net).state_dict())
-
-
-@pytest.mark.parametrize("plan", ["zero2", "zero3"])
-def test_a_load_of_gathered_parameters_on_one_rank_alone(plan: str, tmp_path: object) -> None:
-    """Each rank would keep its part of what it has: one of what was loaded, the other of what there was."""
-    for told in run_ranks(2, alone, plan, write, gathered, str(tmp_path)):
-        assert ": load_state_dict() of the model" in told and ": gathered(write_back=True)" in told, told

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import one_mesh
-from tests.support.tier_setup import with_tiers
 
 
 class Normed(torch.optim.Optimizer):
@@ -90,63 +85,6 @@ def test_nothing_is_half_done(stage: int) -> None:
     assert first == second and first.keys() == REFUSED.keys()
     for name, (_, words) in REFUSED.items():
         assert words in first[name], first[name]
-
-
-def too_large(directory: str) -> tuple[str, int]:
-    """State that the device has no room for is known once the model is sharded; its hooks and files go again."""
-    plan = zero(1)
-    small = with_tiers(plan, "p_disk", directory).but(device_capacity_bytes=200, param_disk_fraction=0.5)
-    with one_mesh(plan) as mesh:
-        model = net()
-        with pytest.raises(DeviceMemoryError) as error:
-            build(model, torch.optim.AdamW(model.parameters()), small, mesh)
-        dist.barrier()
-        left = len(model._forward_hooks) + len(model._forward_pre_hooks) + len(os.listdir(directory))
-        dist.barrier()
-    return str(error.value), left
-
-
-def test_a_device_that_is_too_small_leaves_no_hooks_and_files(tmp_path: Path) -> None:
-    for message, left in run_ranks(2, too_large, str(tmp_path)):
-        assert "masters and optimizer state" in message and left == 0
-
-
-class Broken(Normed):
-    """Says so in the first step, which the engine asks for when a device has a capacity."""
-
-    element_wise = True
-
-    def step(self, closure: Any = None) -> None:
-        raise RuntimeError("only on Sundays")
-
-
-def groups() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
-
-
-def none_left(plan: Plan, kinds: tuple[type[Normed], ...], words: str) -> tuple[int, int]:
-    """Process groups before and after, where the optimizers have the steps that they had."""
-    model: Any = net()
-    before = groups()
-    optimizers = [kind(model[2 * i].parameters()) for i, kind in enumerate(kinds)]
-    torch.optim.lr_scheduler.ConstantLR(optimizers[0])  # puts a step of its own into its place
-    steps = [vars(each).get("step") for each in optimizers]
-    with pytest.raises((ValueError, RuntimeError), match=words):
-        build(model, optimizers, plan)
-    assert [vars(each).get("step") for each in optimizers] == steps and steps[0] is not None
-    dist.barrier()
-    return before, groups()
-
-
-@pytest.mark.parametrize(
-    ("kinds", "words"),
-    [((Believed, Counting), "gives parameters other values"), ((Believed, Broken), "only on Sundays")],
-    ids=["before", "after"],
-)
-def test_no_process_groups_are_left_and_the_steps_given_back(kinds: tuple[type[Normed], ...], words: str) -> None:
-    plan = zero(3, dp_replicate=2).but(device_capacity_bytes=2**30, shared_memory=False)
-    for before, after in run_ranks(4, none_left, plan, kinds, words):
-        assert after == before
 
 
 def believed(plan: Plan) -> bool:

@@ -82,13 +82,6 @@ def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
         check([states[way] for states in results], plain(), f"{name}, {way}")
 
 
-@pytest.mark.parametrize("name", ["zero2", *full("ddp")])
-def test_ranks_of_two_hosts_do(name: str) -> None:
-    results = run_ranks(4, trained, PLANS[name], False, True)
-    for way in WAYS:
-        check([states[way] for states in results], plain(4), f"{name}, {way}")
-
-
 def seen_elsewhere() -> tuple[Tensor, Tensor, Tensor]:
     """What was sent of a parameter, at once and after a step, and the parameter then."""
     model = seeded(net)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import shardwise
-from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.deepspeed import initialize
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sharded, told
@@ -59,40 +50,6 @@ def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None
     for outermost, *_, inside in run_ranks(ranks, given, kind):
         assert f"module '' of the model is a {kind}" in outermost and "pass the wrapped model" in outermost
         assert f"module '0' of the model is a {kind}" in inside
-
-
-def native(model: nn.Module) -> object:
-    return shardwise.shard(model, adam(model), stage=1)
-
-
-def deepspeed(model: nn.Module) -> object:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
-    return initialize(model=model, model_parameters=model.parameters(), config=config)
-
-
-def low_level_zero(model: nn.Module) -> object:
-    return Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32")).boost(model, adam(model))
-
-
-def gemini(model: nn.Module) -> object:
-    return Booster(plugin=GeminiPlugin(precision="fp32")).boost(model, adam(model))
-
-
-FRONT_ENDS = (native, deepspeed, low_level_zero, gemini)
-
-
-def by_front_end(front_end: Callable[[nn.Module], object]) -> str:
-    try:
-        front_end(DDP(seeded(net).float()))
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS, ids=lambda each: each.__name__)
-def test_so_it_is_by_every_front_end(front_end: Callable[[nn.Module], object]) -> None:
-    for message in run_ranks(2, by_front_end, front_end):
-        assert "is a DistributedDataParallel" in message, message
 
 
 # ---- around it
@@ -159,60 +116,3 @@ def before_the_model_was_sharded() -> str:
 def test_a_ddp_that_was_made_before_is_refused_when_it_runs() -> None:
     for message in run_ranks(2, before_the_model_was_sharded):
         assert "DistributedDataParallel around a sharded Sequential" in message
-
-
-class Student(nn.Module):
-    """Calls another model, which may be one of its own."""
-
-    def __init__(self, teacher: nn.Module, owned: bool) -> None:
-        super().__init__()
-        self.own = nn.Linear(6, 6).double()
-        self.called = [teacher]
-        if owned:
-            self.teacher = teacher
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.own(x) - self.called[0](x).detach()).square().mean()
-
-
-def distilled(owned: bool) -> tuple[Tensor, Tensor]:
-    """The student's gradient, and what it should be: the mean over the ranks."""
-    teacher = seeded(net)
-    plain = copy.deepcopy(teacher)
-    if owned:
-        teacher.requires_grad_(False)
-    with sharded(teacher, None, PLANS["zero2"]) as session:
-        torch.manual_seed(1)
-        student = Student(session.module, owned)
-        alone = Student(plain, False)
-        alone.own.load_state_dict(student.own.state_dict())
-        parallel = DDP(student)
-        parallel(data(session.mesh.rank, 0)).backward()
-        for rank in range(dist.get_world_size()):
-            (alone(data(rank, 0)) / dist.get_world_size()).backward()
-    assert student.own.weight.grad is not None and alone.own.weight.grad is not None
-    return student.own.weight.grad, alone.own.weight.grad
-
-
-@pytest.mark.parametrize("owned", [False, True], ids=["called", "frozen"])
-def test_a_ddp_that_only_calls_a_sharded_model_goes_its_own_way(owned: bool) -> None:
-    for found, expected in run_ranks(2, distilled, owned):
-        assert torch.allclose(found, expected, rtol=1e-12, atol=0.0)
-
-
-def replicas(name: str) -> str:
-    """torch's own copies for two GPUs, of which there are none here: what they share is given to both."""
-    torchs = sys.modules["torch.nn.parallel.replicate"]
-    model = seeded(net)
-    with (
-        sharded(model, adam(model), PLANS[name]) as session,
-        mock.patch.object(torchs, "_get_device_index", lambda device, optional: device),
-        mock.patch.object(torchs, "_broadcast_coalesced_reshape", lambda own, devices, detach: [own] * 2),
-    ):
-        return told(lambda: torch.nn.parallel.replicate(session.module, [0, 1]))
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_copies_for_other_gpus_are_refused(name: str) -> None:
-    for message in run_ranks(1, replicas, name):
-        assert "DataParallel around a sharded Sequential" in message and "start one rank per GPU" in message

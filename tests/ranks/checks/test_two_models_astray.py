@@ -13,10 +13,9 @@ from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
-from shardwise.testing import RankPool, run_ranks
+from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded
 from tests.support.engine_setup import two_layers as net
-from tests.support.scope import Scope
 from tests.support.sets import full
 
 
@@ -87,30 +86,6 @@ def in_order(name: str) -> bool:
 @pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
 def test_passes_in_one_order_train_each_model(name: str) -> None:
     assert all(run_ranks(2, in_order, name))
-
-
-def other_buffers() -> bool:
-    """Over gloo what is sent of one buffer is never received into another, also where nothing is exchanged before."""
-    scope = Scope("gloo")
-    group = scope.group
-    buffers = group.buffers([(4, torch.float32), (4, torch.float32)])
-    for buffer, value in zip(buffers, (1.0, 10.0), strict=True):
-        buffer.local.fill_(value)
-    mine = buffers if group.rank == 0 else buffers[::-1]
-    handles = [group.all_reduce(buffer, 1.0) for buffer in mine]
-    dist.barrier()
-    # Their second operation is in flight as well, and has the other buffer.
-    taken = [handle.finished() for handle in handles]
-    dist.barrier()
-    # This rank's part of a sum may be there, which is found by its buffer; the others' parts are sent in order.
-    found = [set(buffer.local.tolist()) for buffer in buffers]
-    os._exit(0 if not any(taken) and found[0] <= {1.0, 2.0} and found[1] <= {10.0, 20.0} else 1)
-
-
-def test_what_is_sent_of_one_buffer_is_not_received_into_another() -> None:
-    with RankPool(2) as pool, pytest.raises(Exception, match="exit") as caught:
-        pool.run(other_buffers)
-    assert getattr(caught.value, "exit_code", None) == 0
 
 
 def forked() -> list[object]:

@@ -6,21 +6,13 @@ import math
 from typing import Any
 from unittest import mock
 
-import other_numbers
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from shardwise.core.comm import Group, PeerError, Summary, register_backend
-from shardwise.core.grads import reducer
-from shardwise.core.mesh import Mesh
-from shardwise.plan import ByTensor
-from shardwise.testing import assert_close, run_ranks
-from tests.support.alike_setup import PLANS, WIDTH, Blocks, made, real_native
-from tests.support.engine_setup import plain_steps
+from shardwise.core.comm import Group, Summary
+from shardwise.testing import run_ranks
 from tests.support.scope import Scope
-from tests.support.sets import campaign, full
+from tests.support.sets import full
 
 FLAGS, MORE_FLAGS = 100, 2000
 
@@ -86,103 +78,3 @@ def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
     assert sums_of_few == (sums, [True]) and many[0]["largest"] == (most, [])
     assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
     assert many[0]["nan"] == [False, *[True] * (ranks - 1)]
-
-
-def astray(kind: str) -> tuple[str, ...]:
-    rank = dist.get_rank()
-    texts = []
-    with mock.patch.object(Group, "rows_up_to", 1), Scope(kind) as group:
-        for meet in (
-            lambda: group.summarize([1.0], "one thing") if rank else group.exchange([2.0], "another thing"),
-            lambda: group.exchange([1.0] * (40 + rank), "a number of numbers"),
-            lambda: group.summarize([], "flags", flags=[True] * 3000) if rank else group.totals([1.0] * 40, "sums"),
-        ):
-            try:
-                meet()
-                texts.append("they met")
-            except PeerError as error:
-                texts.append(str(error))
-        assert group.exchange([0.0], "afterwards") == [[0.0]] * group.size
-    return tuple(texts)
-
-
-@pytest.mark.parametrize("kind", ["gloo", "native"])
-def test_ranks_that_came_for_different_things_are_told(kind: str) -> None:
-    for purposes, lengths, sums in run_ranks(3, astray, kind):
-        assert "rank 0: another thing (1 values); ranks [1, 2]: one thing (1 values)" in purposes
-        assert "rank 0: a number of numbers (40 values); rank 1: a number of numbers (41 values)" in lengths
-        assert "rank 0: sums (40 values); ranks [1, 2]: flags (3000 values)" in sums
-
-
-SETS = [(0, 1), (1, 0), (2,), (0, 1), (2,), (1, 2), (2,), (0, 1)]
-"""Blocks that all ranks use in a step; every second rank the other way round."""
-
-
-def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
-
-
-def through(model: Blocks, rank: int, step: int, x: Tensor) -> Tensor:
-    used = SETS[step]
-    for block in used if rank % 2 else reversed(used):
-        x = model.blocks[block](x)
-    return model.head(x)
-
-
-def switching(name: str, rows_up_to: int, kept: int) -> tuple[dict[str, Tensor], list[list[int]], list[int]]:
-    """What training comes to, the order of reductions behind each step, and the steps in which ranks spoke of it."""
-    put_back = register_backend("cpu", real_native)
-    orders, spoke, broadcast = list[list[int]](), list[int](), Group.broadcast_values
-
-    def speak(group: Group, *args: Any, **rest: Any) -> list[float]:
-        spoke.append(len(orders))
-        return broadcast(group, *args, **rest)
-
-    with (
-        mock.patch.object(Group, "rows_up_to", rows_up_to),
-        mock.patch.object(Group, "broadcast_values", speak),
-        mock.patch.object(reducer, "MAX_ORDERS", kept),
-    ):
-        try:
-            mesh = Mesh.create(PLANS[name].mesh, torch.device("cpu"), PLANS[name].comm)
-        finally:
-            put_back()
-        plan = PLANS[name].but(packing=ByTensor(persist_numel=0), same_order=False)
-        session = made(plan, mesh, 3)
-        model = session.model
-        for step in range(len(SETS)):
-            with mock.patch.object(model, "forward", lambda x, step=step: through(model, mesh.rank, step, x)):
-                session.backward(session.module(batch(mesh.rank, step)).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            orders.append([state.spec.index for state in session.engine.grads.passes._reducer._order])
-        state = {key: value.clone() for key, value in session.module.state_dict().items()}
-        session.close()
-        mesh.close()
-    return state, orders, spoke
-
-
-@pytest.mark.parametrize(
-    ("name", "rows_up_to", "kept"),
-    [
-        ("zero2", 1, 64),
-        *full(("zero1", 1, 64), ("zero2", 16, 64), ("zero3", 16, 64), ("zero3", 1, 1)),
-        *campaign(("zero3", 1, 64)),
-    ],
-)
-def test_an_order_is_agreed_on_once_for_each_set_in_use(name: str, rows_up_to: int, kept: int) -> None:
-    """Ranks whose gradients come in different orders, and sets of chunks in use that change from step to step."""
-    ranks = run_ranks(3, switching, name, rows_up_to, kept)
-    plain = plainly()
-    for state, orders, spoke in ranks:
-        assert_close(state, plain, 1e-5, name)
-        assert orders == ranks[0][1] and spoke == ([0, 2, 5] if kept > 1 else [0, 2, 3, 4, 5, 6, 7])
-        if kept > 1:
-            assert orders[0] == orders[1] == orders[3] == orders[7] and orders[2] == orders[4] == orders[6]
-
-
-def plainly() -> dict[str, Tensor]:
-    other_numbers.seed(0)
-    plain = Blocks(3, WIDTH)
-    loss = lambda model, rank, step: through(model, rank, step, batch(rank, step)).square().mean()  # noqa: E731
-    return plain_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), len(SETS), loss, 3)

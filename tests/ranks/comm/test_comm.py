@@ -6,33 +6,30 @@ import itertools
 import random
 import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
 
 from shardwise.core.comm import Buffer, Group, LocalGroup
-from shardwise.core.comm.mapping import MappingError
-from shardwise.core.comm.summing import TILE_NUMEL, RankSum
-from shardwise.core.memory.trace.tracker import TensorTracker
+from shardwise.core.comm.summing import TILE_NUMEL
 from shardwise.testing import run_ranks
 from tests.support.scope import CPU, Scope, same, summed, values
-from tests.support.sets import campaign, full
+from tests.support.sets import full
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SLICES = (0, 1, 7, 1300)
 LARGE = TILE_NUMEL + 3
 
 
-def collectives(kind: str, every: bool) -> None:
-    """Each dtype with each length, and each of these with each output and scale; or (``every``) all with all."""
+def collectives(kind: str) -> None:
+    """Each dtype with each length, and each of these with each output, scales by turns."""
     with Scope(kind) as group:
         cases = [(numel, dtype) for dtype in DTYPES for numel in SLICES] + [(LARGE, torch.float32)]
         specs = [spec for numel, dtype in cases for spec in ((group.size * numel, dtype), (numel, dtype))]
         buffers = group.buffers(specs)
         for turn, ((numel, dtype), full, shard) in enumerate(zip(cases, buffers[0::2], buffers[1::2], strict=True)):
             gathers(group, full, shard)
-            reductions(group, full, kind, dtype, numel, None if every else turn)
+            reductions(group, full, kind, dtype, numel, turn)
 
 
 def gathers(group: Group, full: Buffer, shard: Buffer) -> None:
@@ -53,58 +50,39 @@ def gathers(group: Group, full: Buffer, shard: Buffer) -> None:
     group.fence()
 
 
-def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel: int, turn: int | None) -> None:
-    """With the scales that are at their turn; ``None``: with all."""
+def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel: int, turn: int) -> None:
     size, rank = group.size, group.rank
     scales = [1.0 / size, 1.0, 0.3]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     own = slice(rank * numel, (rank + 1) * numel)
     outs = [torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=wide), full.local[own]]
     for round_, out in enumerate(outs):
-        for factor in scales if turn is None else [scales[(turn + round_) % 3]]:
-            full.wait_writable()
-            full.local.copy_(values(rank, size * numel, dtype, round_))
-            handle = group.reduce_scatter(out, full, factor)
-            handle.wait()
-            handle.wait()
-            result = out.clone()
-            expected = summed(size, size * numel, dtype, out.dtype, factor, round_)[own]
-            if out.dtype != dtype and kind == "native":
-                same(result.to(dtype), expected.to(dtype), kind)
-            else:
-                same(result, expected, kind)
-    for factor in scales if turn is None else [scales[turn % 3]]:
+        factor = scales[(turn + round_) % 3]
         full.wait_writable()
-        full.local.copy_(values(rank, size * numel, dtype, 9))
-        handle = group.all_reduce(full, factor)
+        full.local.copy_(values(rank, size * numel, dtype, round_))
+        handle = group.reduce_scatter(out, full, factor)
         handle.wait()
         handle.wait()
-        same(full.local, summed(size, size * numel, dtype, dtype, factor, 9), kind)
+        result = out.clone()
+        expected = summed(size, size * numel, dtype, out.dtype, factor, round_)[own]
+        if out.dtype != dtype and kind == "native":
+            same(result.to(dtype), expected.to(dtype), kind)
+        else:
+            same(result, expected, kind)
+    full.wait_writable()
+    full.local.copy_(values(rank, size * numel, dtype, 9))
+    handle = group.all_reduce(full, scales[turn % 3])
+    handle.wait()
+    handle.wait()
+    same(full.local, summed(size, size * numel, dtype, dtype, scales[turn % 3], 9), kind)
     full.wait_writable()
 
 
-# What all ranks must agree on is worst at four of them, but takes as many times the processor: by default once.
-FOUR = [*full(("shared", 4)), *campaign(("gloo", 4), ("native", 4))]
-
-
 @pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        *[("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2)],
-        *full(("shared", 2), ("gloo", 1), ("native", 1)),
-        *FOUR,
-        *campaign(("gloo", 2), ("native", 3)),
-    ],
+    ("kind", "size"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2), *full(("shared", 4), ("native", 1))]
 )
 def test_collectives_equal_plain_arithmetic(kind: str, size: int) -> None:
-    run_ranks(size, collectives, kind, False)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["shared", "gloo", "native"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_collectives_with_every_scale(kind: str, size: int) -> None:
-    run_ranks(size, collectives, kind, True)
+    run_ranks(size, collectives, kind)
 
 
 def agreement(kind: str) -> None:
@@ -143,47 +121,6 @@ def agreement(kind: str) -> None:
 )
 def test_agreement(kind: str, size: int) -> None:
     run_ranks(size, agreement, kind)
-
-
-def in_flight(kind: str) -> None:
-    """Several reductions and gathers started before any is waited for, and ranks at different speeds."""
-    with Scope(kind) as group:
-        size, rank, numel = group.size, group.rank, 5000
-        noise = random.Random(rank)
-        specs = [(size * numel, torch.float32), (numel, torch.bfloat16)] * 3 + [(size * numel, torch.float16)]
-        buffers = group.buffers(specs)
-        fulls, shards, whole = buffers[0:6:2], buffers[1:6:2], buffers[6]
-        for round_ in range(5):
-            for number, shard in enumerate(shards):
-                shard.local.copy_(values(rank, numel, torch.bfloat16, 10 * round_ + number))
-            group.fence()
-            handles, outs, gathered = [], [], []
-            for number, full in enumerate(fulls):
-                full.wait_writable()
-                full.local.copy_(values(rank, size * numel, torch.float32, 10 * round_ + number))
-                outs.append(torch.empty(numel))
-                handles.append(group.reduce_scatter(outs[-1], full, 1.0))
-                time.sleep(noise.random() * 0.002)
-                gathered.append(torch.empty(size * numel, dtype=torch.bfloat16))
-                handles.append(group.all_gather(gathered[-1], shards[number]))
-            whole.wait_writable()
-            whole.local.copy_(values(rank, size * numel, torch.float16, round_))
-            handles.append(group.all_reduce(whole, 1.0 / size))
-            for handle in handles:
-                handle.wait()
-            for number in range(3):
-                seed = 10 * round_ + number
-                expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, seed)
-                same(outs[number], expected[rank * numel : (rank + 1) * numel], kind)
-                parts = [values(r, numel, torch.bfloat16, seed) for r in range(size)]
-                assert torch.equal(gathered[number], torch.cat(parts))
-            same(whole.local, summed(size, size * numel, torch.float16, torch.float16, 1.0 / size, round_), kind)
-            group.fence()
-
-
-@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2), *FOUR])
-def test_reductions_and_gathers_in_flight_together(kind: str, size: int) -> None:
-    run_ranks(size, in_flight, kind)
 
 
 def random_speeds(rounds: int) -> None:
@@ -255,49 +192,6 @@ def test_finished_without_waiting(kind: str) -> None:
     run_ranks(3, polled, kind)
 
 
-def shrunk(kind: str) -> None:
-    """A buffer used for fewer elements than it was made with."""
-    with Scope(kind) as group:
-        size, rank = group.size, group.rank
-        (full,) = group.buffers([(size * 100, torch.float32)])
-        for numel in (100, 30, 0, 70):
-            full.wait_writable()
-            full.resize(size * numel)
-            full.local.copy_(values(rank, size * numel, torch.float32, numel))
-            out = torch.empty(numel)
-            group.reduce_scatter(out, full, 1.0).wait()
-            expected = summed(size, size * numel, torch.float32, torch.float32, 1.0, numel)
-            same(out, expected[rank * numel : (rank + 1) * numel], kind)
-        with pytest.raises(ValueError, match=f"resize\\({size * 101}\\)"):
-            full.resize(size * 101)
-        full.wait_writable()
-
-
-@pytest.mark.parametrize(("kind", "size"), [("shared", 2), ("gloo", 2), ("native", 2)])
-def test_buffers_serve_smaller_sizes(kind: str, size: int) -> None:
-    run_ranks(size, shrunk, kind)
-
-
-def crosswise() -> None:
-    """Ranks wait in opposite orders: each does its part of the other operation while it waits."""
-    with Scope("shared") as group:
-        buffers = group.buffers([(group.size * 10, torch.float32)] * 2)
-        for round_ in range(5):
-            for index, buffer in enumerate(buffers):
-                buffer.local.copy_(values(group.rank, group.size * 10, torch.float32, 10 * round_ + index))
-            handles = [group.all_reduce(buffer, 1.0) for buffer in buffers]
-            order = (0, 1) if group.rank else (1, 0)
-            for index in order:
-                handles[index].wait()
-                expected = summed(group.size, group.size * 10, torch.float32, torch.float32, 1.0, 10 * round_ + index)
-                same(buffers[index].local, expected, "shared")
-                buffers[index].wait_writable()
-
-
-def test_shared_memory_ranks_may_wait_in_any_order() -> None:
-    run_ranks(3, crosswise)
-
-
 def misuse(kind: str) -> None:
     with Scope(kind) as group:
         size = group.size
@@ -327,93 +221,6 @@ def misuse(kind: str) -> None:
 
 def test_misuse_is_refused_with_the_value() -> None:
     run_ranks(2, misuse, "shared")
-
-
-def mapped() -> int:
-    """How many segments of other ranks and of this one are mapped."""
-    with open("/proc/self/maps", "rb") as file:
-        return sum(b"/memfd:shardwise" in line for line in file)
-
-
-def equal(group: Group, numel: int) -> range:
-    """Bounds of equal parts of ``numel`` elements."""
-    return range(0, group.size * numel + 1, numel)
-
-
-def unmaps(kind: str) -> list[int]:
-    counts = [mapped()]
-    with Scope(kind) as group:
-        group.shards([(equal(group, 5000), torch.float32)], joint=True)
-        counts.append(mapped())
-    counts.append(mapped())
-    return counts
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_shards_seen_as_one_array_are_unmapped_when_the_group_closes(size: int) -> None:
-    for before, during, after in run_ranks(size, unmaps, "shared"):
-        assert during >= before + 2 and after == before
-
-
-def no_second_mapping() -> bool:
-    no_room = mock.patch("shardwise.core.comm.shared.map_joint", side_effect=MappingError("no room"))
-    with no_room, Scope("shared") as group:
-        (shard,) = group.shards([(equal(group, 10), torch.float32)], joint=True)
-        out = torch.empty(10 * group.size)
-        shard.local.fill_(group.rank)
-        group.fence()
-        group.all_gather(out, shard).wait()
-        assert out[::10].tolist() == list(range(group.size))
-        group.fence()
-        return group.joined(shard) is None
-
-
-def test_shards_are_apart_where_they_cannot_be_mapped_twice() -> None:
-    assert run_ranks(2, no_second_mapping) == [True, True]
-
-
-def joint(kind: str) -> tuple[bool, list[int]]:
-    """Shards seen as one array: what a peer writes between fences is seen, what is written to it is not."""
-    with Scope(kind) as group:
-        sizes = [1, 7, 5000]
-        shards = group.shards([(equal(group, numel), torch.bfloat16) for numel in sizes], joint=True)
-        for numel, shard in zip(sizes, shards, strict=True):
-            assert shard.local.numel() == numel and not shard.local.any()
-        group.traffic.reset()
-        seen = []
-        for round_ in range(3):
-            group.fence()
-            for numel, shard in zip(sizes, shards, strict=True):
-                shard.local.copy_(values(group.rank, numel, torch.bfloat16, round_))
-            group.fence()
-            for numel, shard in zip(sizes, shards, strict=True):
-                everything = torch.cat([values(rank, numel, torch.bfloat16, round_) for rank in range(group.size)])
-                out = torch.empty_like(everything)
-                group.all_gather(out, shard).wait()
-                whole = group.joined(shard)
-                assert torch.equal(out, everything) and (whole is None or torch.equal(whole, everything))
-                seen.append(whole is not None)
-                if whole is not None:
-                    whole += group.rank + 1.0
-                    assert torch.equal(whole, everything + (group.rank + 1.0))
-            group.barrier()
-            for numel, shard in zip(sizes, shards, strict=True):
-                mine = slice(group.rank * numel, (group.rank + 1) * numel)
-                everything = torch.cat([values(rank, numel, torch.bfloat16, round_) for rank in range(group.size)])
-                assert torch.equal(shard.local, everything[mine])
-                whole = group.joined(shard)
-                assert whole is None or torch.equal(whole, everything)
-        return len(set(seen)) == 1 and seen[0], [group.traffic.bytes["all_gather"], group.traffic.calls["all_gather"]]
-
-
-@pytest.mark.parametrize(("kind", "size"), [*itertools.product(("shared", "gloo"), (1, 2, 3))])
-def test_shards_seen_as_one_array(kind: str, size: int) -> None:
-    shares = kind == "shared" and size > 1
-    for found, (nbytes, calls) in run_ranks(size, joint, kind):
-        assert found == shares
-        # Seen twice and gathered once a round, by three shards.
-        assert calls == 3 * 3 * (3 if shares else 1)
-        assert nbytes == calls // 3 * (size - 1) * sum([1, 7, 5000]) * 2
 
 
 def count_traffic(kind: str) -> dict[str, tuple[int, int]]:
@@ -449,33 +256,6 @@ def test_traffic_to_the_byte(kind: str, size: int) -> None:
             "exchange": (peers * (3 * 8 + 32 * 8 + len('"four"')), 2),
             "send": (0, 0),
         }
-
-
-def test_rank_sum_reuses_its_scratch() -> None:
-    sources = [torch.randn(300).bfloat16() for _ in range(3)]
-    out, total = torch.empty(300, dtype=torch.bfloat16), RankSum(tile_numel=128)
-    total(out, sources, 0.5)
-    kept = {key: tensor.data_ptr() for key, tensor in total._kept.items()}
-    total(out, sources, 0.5)
-    assert kept == {key: tensor.data_ptr() for key, tensor in total._kept.items()} and len(kept) == 2
-    expected = ((sources[0].float() + sources[1].float() + sources[2].float()) * 0.5).bfloat16()
-    assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 0.3, 1 / 3])
-def test_a_group_of_one_rank_takes_no_memory_for_sums(dtype: torch.dtype, scale: float) -> None:
-    """On a GPU a tile would be as long as the largest chunk, and no account has it."""
-    group = LocalGroup("test", CPU)
-    full, out = group.buffers([(LARGE, dtype), (LARGE, dtype)])
-    full.local.copy_(values(0, LARGE, dtype))
-    expected = summed(1, LARGE, dtype, dtype, scale)
-    with TensorTracker(CPU) as tracker:
-        group.reduce_scatter(out.local, full, scale).wait()
-        group.all_reduce(full, scale).wait()
-    assert tracker.take_peak() == 0 and not group._sum._kept
-    assert torch.equal(out.local, expected)
-    assert torch.equal(full.local, expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import ModelId, PeerError, SharedGroup
+from shardwise.core.comm import ModelId, PeerError
 from shardwise.testing import run_ranks
 from tests.support.launching import forked, start
 from tests.support.scope import Scope
@@ -102,26 +102,6 @@ def test_a_dead_rank_is_named(fn: Callable[[], str], words: tuple[str, ...], tmp
     # One survivor may learn of the death through the other, which failed first.
     first = next(text for text in (told[0], told[2]) if text is not None and words[-1] in text)
     assert all(word in first for word in words)
-
-
-def late() -> str:
-    scope = Scope("shared")
-    assert isinstance(scope.group, SharedGroup)
-    (full,) = scope.group.buffers([(4, torch.float32)])
-    scope.group.timeout_s = 1.0  # only of what is never done
-    try:
-        if scope.group.rank == 0:
-            scope.group.all_reduce(full, 1.0).wait()
-    except PeerError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    text = run_ranks(2, late)[0]
-    assert "rank 1 is running but has not come" in text and "time-out is 1 s" in text
 
 
 MEETINGS: dict[str, Callable[[Any, Any], Any]] = {

@@ -3,7 +3,7 @@
 With N ranks, an operation on a whole array of B bytes sends (N-1)/N B from every rank; an all-reduce sends twice that.
 Psi is the padded bytes of the trainable chunks. Padding: fewer than N * R elements a chunk, and fewer than 64 bytes in
 front of each matrix. What the ranks tell each other besides (which parameters were used, norms) is counted as
-``exchange`` and bounded separately. When reductions start is checked at the end of this file.
+``exchange`` and bounded separately.
 
 What stage 3 gathers in a step with a chain of K equal units, a budget of b units and a prefetch of p:
 * forward gathers each unit once, K;
@@ -15,19 +15,15 @@ What stage 3 gathers in a step with a chain of K equal units, a budget of b unit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.core.grads import reducer as patience
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, MeshPlan, Plan, replicated, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, meshes, sharded
 from tests.support.sets import full
@@ -143,37 +139,6 @@ def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
     return max(1 + prefetch if known else 1, budget_units)
 
 
-# (shared memory, prefetch, whether the input needs a gradient): all pairs at 2 ranks; at 3 and 4 both
-# values of the first and of the last, with a prefetch of 1.
-PAIRS = [(None, 0, True), (False, 0, False), (None, 1, False), (False, 1, True), (None, 2, True), (False, 2, False)]
-REST = [(False, 0, True), (None, 0, False), (False, 1, False), (None, 1, True), (False, 2, True), (None, 2, False)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "factors"),
-    [
-        pytest.param(2, PAIRS, id="2"),
-        *full(pytest.param(3, [(None, 1, True), (False, 1, False)], id="3")),
-        *full(pytest.param(4, [(None, 1, False), (False, 1, True)], id="4")),
-        *[pytest.param(size, PAIRS + REST, id=f"{size}-all", marks=campaign) for size in (2, 3, 4)],
-    ],
-)
-def test_three_psi_less_what_is_there_at_the_turn(
-    world_size: int, factors: list[tuple[bool | None, int, bool]]
-) -> None:
-    cases: list[Case] = [
-        (zero(3).but(prefetch=prefetch, shared_memory=shared), {"input_grad": input_grad})
-        for shared, prefetch, input_grad in factors
-    ]
-    for (shared, prefetch, input_grad), result in zip(factors, counts(world_size, cases), strict=True):
-        unit = sends(result.trainable[0], 4, world_size)
-        assert result.trainable == [result.trainable[0]] * DEPTH
-        for index, step in enumerate(result.steps):
-            reads = DEPTH if input_grad else DEPTH - 1
-            again = max(reads - kept_units(0, _ahead(shared, prefetch), known=index > 0), 0)
-            check_step(step, unit * (DEPTH + again), unit * DEPTH)
-
-
 def test_budgets_fall_from_three_psi_to_two() -> None:
     per_step = []
     budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in (0, 1)]
@@ -191,34 +156,6 @@ def test_budgets_fall_from_three_psi_to_two() -> None:
         if prefetch == 1:
             per_step.append(result.steps[1]["all_gather"])
     assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
-
-
-def _ahead(shared: bool | None, prefetch: int) -> int:
-    """Units that are fetched ahead. Gathers over messages are round trips, so all that are small are."""
-    return DEPTH if shared is False and prefetch else prefetch
-
-
-@pytest.mark.parametrize(
-    "budgets",
-    [
-        *full(pytest.param([(0, 2), (1, 0), (1, 2), (2, 1), (4, 1)], id="some")),
-        pytest.param([(units, prefetch) for units in (0, 1, 2, 4) for prefetch in (0, 1, 2)], id="all", marks=campaign),
-    ],
-)
-def test_gloo_gathers_no_more_than_shared_memory(budgets: list[tuple[int, int]]) -> None:
-    """Units fetched ahead are there before they are used, so a few more may still be there at the turn."""
-    plans = [zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
-    found = [counts(2, [(plan.but(shared_memory=kind), {"steps": 3}) for plan in plans]) for kind in (None, False)]
-    for (units, prefetch), shared, gloo in zip(budgets, *found, strict=True):
-        unit = 4 * shared.trainable[0]
-        for one, other in zip(shared.steps, gloo.steps, strict=True):
-            assert DEPTH * unit // 2 <= other["all_gather"] <= one["all_gather"]
-            assert other["reduce_scatter"] == one["reduce_scatter"]
-        if prefetch == 0:
-            assert [s["all_gather"] for s in gloo.steps] == [s["all_gather"] for s in shared.steps]
-        else:  # every unit once, after the update
-            assert [s["all_gather"] for s in gloo.steps[1:]] == [DEPTH * unit // 2] * 2
-        assert gloo.peak_gathered <= unit * min(max(1, units) + _ahead(False, prefetch), DEPTH)
 
 
 @pytest.mark.parametrize(
@@ -279,24 +216,6 @@ def test_frozen_parameters_cost_nothing() -> None:
         check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
 
 
-@pytest.mark.full
-def test_sixteen_bits_halve_the_bytes_and_the_reduce_dtype_counts() -> None:
-    stages = (1, 2, 3)
-    narrow = [zero(stage, torch.bfloat16).but(prefetch=0) for stage in stages]
-    results = counts(2, [(p, {}) for plan in narrow for p in (plan, plan.but(reduce_dtype=torch.float32))])
-    for stage, result, wide in zip(stages, results[::2], results[1::2], strict=True):
-        half = sends(sum(result.trainable), 2, 2)
-        gathered = half + half * (DEPTH - 1) // DEPTH if stage == 3 else half
-        check_step(result.steps[1], gathered, half)
-        check_step(wide.steps[1], gathered, 2 * half)
-
-
-def test_one_rank_sends_nothing() -> None:
-    plan = replace(zero(3), mesh=MeshPlan(dp_shard=1, dp_replicate=1))
-    result = count(plan)
-    assert all(set(step.values()) == {0} for step in result.steps)
-
-
 def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
     model = chain()
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
@@ -312,76 +231,3 @@ def test_gradients_of_unused_units_are_not_sent() -> None:
 
 
 FIRST, END = "backward of the first layer", "end of the pass"
-
-
-def order_of_events(plan: Plan, steps: int, mesh: Mesh) -> list[list[int | str]]:
-    """By step: the layers in the order in which this rank's reductions of them start, between two marks."""
-    model = chain()
-    events: list[int | str] = []
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh) as session, ExitStack() as stack:
-        engine = session.engine
-        facts = engine.shards.layout.facts
-        held = {
-            spec.index: {int(facts[s.param].names[0][0]) for s in spec.slots} for spec in engine.shards.layout.chunks
-        }
-        assert sorted(map(list, held.values())) == [[layer] for layer in range(DEPTH)]  # one chunk a layer
-        layer_of = {index: layers.pop() for index, layers in held.items()}
-        reducer, finish, begun = engine.grads.reducer, engine.grads.reducer.finish, list[int]()
-        engine.events.reduction_began.listen(begun.append)
-
-        def recording(start: Callable[..., Any]) -> Callable[..., Any]:
-            def recorded(*args: Any) -> Any:
-                handle = start(*args)  # from here on the operation is under way
-                events.append(layer_of[begun[-1]])
-                return handle
-
-            return recorded
-
-        def mark_first(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
-            output.register_hook(lambda _: events.append(FIRST))
-
-        def finished(sync: bool) -> None:
-            events.append(END)
-            finish(sync)
-
-        # What talks to the peers, below the checks and counters that all transports share.
-        group = session.mesh.shard if session.mesh.shard.size > 1 else session.mesh.replicate
-        for name in ("_reduce_scatter", "_all_reduce"):
-            stack.enter_context(mock.patch.object(group, name, recording(getattr(group, name))))
-        reducer.finish = finished  # type: ignore[method-assign]
-        model[0].register_forward_hook(mark_first)
-        by_step = []
-        for _ in range(steps):
-            events.clear()
-            session.backward(session.module(torch.randn(3, WIDTH)).square().mean())
-            session.optimizer.step()
-            by_step.append(list(events))
-        return by_step
-
-
-def orders(plans: list[Plan]) -> list[list[list[int | str]]]:
-    # Backward waits only so long for peers before it leaves the rest to the end of the pass; here they always come.
-    with mock.patch.object(patience, "SHORT_S", 60.0), meshes() as mesh_of:
-        return [order_of_events(plan, 2, mesh_of(plan)) for plan in plans]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "shared"),
-    [
-        pytest.param(2, None, id="2-shared"),
-        *full(pytest.param(3, False, id="3-gloo")),
-        pytest.param(3, None, id="3-shared", marks=campaign),
-        pytest.param(2, False, id="2-gloo", marks=campaign),
-    ],
-)
-def test_reductions_start_while_backward_runs(world_size: int, shared: bool | None) -> None:
-    """Each as soon as the gradients of its layer are there, the last layers' before the first one's backward; without
-    overlap none before the pass has ended."""
-    layers = list(reversed(range(DEPTH)))
-    a_layer = ByNumel(chunk_numel=UNIT)
-    stages = [replicated().but(packing=a_layer), zero(1).but(packing=a_layer), zero(2).but(packing=a_layer), zero(3)]
-    plans = [plan.but(shared_memory=shared, overlap=overlap) for plan in stages for overlap in (True, False)]
-    expected = {True: [*layers[:-1], FIRST, 0, END], False: [FIRST, END, *layers]}
-    for found in run_ranks(world_size, orders, plans):
-        for plan, by_step in zip(plans, found, strict=True):
-            assert by_step == [expected[plan.comm.overlap]] * 2, (plan.mesh, plan.shard, plan.comm.overlap)

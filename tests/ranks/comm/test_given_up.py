@@ -103,18 +103,3 @@ def test_what_an_interrupted_rank_says_later_is_not_taken_for_what_it_said() -> 
     (last,), (first, second, third) = run_ranks(2, left)
     assert "ranks [0] of 2 gave it up before all had come" in first
     assert second == "[2.0, 20.0]" and third == last == "[3.0, 30.0]"
-
-
-def half_said() -> list[str]:
-    """An interrupt in the midst of saying something."""
-    with Scope("shared") as group:
-        assert isinstance(group, SharedGroup)
-        if group.rank == 0:
-            with mock.patch.object(shared, "array", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-                group.exchange([1.0])
-        return [exchanged(group, 10.0 * number) for number in ((1, 2) if group.rank else (2,))]
-
-
-def test_what_an_interrupt_has_left_half_said_counts_for_nothing() -> None:
-    (last,), (first, second) = run_ranks(2, half_said)
-    assert "ranks [0] of 2 gave it up" in first and second == last == "[20.0, 20.0]"

@@ -6,13 +6,11 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import PeerError
 from shardwise.core.comm.link import Link
 from shardwise.testing import run_ranks
 from tests.support.scope import Scope
@@ -87,23 +85,3 @@ def interrupted() -> list[str]:
 
 def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
     assert run_ranks(2, interrupted) == [["interrupted"], []]
-
-
-def lost() -> list[str]:
-    """Nobody sends."""
-    told = []
-    with Scope("gloo") as group:
-        if group.rank == 0:
-            link = Link(group._gather_link._process_group, "test")  # type: ignore[attr-defined]
-            message = link.receive(torch.zeros(3), 1, 1, "a test")
-            for at_most in (timedelta(seconds=0.2), None):
-                try:
-                    message.wait(at_most)
-                except PeerError as error:
-                    told.append(str(error)[:6])
-        dist.barrier()
-    return told
-
-
-def test_what_failed_fails_again() -> None:
-    assert run_ranks(2, lost) == [["a test"] * 2, []]

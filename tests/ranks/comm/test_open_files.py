@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import resource
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from shardwise.core.comm import GroupMaker, choose, members, register_backend
+from shardwise.core.comm import members
 from shardwise.core.mesh import Mesh
-from shardwise.plan import Plan, zero
-from shardwise.session import build
-from shardwise.testing import run_ranks
+from shardwise.plan import zero
 from tests.support.launching import SECONDS, forked, start
 
 RANKS = 4
@@ -28,50 +21,6 @@ RANKS = 4
 
 def opened() -> int:
     return len(os.listdir("/dev/fd"))
-
-
-@contextlib.contextmanager
-def as_on_gpus() -> Iterator[None]:
-    """Inside, CPU ranks have met over a library, whose collectives are gloo's under another name."""
-    put_back = register_backend("cpu", choose._native)
-    try:
-        with (
-            mock.patch.object(GroupMaker, "backend", "nccl"),
-            mock.patch.object(dist, "get_default_backend_for_device", lambda _: "cpu:gloo"),
-        ):
-            yield
-    finally:
-        put_back()
-
-
-def taken(plan: Plan) -> tuple[int, int, int, int]:
-    """Open files of a communicator over all ranks; of a mesh; of a model on it; of a second one."""
-    gc.collect()  # files of earlier tests would be closed meanwhile
-    counts = [opened()]
-    own = dist.new_group(backend="gloo")
-    counts.append(opened())
-    with as_on_gpus():
-        mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-        counts.append(opened())
-        sessions = []
-        for _ in range(2):
-            sessions.append(build(nn.Linear(64, 64), None, plan, mesh))
-            counts.append(opened())
-    for session in sessions:
-        session.close()
-    mesh.close()
-    dist.destroy_process_group(own)
-    one, *others = (after - before for before, after in pairwise(counts))
-    return one, *others  # type: ignore[return-value]
-
-
-def test_a_mesh_of_shards_takes_few_connections() -> None:
-    """Beside gathers and reductions, and torch's own mesh, which are a library's on GPUs: one communicator for what is
-    told; models need none."""
-    for stage in (2, 3):
-        for one, mesh, first, second in run_ranks(RANKS, taken, zero(stage)):
-            torchs = one - (RANKS - 1)  # of an axis of one rank
-            assert torchs > 0 and mesh == 3 * one + torchs and first == second == 0
 
 
 def limited(rank: int, meet: str) -> None:
@@ -118,15 +67,3 @@ def test_the_limit_goes_up_to_what_a_mesh_needs(tmp_path: Path) -> None:
 
 def test_a_hard_limit_that_is_too_low_is_told_once() -> None:
     assert ended(too_few, (1000,)) == [17]
-
-
-def test_where_nothing_is_lacking_nothing_changes() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    members.make_room(8)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
-
-
-def test_files_that_cannot_be_counted_are_none() -> None:
-    assert members._open_files() > 0
-    with mock.patch.object(os, "listdir", side_effect=OSError("not here")):
-        assert members._open_files() == 0

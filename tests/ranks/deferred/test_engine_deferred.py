@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -14,16 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import deepspeed
-from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.core.comm import Buffer
 from shardwise.core.comm.shared_buffer import JointBuffer
 from shardwise.core.deferred import deferred_init
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
-from tests.support.booster_setup import SMALL
 from tests.support.counters import live_tensor_bytes
 from tests.support.engine_setup import PLANS, adam, check, seeded, sharded
 from tests.support.modules import TinyGpt
@@ -94,7 +89,6 @@ def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
 
 WIDTH, DEPTH = 256, 16
 UNIT = WIDTH * WIDTH + WIDTH
-UNIT_BYTES = 4 * UNIT
 
 
 def mapped_bytes() -> int:
@@ -153,19 +147,6 @@ def generator_bytes(how: str, depth: int) -> int:
     return 2 * depth * torch.get_rng_state().nbytes if how == "deferred" else 0
 
 
-@pytest.mark.parametrize("how", ["meta", *full("deferred")])
-def test_peak_while_building(how: str) -> None:
-    """model / N + the largest chunk."""
-    model = DEPTH * UNIT_BYTES
-    for world_size in (2, 4):
-        # On gloo no peer's memory is mapped at all. Frozen: no gradient buffers either.
-        plan = zero(3).but(shared_memory=False)
-        for found in run_ranks(world_size, frozen_peak, plan, how):
-            for live in (found.making, found.built):
-                bound = model // world_size + UNIT_BYTES + generator_bytes(how, DEPTH) + 8192
-                assert model // world_size <= live <= bound, (found, live / bound, how)
-
-
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [
@@ -199,17 +180,6 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
             trained = built + (w + 8) * share
             scratch = 4 * share + 2 * 4 * unit // world_size  # one call of the optimizer steps all of it
             assert trained <= found.trained <= trained + scratch + small, (found, trained)
-
-
-def frozen_peak(plan: Plan, how: str) -> Building:
-    linear = nn.Linear.__init__
-
-    def frozen(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
-        linear(self, *args, **kwargs)
-        self.requires_grad_(False)
-
-    with mock.patch.object(nn.Linear, "__init__", frozen):
-        return watch_building(plan, how, DEPTH, False)
 
 
 def different_seeds(plan: Plan) -> dict[str, Tensor]:
@@ -248,88 +218,3 @@ CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048
 def test_a_real_model_is_freed() -> None:
     for left in run_ranks(2, eager_is_cut_up, PLANS["zero3_gloo"]):
         assert left <= CUT_UP
-
-
-PLUGINS: dict[str, Callable[[str], Plugin]] = {
-    "gemini": lambda precision: GeminiPlugin(precision=precision, **SMALL),
-    "zero1": lambda precision: LowLevelZeroPlugin(stage=1, precision=precision),
-    "zero2": lambda precision: LowLevelZeroPlugin(stage=2, precision=precision),
-}
-# TinyGpt's own parameter has no reset_parameters.
-DESCRIBED = {"deferred": "gpt", "meta": "convolutions"}
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "eager": nullcontext,
-    "deferred": deferred_init,
-    "meta": lambda: torch.device("meta"),
-}
-
-
-def boosted(plugin: str, precision: str, builder: str, how: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """State before and after a step."""
-    torch.manual_seed(3)
-    with CONTEXTS[how]():
-        model = BUILDERS[builder]()
-    assert all(p.is_meta or type(p) is not nn.Parameter for p in model.parameters()) == (how != "eager")
-    if how == "meta":
-        torch.manual_seed(3)
-    booster = Booster(plugin=PLUGINS[plugin](precision))
-    model, optimizer, *_ = booster.boost(model, adam(model))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    x = torch.zeros(2, 4, dtype=torch.long) if builder == "gpt" else torch.ones(2, 3, 6)
-    booster.backward(model(x).float().square().mean(), optimizer)
-    optimizer.step()
-    return before, model.state_dict()
-
-
-def all_boosted(plugin: str, builder: str, how: str) -> list[list[tuple[dict[str, Tensor], dict[str, Tensor]]]]:
-    return [[boosted(plugin, precision, builder, kind) for kind in (how, "eager")] for precision in ("fp32", "bf16")]
-
-
-@pytest.mark.parametrize(
-    ("plugin", "how"),
-    [
-        *full(("gemini", "deferred"), ("zero1", "meta")),
-        ("zero2", "deferred"),
-        *campaign(("gemini", "meta"), ("zero1", "deferred"), ("zero2", "meta")),
-    ],
-)
-def test_through_the_booster(plugin: str, how: str) -> None:
-    """Parameters begin with the values of a normal construction, bit for bit, and training goes the same way."""
-    torch.manual_seed(3)
-    plain = BUILDERS[DESCRIBED[how]]()
-    expected = dict(plain.state_dict())
-    for of_rank in run_ranks(2, all_boosted, plugin, DESCRIBED[how], how):
-        for (before, after), (_, after_eager) in of_rank:
-            # Buffers are in the precision that computes; parameters are their fp32 masters.
-            cast = {name: buffer.to(before[name].dtype) for name, buffer in plain.named_buffers()}
-            check([before], expected | cast, f"{plugin} {how}", rtol=0.0)
-            check([after], after_eager, f"{plugin} {how} after a step", rtol=0.0)
-            assert not torch.equal(next(iter(after.values())), next(iter(before.values())))
-
-
-# ---- a model that is sharded while others are still being built
-
-
-def initialized_inside(expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
-    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
-    torch.manual_seed(3)
-    with deepspeed.zero.Init(config_dict_or_path=config):
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        other = nn.Linear(6, 6)
-        with deepspeed.zero.GatheredParameters(model.parameters()):
-            assert all(torch.equal(value, expected[name]) for name, value in model.named_parameters())
-    assert all(p.is_meta for p in other.parameters())
-    state: dict[str, Tensor] = engine.state_dict()
-    engine.backward(engine(torch.ones(4, 6)).square().mean())
-    engine.step()
-    engine.session.close()
-    engine.session.mesh.close()
-    return state
-
-
-def test_deepspeed_initialize_inside_zero_init() -> None:
-    torch.manual_seed(3)
-    expected = dict(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict())
-    check(run_ranks(2, initialized_inside, expected), expected, "values", rtol=0.0)

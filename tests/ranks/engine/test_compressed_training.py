@@ -248,61 +248,6 @@ def edits() -> None:
             session.close()
 
 
-def zeroed() -> None:
-    """What was so small that it is shown as zero, and is set to zero with the rest of its block, stays zero."""
-    for plan in (zero(3), zero(3, HALF), zero(2)):
-        for numbers in ("fp8", "int8", "int4"):
-            with one_mesh(plan) as mesh:
-                model = net()
-                with torch.no_grad():
-                    for weight in (model.first.weight, model.last.weight):
-                        weight.mul_(1e-4).view(-1)[::7].fill_(3.0)
-                kept = model.first.weight.detach().clone()
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-                session = build(model, optimizer, plan.but(compress_weights=numbers), mesh)
-                with session.module.gathered(write_back=True), torch.no_grad():
-                    small = int((model.last.weight == 0).sum())
-                    model.last.weight.masked_fill_(model.last.weight.abs() < 4.0, 0.0)
-                    model.first.bias[0] = 0.5
-                assert numbers == "fp8" or small > 0
-                session.backward(loss_of(session.module, mesh.rank, 0))
-                session.optimizer.step()
-                state = dict(session.module.full_state())
-                assert torch.equal(state["first.weight"], kept)
-                assert state["last.weight"].abs().max() < 1e-4  # beside a larger one that is shown as zero
-                with session.module.gathered():
-                    assert not model.last.weight.any(), numbers
-                alike(session)
-                session.close()
-
-
-def test_what_is_set_to_zero_stays_zero() -> None:
-    run_ranks(2, zeroed)
-
-
-def not_finite() -> None:
-    """A block with an infinite number shows NaN; what nobody has written to is kept all the same."""
-    with one_mesh(zero(3)) as mesh:
-        model = net()
-        with torch.no_grad():
-            for weight in (model.first.weight, model.still.weight):
-                weight[0, 0] = -torch.inf
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
-        plan = zero(3).but(compress_weights="int8", compress_frozen="int8")
-        session = build(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, mesh)
-        with session.module.gathered(write_back=True), torch.no_grad():
-            assert model.first.weight.isnan().any() and model.still.weight.isnan().any()
-            model.last.bias.zero_()
-        before["last.bias"].zero_()
-        for name, value in session.module.full_state():
-            assert torch.equal(value, before[name]), name
-        session.close()
-
-
-def test_what_shows_nan_is_kept() -> None:
-    run_ranks(2, not_finite)
-
-
 def same(session: Session, expected: dict[str, Tensor]) -> None:
     alike(session)
     for name, value in session.module.full_state():

@@ -20,7 +20,6 @@ from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.core.comm import PeerError
-from shardwise.core.comm.shared import OPEN, STATE
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session, build
@@ -227,21 +226,3 @@ def _left_behind() -> None:
 
 def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
     run_ranks(2, _left_behind)
-
-
-def _in_a_fork() -> None:
-    plan = zero(3)
-    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-    child = os.fork()
-    if child == 0:  # as a data loader's worker that ends
-        del mesh
-        gc.collect()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert mesh.world._words[mesh.rank][STATE] == OPEN  # type: ignore[attr-defined]
-    assert mesh.world.exchange([float(mesh.rank)]) == [[0.0], [1.0]]
-    mesh.close()
-
-
-def test_what_a_forked_child_drops_stays_the_parents() -> None:
-    run_ranks(2, _in_a_fork)

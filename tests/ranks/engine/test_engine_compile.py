@@ -130,13 +130,7 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["some kept"], id="some kept"),
-        pytest.param([name for name in REGIONS if name != "some kept"], id="others", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("names", [["some kept"], *full(["blocks are units", "tensors are units", "renewed late"])])
 def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call(names: list[str]) -> None:
     """At ZeRO-3 they are gathered, also where some are by luck; renewed late at ZeRO-2, they are not last step's."""
     cases = {"not compiled": (PLANS["zero3"], "none"), **{name: REGIONS[name] for name in names}}

@@ -39,12 +39,6 @@ def test_training_is_that_of_plain_torch(name: str, size: int) -> None:
     check(found, run_plain(layers, several, size, 3), f"{name} of {size} ranks")
 
 
-@pytest.mark.parametrize("late", [False, *full(True)])
-def test_arrays_renewed_at_their_first_use(late: bool) -> None:
-    plan = zero(2).but(gather_on_use=True, overlap=not late)
-    check(run_ranks(4, on_hosts, 2, layers, several, plan, 3), run_plain(layers, several, 4, 3), "renewed late")
-
-
 def failing() -> list[str]:
     with hosts_of(PER_HOST):
         return fails_and_goes_on(zero(3).but(same_order=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.plan import Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sgd, sharded
 from tests.support.sets import campaign, full
 
 STEPS, RANKS = 3, 2
@@ -79,38 +78,6 @@ def test_gan(name: str) -> None:
         check(run_ranks(RANKS, gan, PLANS[name], direct), expected, f"{name}, direct={direct}")
 
 
-def distillation_loss(student: nn.Module, teacher: nn.Module, rank: int, step: int) -> Tensor:
-    x = data(rank, step)
-    with torch.no_grad():
-        target = teacher(x)
-    return (student(x) - target).square().mean() + 0.1 * (teacher(student(x)) - target).square().mean()
-
-
-def distil(plan: Plan) -> tuple[dict[str, Tensor], bool]:
-    student, teacher = seeded(generator, 1), seeded(generator, 2).requires_grad_(False)
-    with (
-        one_mesh(plan) as mesh,
-        sharded(teacher, None, plan, mesh) as ts,
-        sharded(student, adam(student), plan, mesh) as ss,
-    ):
-        for step in range(STEPS):
-            ss.backward(distillation_loss(ss.module, ts.module, mesh.rank, step))
-            ss.optimizer.step()
-        same = seeded(generator, 2).state_dict()
-        kept = ts.module.state_dict()
-        return ss.module.state_dict(), all(torch.equal(kept[n], same[n]) for n in same)
-
-
-@pytest.mark.parametrize("name", quick("zero3_gloo"))
-def test_distillation_with_a_sharded_teacher(name: str) -> None:
-    student, teacher = seeded(generator, 1), seeded(generator, 2).requires_grad_(False)
-    loss = lambda model, rank, step: distillation_loss(model, teacher, rank, step)  # noqa: E731
-    expected = plain_steps(student, adam(student), STEPS, loss, RANKS)
-    results = run_ranks(RANKS, distil, PLANS[name])
-    check([state for state, _ in results], expected, name)
-    assert all(same for _, same in results)
-
-
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [
         torch.optim.Adam(model[0].parameters(), lr=0.05, eps=1e-4),
@@ -159,63 +126,3 @@ def test_two_optimizers_over_one_model(name: str, average: str) -> None:
         second.zero_grad()
     results = run_ranks(RANKS, two_optimizers, PLANS[name].but(average=average))
     check(results, dict(model.state_dict()), f"{name} {average}")
-
-
-class TwoParts(nn.Module):
-    """A part for each of two optimizers, and a frozen part between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.between = nn.Linear(6, 6).requires_grad_(False)
-        self.second = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
-
-    def forward(self, x: Tensor, joined: bool = False) -> tuple[Tensor, Tensor]:
-        first = self.first(x)
-        return first.square().mean(), (self.second(self.between(first if joined else x)) - 1).square().mean()
-
-
-def parts(model: TwoParts) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.Adam(model.first.parameters(), lr=0.05, eps=1e-4),
-        torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9),
-    ]
-
-
-def step_between(plan: Plan) -> tuple[dict[str, Tensor], str]:
-    """Both losses of one forward pass; the first optimizer steps before the second loss's backward pass."""
-    model = seeded(TwoParts)
-    with one_mesh(plan) as mesh, closing(build(model, parts(model), plan, mesh)) as session:
-        for step in range(STEPS):
-            first, second = session.module(data(mesh.rank, step))
-            session.backward(first)
-            session.optimizers[0].step()
-            session.backward(second)
-            session.optimizers[1].step()
-        state = session.module.state_dict()
-        first, second = session.module(data(mesh.rank, STEPS), joined=True)
-        session.optimizers[0].backward(first, retain_graph=True)
-        session.optimizers[0].step()
-        try:
-            session.backward(second)
-        except RuntimeError as error:
-            return state, str(error)
-        return state, "nothing was raised"
-
-
-@pytest.mark.parametrize("early", [False, pytest.param(True, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("name", quick("zero2"))
-def test_a_step_of_one_optimizer_leaves_graphs_of_the_other_valid(name: str, early: bool) -> None:
-    model = seeded(TwoParts)
-    own = parts(model)
-    for step in range(STEPS):
-        losses = [model(data(rank, step)) for rank in range(RANKS)]
-        for index, optimizer in enumerate(own):
-            sum(loss[index] / RANKS for loss in losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    plan = PLANS[name].but(update="backward" if early else "step")
-    results = run_ranks(RANKS, step_between, plan)
-    check([state for state, _ in results], dict(model.state_dict()), name)
-    for _, message in results:  # of what the first has changed
-        assert "inplace operation" in message or "updated 1 times since the forward pass" in message

@@ -10,43 +10,21 @@ from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, check, data, plain_steps, run_plain, seeded, sgd, sharded
-from tests.support.sets import campaign, full
+from tests.support.sets import full
+
+QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
+OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned"]
+"""Three plans in a row share the programs out among themselves."""
 
 
-def check_programs(world_size: int, name: str, programs: list[str]) -> None:
+@pytest.mark.parametrize("name", [*QUICK, *full(*OTHERS, "zero3_gloo")])
+def test_programs(name: str) -> None:
     plan = zero(3).but(overlap=False) if name == "zero3_unplanned" else PLANS[name]
+    world_size, every = 4 if name == "hybrid" else 2, list(PROGRAMS)
+    programs = every if name == "zero3_gloo" else every[[*QUICK, *OTHERS].index(name) % 3 :: 3]
     results = run_ranks(world_size, on_rank, plan, programs)
     for program in programs:
         check([result[program] for result in results], expected(world_size, program), f"{name} {program}")
-
-
-# In the full set every program runs at stage 3 over messages and, on three ranks, at stage 2. The plans of each line
-# here share the programs out among themselves, so that every program also meets one plan of each line.
-LINES = [["ddp", "zero1", "zero2"], ["half", "zero3_tensor", "zero3_straddling"]]
-LINES.append(["zero2_gloo", "hybrid", "zero3_unplanned"])
-SOME = {name: list(PROGRAMS)[turn::3] for line in LINES for turn, name in enumerate(line)}
-
-
-QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
-"""Every program with parameters that stay, and with those that are gathered."""
-
-
-@pytest.mark.parametrize(
-    "name", [*QUICK, *full("zero3_gloo", "zero2_gloo", "hybrid", "zero3_unplanned"), *campaign("zero3")]
-)
-def test_programs(name: str) -> None:
-    check_programs(4 if name == "hybrid" else 2, name, SOME.get(name, list(PROGRAMS)))
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", SOME)
-def test_all_programs(name: str) -> None:
-    check_programs(4 if name == "hybrid" else 2, name, list(PROGRAMS))
-
-
-@pytest.mark.parametrize("name", [*full("zero2"), *campaign("zero3_gloo")])
-def test_programs_on_three_ranks(name: str) -> None:
-    check_programs(3, name, list(PROGRAMS))
 
 
 def flow_through(plan: Plan) -> list[Tensor]:

@@ -5,7 +5,6 @@ is written back are made of the bits that were loaded."""
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import one_mesh, sharded, told
+from tests.support.engine_setup import one_mesh, sharded
 from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
 
@@ -276,12 +275,6 @@ def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: 
     check(results, name, name if name in LARGEST else "int8")
 
 
-@pytest.mark.full
-def test_four_ranks_of_which_two_keep_a_second_copy() -> None:
-    results = run_ranks(4, trainings, zero(3).but(compress_frozen="int8", secondary=2))
-    check(results, "second copies", "int8")
-
-
 def on_its_way() -> dict[str, Any]:
     """Bytes of an evaluation, of trained weights in 8 bits as well, and of one behind it with secondary shards."""
     found: dict[str, Any] = {}
@@ -311,38 +304,6 @@ def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
             ]
             assert sent == sum(expected) and any(narrow(each) for each in chunks)
         assert found["frozen"][0] < found["plain"][0]
-
-
-def secondary_bytes() -> list[tuple[int, int, int, int]]:
-    """Of an evaluation behind another: what each group sends, and by the formula the second."""
-    found = []
-    for weights in (None, "int8"):
-        plan = zero(3, torch.bfloat16).but(
-            shared_memory=False, compress_frozen="int8", compress_weights=weights, secondary=2, prefetch=0
-        )
-        torch.manual_seed(1)
-        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
-        model[:3].requires_grad_(False)
-        with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
-            with torch.no_grad():
-                one = session.module(torch.ones(3, 16))
-                session.reset_traffic()
-                assert torch.equal(one, session.module(torch.ones(3, 16)))
-            expected, frozen = 0, 0
-            for chunk in session.engine.shards.chunks:
-                shard = chunk.spec.shard_numel(0)
-                small = weights is not None or not chunk.spec.trainable
-                expected += 2 * (row_bytes(shard) if small else shard * 2)
-                frozen += not chunk.spec.trainable
-            sent = mesh.shard.traffic.bytes["all_gather"], mesh.secondary.traffic.bytes["all_gather"]
-            found.append((*sent, expected, frozen))
-    return found
-
-
-def test_secondary_shards_travel_in_8_bits_too() -> None:
-    for rank in run_ranks(4, secondary_bytes):
-        for among_all, among_few, expected, frozen in rank:
-            assert among_all == 0 and among_few == expected and frozen == 3
 
 
 def resumed(folder: str) -> None:
@@ -414,55 +375,6 @@ def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
     run_ranks(2, written, str(tmp_path))
 
 
-def mistakes() -> list[list[str]]:
-    found = []
-    for shared in (True, False):
-        plan = zero(3).but(compress_frozen="int8", shared_memory=shared)
-        model = net()
-        with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
-            # A copy that ends as it came is no mistake; one that was written to is named.
-            loss_of(session.module, mesh.rank, 0)
-            session.module.state_dict()
-
-            def forward(module: nn.Module, args: Any, out: Any) -> None:
-                with torch.no_grad():
-                    module.base.add_(1.0)  # of which the second rank has no part
-                    module.back.weight.add_(1.0)
-
-            hook = model.layers[0].register_forward_hook(forward)
-            errors = [told(lambda: loss_of(session.module, 0, 0))]
-            hook.remove()
-            model.layers[1].base.requires_grad_(True)
-            errors.append(told(session.module.state_dict))
-            model.layers[1].base.requires_grad_(False)
-            found.append(errors)
-    return found
-
-
-def test_mistakes_are_named() -> None:
-    for rank in run_ranks(2, mistakes):
-        for edited, unfrozen in rank:
-            assert "layers.0.ba" in edited and "gathered(write_back=True)" in edited
-            assert "layers.1.base has requires_grad=True but was frozen" in unfrozen
-
-
-def heard() -> list[list[str]]:
-    found = []
-    for model in (net(), nn.Sequential(nn.Linear(3, 3, dtype=torch.float64))):
-        plan = zero(3).but(compress_frozen="int8")
-        with warnings.catch_warnings(record=True) as caught, one_mesh(plan) as mesh:
-            warnings.simplefilter("always")
-            with sharded(model, optimizer_of(model), plan, mesh):
-                found.append([str(each.message) for each in caught if "compress_frozen" in str(each.message)])
-    return found
-
-
-def test_packed_weights_are_left_alone_and_named_once() -> None:
-    (packed, plain), *others = run_ranks(2, heard)
-    assert len(packed) == 1 and "(as 'layers.2.mixing') are of classes of their own (Codes)" in packed[0]
-    assert plain == [] and others == [[[], []]]
-
-
 def test_what_cannot_be() -> None:
     for plan in (zero(2), replicated()):
         with pytest.raises(ValueError, match=r"compress_frozen='int8' with gathered_fraction=1\.0: frozen"):
@@ -471,19 +383,3 @@ def test_what_cannot_be() -> None:
         zero(3).but(compress_frozen="int2")
     plan = zero(3).but(compress_frozen="int8", compress_weights="fp8")
     assert Plan.from_dict(plan.to_dict()) == plan
-
-
-def whole_tensors() -> tuple[float, list[Shape]]:
-    plan, model = zero(3).but(compress_frozen="int8"), net()
-    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
-    with one_mesh(plan) as mesh, sharded(model, optimizer, plan, mesh) as session, torch.no_grad():
-        assert any(chunk.shard_offsets for chunk in session.engine.shards.layout.chunks if chunk.trainable)
-        return loss_of(session.module, 0, 0).item(), shapes(session)
-
-
-def test_beside_an_optimizer_that_needs_whole_tensors() -> None:
-    """Shards of frozen chunks are as long as each other."""
-    (loss, found), other = run_ranks(2, whole_tensors)
-    plain = net()
-    assert round_frozen(plain, found, "int8")
-    assert other[0] == loss == pytest.approx(loss_of(plain, 0, 0).item(), rel=RTOL)

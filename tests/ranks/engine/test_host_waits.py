@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,19 +17,17 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
 from shardwise.core.checks import batches, guards
-from shardwise.core.comm import Group, PeerError
+from shardwise.core.comm import Group
 from shardwise.core.engine import optimizer, pipelined
-from shardwise.plan import PipelinePlan, Plan, replicated, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import SCALER, adam, one_mesh, seeded, sharded, told
+from tests.support.engine_setup import adam, one_mesh, seeded, sharded, told
 from tests.support.sets import full
 from tests.support.stream_setup import Branching, losses_of
-from tests.support.tensor_cases import gpt2
-from tests.support.tensor_setup import loss_of
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 PACKAGE = Path(shardwise.__file__).parent
@@ -123,19 +120,7 @@ def one_step(plan: Plan, dtype: torch.dtype) -> tuple[list[str], list[str], list
 OTHERS = ["which parameters had gradients", "the gradient norm"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "shared"),
-    [
-        pytest.param(
-            stage,
-            shared,
-            id=f"{stage}-{'gloo' if shared is False else 'shared'}",
-            marks=() if (stage, shared) in ((2, False), (3, None)) else pytest.mark.full,
-        )
-        for stage in (1, 2, 3)
-        for shared in (None, False)
-    ],
-)
+@pytest.mark.parametrize(("stage", "shared"), [(2, False), (3, None), *full((1, None), (3, False))])
 def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> None:
     plan = zero(stage).but(shared_memory=shared)
     for reads, exchanges, late, now in run_ranks(2, one_step, plan, torch.float64):
@@ -150,55 +135,6 @@ def test_clipping_reads_the_norm_once(stage: int) -> None:
         assert reads == ["cpu in _partial of norm.py", "__float__ in _partial of norm.py"]
         assert exchanges == OTHERS
         assert late == now
-
-
-def test_what_a_program_wrote_to_parameters_is_known_without_a_read() -> None:
-    for reads, exchanges, _, _ in run_ranks(2, one_step, zero(2, torch.bfloat16), torch.float32):
-        assert not reads
-        assert exchanges == OTHERS
-
-
-def skipped(plan: Plan, rows_up_to: int) -> tuple[list[str], list[str], str | None]:
-    """Of a step in which one rank's gradients of several parameters are not finite: what was read, exchanged, told."""
-    model: nn.Module = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
-    with (
-        mock.patch.object(Group, "rows_up_to", rows_up_to),
-        as_on_a_gpu(),
-        counted() as (reads, exchanges),
-        sharded(model, adam(model), plan) as session,
-    ):
-        handle = model[2].weight.register_hook(lambda grad: grad * math.inf) if session.mesh.rank else None
-        session.backward(session.module(torch.ones(2, 6, dtype=torch.float16)).square().mean())
-        session.optimizer.step()
-        if handle is not None:
-            handle.remove()
-        return reads, exchanges, session.optimizer.skipped_because
-
-
-@pytest.mark.parametrize(("stage", "rows_up_to"), [(2, 1), (3, 16), *full((1, 1), (1, 16), (2, 16)), *full((3, 1))])
-def test_a_skipped_step_names_the_parameter_in_one_read(stage: int, rows_up_to: int) -> None:
-    plan = zero(stage, torch.float16).but(shared_memory=False, scaler=SCALER)
-    for reads, exchanges, because in run_ranks(3, skipped, plan, rows_up_to):
-        found = [read for read in reads if "in first_non_finite of" in read]
-        assert found == ["tolist in first_non_finite of optimizer.py"]
-        assert exchanges.count("which gradient is not finite") == 1
-        assert because is not None and "the gradient of 2.weight is not finite" in because
-
-
-ALONE: dict[str, tuple[Plan, list[str]]] = {
-    "ddp": (replicated(), []),
-    **{f"zero{stage}": (zero(stage), []) for stage in (1, 2, 3)},  # type: ignore[arg-type]
-    "bf16": (zero(3, torch.bfloat16), []),
-}
-"""What ``tests/gpu/test_counts.py`` expects of one rank, whose arrays all stay gathered."""
-
-
-@pytest.mark.parametrize("name", ["zero3", "bf16", *full("ddp", "zero1", "zero2")])
-def test_one_rank_reads_no_more(name: str) -> None:
-    plan, expected = ALONE[name]
-    dtype = torch.float64 if plan.precision.param_dtype is None else torch.float32
-    ((reads, _, _, _),) = run_ranks(1, one_step, plan, dtype)
-    assert reads == expected
 
 
 def late_write(plan: Plan) -> str:
@@ -218,79 +154,3 @@ def late_write(plan: Plan) -> str:
 def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
     for message in run_ranks(2, late_write, zero(3)):
         assert "layers.2.weight" in message and "was written to" in message
-
-
-def tokens(seed: int) -> dict[str, Tensor]:
-    ids, labels = torch.randint(0, 20, (2, 4, 5), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": labels}
-
-
-@contextlib.contextmanager
-def sending() -> Iterator[list[str]]:
-    """When values are sent to the host inside, and when they are read there."""
-    found: list[str] = []
-
-    class Noted(batches.Later):
-        def __init__(self, value: Tensor) -> None:
-            found.append("sent")
-            super().__init__(value)
-
-        def value(self) -> bool | float:
-            found.append("read")
-            return super().value()
-
-    with contextlib.ExitStack() as stack:
-        for module in (batches, pipelined):
-            stack.enter_context(mock.patch.object(module, "Later", Noted))
-        yield found
-
-
-def compared(plan: Plan, same: bool) -> tuple[list[str], list[str], str]:
-    """The last of some steps of ranks that hold one model together: what comparing their batches read of the device,
-    what happened in which order, and what a step says in which this rank was given other values."""
-    with as_on_a_gpu(), counted() as (reads, _), sending() as order, one_mesh(plan) as mesh:
-        model = gpt2()[0].made()
-        with sharded(model, adam(model), plan, mesh) as session:
-            blocks = [each for each in model.modules() if type(each).__name__.endswith("Block")]
-            for each in blocks:
-                each.register_forward_pre_hook(lambda *_: order.append("pass"))
-
-            def step(batch: dict[str, Tensor]) -> None:
-                if session.pipeline is not None:
-                    session.pipeline.step(batch, lambda outputs, _: loss_of(outputs), train=True)
-                else:
-                    session.backward(loss_of(session.module(**batch)))
-                session.optimizer.step()
-                session.optimizer.zero_grad()
-
-            for index in range(2):
-                reads.clear()
-                order.clear()
-                step(tokens(index))
-            found = [each for each in reads if each.endswith(("batches.py", "pipelined.py"))], list(order)
-            try:
-                step(tokens(7 if same else 7 + mesh.mesh_group.rank))
-            except (PeerError, ValueError) as error:
-                return *found, str(error)
-            return *found, ""
-
-
-HELD_TOGETHER: dict[str, Plan] = {
-    "stages": zero(1).but(pp=2, pipeline=PipelinePlan(microbatches=2)),
-    "parts": zero(1).but(tp=2),
-}
-
-
-@pytest.mark.parametrize("name", HELD_TOGETHER)
-def test_comparing_batches_waits_for_no_pass(name: str) -> None:
-    """They are on their way to the host before the first pass, and read behind the last."""
-    for reads, order, said in run_ranks(2, compared, HELD_TOGETHER[name], True):
-        assert reads == [] and said == ""
-        assert order[0] == "sent" and order[-1] == "read" and order.count("read") == 1, order
-        assert "pass" in order and order.count("sent") == 1, order
-
-
-@pytest.mark.parametrize("name", HELD_TOGETHER)
-def test_batches_with_other_values_are_told_at_the_end(name: str) -> None:
-    for _, _, said in run_ranks(2, compared, HELD_TOGETHER[name], False):
-        assert "2 different batches" in said and "of the same shapes, with other values" in said

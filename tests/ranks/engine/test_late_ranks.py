@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -85,34 +84,3 @@ def test_a_pass_that_one_rank_has_given_up_counts_on_none(plan: str) -> None:
     for name, expected in plain().items():
         torch.testing.assert_close(first[name], expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(first[name], second[name])
-
-
-def block_of_one(plan: str) -> dict[str, Tensor]:
-    """The program's own error in a block, on one rank; a loop that catches errors; and then batches that take long."""
-    with one_mesh(PLANS[plan]) as mesh:
-        patience(mesh, NEVER_S)
-        model = made()
-        with sharded(model, torch.optim.SGD(model.parameters(), RATE), PLANS[plan], mesh) as session:
-            train(mesh, session, 0)
-            with pytest.raises((ArithmeticError, PeerError)), session.module.gathered(write_back=True):
-                if mesh.rank:
-                    raise ArithmeticError("the program's own")
-            good = 0
-            while good < 3:  # the ranks are an operation apart, until what the one has begun the other ends, too
-                try:
-                    train(mesh, session, good)
-                    good += 1
-                except PeerError:
-                    with suppress(PeerError):
-                        session.module.zero_grad()
-            for step in range(4):
-                if step % 2 == mesh.rank:
-                    time.sleep(3 * CHECK_S)
-                train(mesh, session, step)
-            return {name: value.clone() for name, value in session.module.state_dict().items()}
-
-
-@pytest.mark.parametrize("plan", ["zero3", *full("zero2")])
-def test_ranks_that_have_found_each_other_again_wait_for_slow_batches(plan: str) -> None:
-    first, second = run_ranks(2, block_of_one, plan)
-    assert all(torch.equal(first[name], second[name]) for name in first)

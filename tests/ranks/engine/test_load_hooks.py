@@ -12,8 +12,6 @@ import transformers
 from torch import Tensor, nn
 
 import shardwise
-from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.core.mesh import init_distributed
 from shardwise.core.parallel.tensor import Architecture, Mlp
 from shardwise.plan import TensorPlan, zero
@@ -132,42 +130,6 @@ def wrong(session: shardwise.Session, state: State) -> None:
         session.module.load_state_dict(state)
 
 
-class Refusing(torch.optim.lr_scheduler.StepLR):
-    refuses = False
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        if self.refuses:
-            raise KeyError("a schedule that raises")
-        super().load_state_dict(state_dict)
-
-
-def raising(directory: str, stage: int, what: str) -> None:
-    model = net(7)
-    session = shardwise.shard(model, sgd(model), stage=stage)
-    scheduler = Refusing(session.optimizer, 2)
-    session.checkpoints.save(directory, "a", lr_schedulers=[scheduler])
-    saved = {name: value.clone() for name, value in session.module.state_dict().items()}
-    scheduler.refuses = what == "schedule"
-    if what == "hook":
-        handle = model[0].register_load_state_dict_post_hook(lambda *_: {}["a hook that raises"])
-    with pytest.raises(Exception, match=f"a {what} that raises"):
-        session.checkpoints.load(directory, "a", lr_schedulers=[scheduler])
-    if what == "hook":
-        handle.remove()
-    assert_close(dict(session.module.state_dict()), saved, 0.0, what)
-    for _ in range(2):
-        session.backward(session.module(torch.ones(2, 5)).square().mean())
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-    session.close()
-
-
-@pytest.mark.parametrize("stage", [3, *full(1)])
-@pytest.mark.parametrize("what", ["schedule", "hook"])
-def test_a_session_goes_on_after_a_hook_or_a_schedule_raised(tmp_path: Path, what: str, stage: int) -> None:
-    run_ranks(2, raising, str(tmp_path), stage, what)
-
-
 def check(found: dict[str, Any], state: State, tolerance: float) -> None:
     before, out, after = plain(state)
     for what, (first, outputs, last) in found.items():
@@ -181,38 +143,6 @@ def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: fl
     """Children first, once a load, on all ranks; at stage 3 with the module's parameters, and what they write stays."""
     for found in run_ranks(2, sessions, str(tmp_path), precision):
         check(found, given(torch.float32), tolerance)
-
-
-def boosted(directory: str) -> dict[str, Any]:
-    found = {}
-    for plugin in (TorchDDPPlugin, GeminiPlugin, LowLevelZeroPlugin):
-        arguments = {} if plugin is TorchDDPPlugin else {"precision": "fp32"}
-        booster, other = Booster(plugin=plugin(**arguments)), net(7)
-        other[1].bound.fill_(0.5)
-        wrapped, optimizer, *_ = booster.boost(other, sgd(other))
-        path = f"{directory}/{plugin.__name__}"
-        booster.save_model(wrapped, f"{path}.pt")
-        booster.save_model(wrapped, f"{path}-parts", shard=True)
-        booster.save_checkpoint(f"{path}-all", wrapped, optimizer)
-        for way in (".pt", "-parts", "-all"):
-            model = net(1)
-            wrapped, optimizer, *_ = booster.boost(model, sgd(model))
-            if way == "-all":
-                booster.load_checkpoint(path + way, wrapped, optimizer)
-            else:
-                booster.load_model(wrapped, path + way)
-            assert model[1].calls == ["scaled", "whole"], (plugin, way)
-
-            def backward(loss: Tensor, optimizer: Any = optimizer, booster: Booster = booster) -> None:
-                booster.backward(loss, optimizer)
-
-            found[plugin.__name__ + way] = told(model, wrapped, backward, optimizer)
-    return found
-
-
-def test_hooks_of_loads_are_called_by_the_booster(tmp_path: Path) -> None:
-    for found in run_ranks(2, boosted, str(tmp_path)):
-        check(found, given(torch.float32), 0.0)
 
 
 class Block(nn.Module):

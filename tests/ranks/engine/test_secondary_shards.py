@@ -3,9 +3,7 @@ parameters in between; what they hold and what each group sends, to the byte."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
-from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.source import MemorySource, SecondarySource
-from shardwise.plan import AutoPlan, ByTensor, MeshPlan, Plan, on_device, zero
+from shardwise.plan import ByTensor, MeshPlan, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import adam, check, data, meshes, one_mesh, run_sharded, seeded, sgd, sharded, told
+from tests.support.engine_setup import adam, check, meshes, run_sharded, seeded, sgd, sharded
 from tests.support.sets import full
-from tests.support.tier_setup import with_tiers
 
 GLOO = zero(3).but(shared_memory=False)
 NAMES = list(PROGRAMS)
@@ -34,46 +28,28 @@ NAMES = list(PROGRAMS)
 Cases = list[tuple[Plan, list[str]]]
 
 
-def programs(cases: Cases, mixed: list[str]) -> list[dict[str, dict[str, Tensor]]]:
-    """The last are ``mixed``: messages among all, mapped memory among the few."""
+def programs(cases: Cases) -> list[dict[str, dict[str, Tensor]]]:
     with meshes() as mesh_of:
-        found = [
+        return [
             {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh_of(plan)) for name in names}
             for plan, names in cases
         ]
-        if mixed:
-            mesh, plan = mesh_of(GLOO.but(secondary=2)), GLOO.but(secondary=2, prefetch=2)
-            mesh.secondary = mesh_of(zero(3).but(secondary=2)).secondary
-            assert mesh.secondary is not None and mesh.secondary.one_sided_gather and not mesh.shard.one_sided_gather
-            found.append(
-                {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh) for name in mixed}
-            )
-    return found
 
 
-FOUR: Cases = [
-    (GLOO.but(secondary=2), NAMES[::2]),
-    (zero(3).but(secondary=2, prefetch=0), NAMES[1::3]),
-    (GLOO.but(secondary=1, gathered_fraction=0.5), ["subsets", "retained_graph"]),
-    (zero(3).but(secondary=2), ["module_used_often"]),
-]
+FOUR: Cases = [(GLOO.but(secondary=2), NAMES[::2]), (zero(3).but(secondary=2, prefetch=0), NAMES[1::3])]
 TWO: Cases = [
     (zero(3).but(secondary=1), NAMES),
     (GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2), NAMES[2::3]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases", "mixed"),
-    [pytest.param(4, FOUR, NAMES[1::2], id="4", marks=pytest.mark.full), pytest.param(2, TWO, [], id="2")],
-)
-def test_programs(ranks: int, cases: Cases, mixed: list[str]) -> None:
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), *full((4, FOUR))])
+def test_programs(ranks: int, cases: Cases) -> None:
     """Every way to use a model, other blocks on every rank among them."""
-    results = run_ranks(ranks, programs, cases, mixed)
-    for index, names in enumerate([names for _, names in cases] + [mixed] * bool(mixed)):
+    results = run_ranks(ranks, programs, cases)
+    for index, (_, names) in enumerate(cases):
         for name in names:
-            states = [result[index][name] for result in results]
-            check(states, expected(ranks, name), f"{name}, case {index}")
+            check([result[index][name] for result in results], expected(ranks, name), f"{name}, case {index}")
 
 
 class Life(nn.Module):
@@ -196,48 +172,6 @@ def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
         assert all(torch.equal(value, results[-1][name]) for name, value in loaded.items())
 
 
-def same_bits(directory: str) -> list[str]:
-    """Variants whose last state is not, bit by bit, that of the same plan without secondary shards."""
-    half, host = zero(3, torch.bfloat16), replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)
-    ratios = AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.9, margin_ratio=0.5)
-    variants = {
-        "16 bits over gloo": half.but(shared_memory=False, secondary=2),
-        "16 bits": half.but(secondary=2, prefetch=2),
-        "fp16 with a scale": zero(3, torch.float16).but(shared_memory=False, secondary=2, max_norm=0.1),
-        "8 bits over gloo": half.but(shared_memory=False, secondary=2, compress="fp8"),
-        "8 bits": half.but(secondary=2, compress="fp8"),
-        "host": half.but(secondary=2, tiers=host),
-        "host over gloo": half.but(shared_memory=False, secondary=2, tiers=host),
-        "auto": half.but(secondary=2, tiers=replace(on_device(), auto=ratios, device_capacity_bytes=1 << 20)),
-        "capacity": half.but(shared_memory=False, secondary=2, device_capacity_bytes=1 << 20),
-        "early": half.but(shared_memory=False, secondary=2, update="backward"),
-        "state on a disk": with_tiers(half.but(shared_memory=False, secondary=2), "s_disk", directory),
-        "replicas": zero(3, dp_replicate=2).but(shared_memory=False, secondary=1),
-    }
-    differ = []
-    with meshes() as mesh_of:
-        for name, plan in variants.items():
-            ends = []
-            for each in (plan, plan.but(secondary=None)):
-                model = seeded(Experts).float()
-                with sharded(model, adam(model), each, mesh_of(plan)) as session:
-                    for step in range(3):
-                        out = session.module(data(session.mesh.rank, step).float(), (0, 2, 1))
-                        session.backward(out.float().square().mean())
-                        session.optimizer.step()
-                    ends.append(session.module.state_dict())
-                    kept = session.memory().by_tier["host" if "host" in name or "auto" in name else "device"]
-                    assert ("secondary shards" in kept) == (each is plan), (name, kept)
-            if any(not torch.equal(value, ends[1][key]) for key, value in ends[0].items()):
-                differ.append(name)
-    return differ
-
-
-@pytest.mark.full
-def test_the_same_bits_as_without(tmp_path: Path) -> None:
-    assert run_ranks(4, same_bits, str(tmp_path)) == [[]] * 4
-
-
 # ---- what they hold, and what each group sends
 
 WIDTH, DEPTH = 16, 5
@@ -330,64 +264,6 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         held, total = kept["kept"]
         assert held == DEPTH * unit // size and bare["kept"] == (0, total - held)
         assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
-
-
-def no_effect(directory: str) -> list[Any]:
-    found: list[Any] = []
-    with one_mesh(GLOO.but(secondary=2)) as mesh:
-        found.append(mesh.secondary)
-        model = chain()
-        with sharded(model, sgd(model), GLOO.but(secondary=2), mesh) as session:
-            passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
-        model = chain()
-        found.append(told(lambda: build(model, sgd(model), GLOO.but(secondary=1), mesh), ValueError))
-    with one_mesh(zero(3).but(secondary=1)) as mesh:
-        model = chain()
-        every = zero(3).but(secondary=1, packing=ByTensor(persist_numel=10**6))  # all of it stays gathered
-        with sharded(model, sgd(model), every, mesh) as session:
-            passes(session, 1)
-            found.append((session.memory().secondary_bytes, session.engine.pool.agrees))
-        model = chain()
-        with sharded(model, sgd(model), zero(3).but(secondary=1), mesh) as session:
-            needed, held = session.memory().tier_bytes("device"), session.memory().secondary_bytes
-        small = zero(3).but(secondary=1, device_capacity_bytes=needed - held // 2)
-        model = chain()
-        found.append(held == sum(p.nbytes for p in chain().parameters()))
-        found.append(told(lambda: build(model, sgd(model), small, mesh), DeviceMemoryError))
-    return found
-
-
-def test_without_effect_and_without_room(tmp_path: Path) -> None:
-    for group, nothing, other, stays, whole, short in run_ranks(2, no_effect, str(tmp_path)):
-        assert group is None and nothing == (0, False) and stays == (0, False) and whole is True
-        assert "secondary=1, but the mesh has groups" in other and "Mesh.create(plan.mesh" in other
-        assert "secondary shards" in short and "of a capacity of" in short
-
-
-def late_to_keep() -> list[float]:
-    """What a gather of secondary shards gives where rank 1 has not looked at the one before."""
-    with one_mesh(GLOO) as all_ranks, one_mesh(zero(3)) as mapped:
-        (own,), (kept,) = all_ranks.shard.buffers([(2, torch.float64)]), mapped.shard.buffers([(2, torch.float64)])
-        tier, rank = Tier.DEVICE, mapped.rank
-        source = SecondarySource(MemorySource(own, tier), MemorySource(kept, tier), mapped.shard)
-        own.local.copy_(torch.tensor([1.0, 2.0]) + 2 * rank)
-        first, second = torch.zeros(2, 4, dtype=torch.float64)
-        bringing = source.gather(all_ranks.shard, first)
-        if rank == 0:
-            bringing.wait()
-        else:
-            time.sleep(0.2)
-        source.gather(all_ranks.shard, second).wait()
-        bringing.wait()
-        source.forget()
-        source.gather(all_ranks.shard, first).wait()
-        assert torch.equal(first, second)
-        return second.tolist()
-
-
-def test_nobody_reads_what_a_peer_has_not_kept_yet() -> None:
-    assert run_ranks(2, late_to_keep) == [[1.0, 2.0, 3.0, 4.0]] * 2
 
 
 def groups(plan: MeshPlan) -> list[int]:

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.core.mesh import init_distributed
-from shardwise.plan import zero
-from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import sharded
+from shardwise.testing import run_ranks
 from tests.support.sets import full
 
 State = dict[str, Tensor]
@@ -82,104 +80,6 @@ def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
         for state in states:
             assert state.keys() == values(plain).keys()
             assert all(torch.equal(value, state[name]) for name, value in values(plain).items())
-
-
-class Copied(nn.Linear):
-    """Saves its weight in another form, and its bias as a copy."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__(4, 4)
-        self.form = form
-        self.register_state_dict_post_hook(Copied.copied)
-
-    @staticmethod
-    def copied(module: Any, state: State, prefix: str, _metadata: Any) -> None:
-        weight, bias = state[prefix + "weight"], state[prefix + "bias"]
-        state[prefix + "bias"] = bias.clone()
-        forms = {"half": weight.half, "turned": lambda: weight[:2], "counted": weight.int, "copy": weight.clone}
-        state[prefix + "weight"] = forms[module.form]()
-
-
-class Whole(nn.Module):
-    """Its state is made by a method without arguments."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 4), Copied(form))
-
-    def state_dict(self) -> State:  # type: ignore[override]
-        return {f"net.{name}": value for name, value in self.net.state_dict().items()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
-def copied(form: str, whole: bool, seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    model = Whole(form)
-    return model if whole else model.net
-
-
-def train(model: nn.Module, backward: Any, optimizer: Any) -> None:
-    for _ in range(2):
-        backward(model(torch.ones(2, 4)).float().square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def copies(stage: int, precision: str, directory: str) -> list[State]:
-    """A state, and what is trained from it, and from a checkpoint of it."""
-    init_distributed()
-    found = []
-    for form, whole in (("copy", False), ("half", False), ("copy", True)):
-        model = copied(form, whole, 7)
-        state = values(model)
-        session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
-        found.append(session.module.state_dict())
-        session.checkpoints.save(f"{directory}/{stage}/{form}/{whole}", "a")
-        session.close()
-        for way in ("state", "checkpoint"):
-            model = copied(form, whole, 1)
-            session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
-            if way == "state":
-                session.module.load_state_dict(state)
-            else:
-                session.checkpoints.load(f"{directory}/{stage}/{form}/{whole}", "a")
-            train(session.module, session.backward, session.optimizer)
-            found.append(session.module.state_dict())
-            session.close()
-    return found
-
-
-def expected(form: str, whole: bool) -> list[State]:
-    model = copied(form, whole, 7)
-    before = values(model)
-    train(model, lambda loss: loss.backward(), sgd(model))
-    return [before, values(model), values(model)]
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(2, "bf16"), *full((1, "bf16"), (3, "fp32"))])
-def test_what_a_hook_makes_of_a_parameter_is_saved_and_loaded_as_the_parameter(
-    tmp_path: Path, stage: int, precision: str
-) -> None:
-    """In full precision: masters start from it, and files have it."""
-    right = [state for each in (("copy", False), ("half", False), ("copy", True)) for state in expected(*each)]
-    for states in run_ranks(2, copies, stage, precision, str(tmp_path)):
-        for number, (state, other) in enumerate(zip(states, right, strict=True)):
-            assert_close(state, other, (2e-2 if precision == "bf16" else 1e-6) if number % 3 else 0.0, str(number))
-
-
-def refused() -> None:
-    init_distributed()
-    for form, kind in (("turned", r"torch.float32 of shape \(2, 4\)"), ("counted", r"torch.int32 of shape \(4, 4\)")):
-        model = copied(form, False, 1)
-        with pytest.raises(ValueError, match=rf"has {kind} under '1.weight', and no parameter: the parameter is"):
-            shardwise.shard(model, sgd(model), stage=3)
-        model(torch.ones(2, 4)).sum().backward()  # it is what it was
-
-
-def test_something_else_under_a_parameters_name_is_refused_when_it_is_sharded() -> None:
-    run_ranks(2, refused)
 
 
 class Counts(nn.Linear):
@@ -261,16 +161,3 @@ def resumed(stage: int, directory: str) -> None:
 @pytest.mark.parametrize("stage", [3, *full(1)])
 def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, stage: int) -> None:
     run_ranks(2, resumed, stage, str(tmp_path))
-
-
-def test_rows_are_advised_for_parameters_alone(tmp_path: Path) -> None:
-    model = counting(True, 5)
-    with sharded(model, sgd(model), zero(1)) as session:
-        session.checkpoints.save(str(tmp_path), "a")
-    other = counting(True, 1)
-    other[1].bank, other[0] = torch.zeros(2), nn.Linear(4, 3)
-    with sharded(other, sgd(other), zero(1)) as session, pytest.raises(ValueError) as refused:
-        session.checkpoints.load(str(tmp_path), "a")
-    lines = str(refused.value).splitlines()
-    assert any("0.weight" in line and "rows=" in line for line in lines)
-    assert any("1.bank: (3,) in the checkpoint, (2,) in the model" in line and "rows=" not in line for line in lines)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.core.grads.sharded_grad import ShardedGrad
-from shardwise.core.memory.trace.tracker import TensorTracker
 from shardwise.core.mesh import Mesh
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
@@ -59,13 +54,8 @@ def said(call: Callable[[], Any]) -> str:
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
     "SGD foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
-    "SGD decay": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1, maximize=True),
     "Adam": lambda params: torch.optim.Adam(params, foreach=False),
     "AdamW": lambda params: torch.optim.AdamW(params, foreach=True),
-    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
-    "Adagrad": torch.optim.Adagrad,
-    "RMSprop": torch.optim.RMSprop,
 }
 
 
@@ -93,75 +83,6 @@ def test_an_optimizer_made_after_sharding(name: str) -> None:
             assert same, what
         assert "updates '0.bias'" in by_hand[0] or "0.bias.grad" in by_hand[0]
         assert without[2] == "nothing"
-
-
-def saved(value: Tensor) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-MEMORY: dict[str, Callable[[Tensor], object]] = {
-    "torch.from_dlpack": torch.from_dlpack,
-    "torch.from_dlpack of a view": lambda kept: torch.from_dlpack(kept.detach()[1:]),
-    "np.from_dlpack": lambda kept: np.from_dlpack(kept.detach()),  # type: ignore[arg-type]
-    "__dlpack__": lambda kept: kept.__dlpack__(max_version=(1, 0)),
-    "to_dlpack": torch.utils.dlpack.to_dlpack,
-    "to_dlpack of a view": lambda kept: torch.utils.dlpack.to_dlpack(kept.detach().t()),
-    "untyped_storage": lambda kept: kept.untyped_storage().tolist(),
-    "storage": lambda kept: kept.storage().tolist(),
-}
-WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "numpy()": lambda kept: kept.numpy(),
-    "numpy(force=True)": lambda kept: kept.numpy(force=True),
-    "detach().cpu().numpy()": lambda kept: kept.detach().cpu().numpy(),
-    "np.asarray": np.asarray,
-}
-COPIES: dict[str, Callable[[Tensor], Any]] = {
-    "np.array": np.array,
-    "np.array(copy=True)": lambda kept: kept.__array__(copy=True),
-    "np.asarray of a dtype": lambda kept: np.asarray(kept, dtype=np.longdouble),
-    "pickle": lambda kept: pickle.loads(pickle.dumps(kept)).numpy(),
-    "a queue": lambda kept: pickle.loads(ForkingPickler.dumps(kept.share_memory_())).numpy(),
-    "torch.save": lambda kept: saved(kept).numpy(),
-}
-
-
-def asked_for_memory(plan: Plan) -> dict[str, str]:
-    """By use, what it says."""
-    with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
-        kept, before = grad(model), grad(model).clone()
-        found = {name: said(lambda use=use: use(kept)) for name, use in MEMORY.items()}  # type: ignore[misc]
-        for name, use in WRITES.items():
-            array = use(kept)
-            assert (array == before.numpy()).all(), name
-            found[name] = said(lambda array=array: array.__setitem__(0, 3.0))  # type: ignore[misc]
-        for name, use in COPIES.items():
-            array = use(kept)
-            assert (array == before.numpy()).all(), name
-            array[0] = 3.0
-        if plan == PLANS["zero2"]:
-            model.share_memory()
-        with TensorTracker(torch.device("cpu")) as tracker:
-            made = torch.empty(0, dtype=torch.float64).resize_as_(kept)
-            assert tracker.live_bytes == made.nbytes
-        assert not kept.is_shared() and kept.untyped_storage().nbytes() == 0 and torch.equal(kept.clone(), before)
-        session.optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_memory_of_a_gradient(name: str) -> None:
-    """Exports of what is nowhere are errors; a copy that would take a write, and lose it, cannot be written to."""
-    for found in run_ranks(2, asked_for_memory, PLANS[name]):
-        for use in MEMORY:
-            of_torch = "Cannot access data pointer" in found[use] and use.startswith("to_dlpack")
-            named = "'0.weight'" in found[use] or use == "untyped_storage"
-            assert of_torch or (named and "clone() on every rank" in found[use]), (use, found[use])
-        assert found["__dlpack__"].startswith("BufferError") and found["storage"].startswith("RuntimeError")
-        for use in WRITES:
-            assert "read-only" in found[use], (use, found[use])
 
 
 def refused(plan: Plan) -> dict[str, str]:
@@ -216,47 +137,6 @@ def test_uses_that_are_refused(name: str) -> None:
         assert "0.weight has a post-accumulate-grad hook" in found["hook"] and "register_hook" in found["hook"]
         assert "0.weight.grad of a pass with create_graph=True" in found["graph"]
         assert "RuntimeError" in found["closed"]
-
-
-def used_by_a_hook(plan: Plan) -> str:
-    """The optimizer in backward of torch's own tutorial, from before the model is sharded."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
-    each = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-
-    def steps(param: Tensor) -> None:
-        each[param].step()
-        each[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(steps)
-    with sharded(model, sgd(model), plan) as session:
-        return said(lambda: session.backward(loss_of(session)))
-
-
-@pytest.mark.parametrize("name", ["zero1", *full("ddp", "zero2")])
-def test_a_gradient_that_a_hook_has_used_is_told(name: str) -> None:
-    for message in run_ranks(2, used_by_a_hook, PLANS[name]):
-        assert "has no gradient: a post-accumulate-grad hook" in message and "2.bias" in message
-
-
-def streaming(plan: Plan) -> list[str]:
-    with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
-        found = [said(lambda: clip_grad_norm_(model.parameters(), 1.0)), said(grad(model).clone)]
-        session.optimizer.step()
-        for p in model.parameters():
-            p.grad = None  # as after any step
-        session.backward(loss_of(session))
-        model[0].weight.grad = torch.ones(8, 6, dtype=torch.float64)
-        found.append(said(session.optimizer.step))
-    return found
-
-
-def test_gradients_that_are_not_kept() -> None:
-    plan = zero(2).but(update="backward")
-    for norm, read, assigned in run_ranks(2, streaming, plan):
-        for error in (norm, read):
-            assert "0.weight.grad with update='backward'" in error and "update='step'" in error
-        assert "0.weight.grad was set to a tensor of shape (8, 6) by hand" in assigned
 
 
 def unreduced(plan: Plan) -> list[str]:
@@ -319,11 +199,6 @@ def by_hand(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, Se
     return passes
 
 
-def own_tokens(model: nn.Module, rank: int) -> None:
-    for parameter in model.parameters():
-        parameter.grad /= 3 + rank  # type: ignore[operator]
-
-
 def copied(model: nn.Module, rank: int) -> None:
     grad(model).copy_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
 
@@ -339,7 +214,6 @@ def nearly(model: nn.Module, rank: int) -> None:
 
 OWN: dict[str, tuple[Callable[[nn.Module, Session, int], None], str]] = {
     "assigned": (own_gradients, "0.weight.grad was given different values on the ranks (norms: rank 0"),
-    "divided": (by_hand(own_tokens), "was changed by different numbers on the ranks (rank 0 "),
     "copied": (by_hand(copied), "was given different values on the ranks (norms: rank 0 "),
     "scaled": (by_hand(scaled), ""),
     "nearly the same": (by_hand(nearly), ""),
@@ -370,18 +244,3 @@ def test_gradients_of_a_ranks_own_are_refused(name: str) -> None:
             expected = OWN[what][1] or "nothing"
             assert expected in step, (what, step)
             assert expected == "nothing" or step.endswith("nothing was updated"), what
-
-
-def alone(plan: Plan) -> str:
-    model = seeded(net)
-    session = sharded(model, sgd(model), plan).__enter__()
-    session.backward(loss_of(session))
-    if session.mesh.rank == 0:
-        return said(lambda: [grad(model).clone(), session.optimizer.step()])
-    return said(session.optimizer.step)
-
-
-def test_a_rank_that_reads_alone() -> None:
-    reading, stepping = run_ranks(2, alone, PLANS["zero2"])
-    assert "reading of 0.weight.grad is collective" in reading and "which .grad is read" in reading
-    assert "rank 0: which .grad is read" in stepping

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session
@@ -104,28 +102,3 @@ def test_memory_of_it_is_taken_by_who_makes_several_passes() -> None:
             (before, whole, shard), (after, _, _) = found[None][2], found[torch.float32][2]
             more = [b - a for a, b in zip(before, after, strict=True)]
             assert more == [4 * shard, 4 * shard + 4 * whole, 4 * shard + 4 * whole]
-
-
-def configured(stage: int) -> float:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 64,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "gradient_clipping": 0.0,
-    }
-    engine = deepspeed.initialize(model=Sum(), config=config)[0]
-    for factor in (FIRST, *[1.0] * 62, 2.0):
-        engine.backward(engine(64 * factor * SLOPES[dist.get_rank()]))
-        engine.step()
-    assert engine.global_steps == 1
-    weights = all_alike(engine.state_dict())
-    engine.destroy()
-    return weights
-
-
-@pytest.mark.parametrize("stage", [*full(0, 1), 2])
-def test_grad_accum_dtype_of_deepspeed(stage: int) -> None:
-    assert run_ranks(2, configured, stage) == [-(FIRST + 64.0) * 1.5] * 2

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded, told
 from tests.support.sets import full
 
@@ -184,54 +184,6 @@ def test_clip_grad_by_norm() -> None:
         check([state for _, state, _ in results], dict(model.state_dict()), name)
 
 
-def clip_each_pass(plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
-    model = seeded(net)
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan.but(average="sum")) as session:
-        norms = []
-        for micro in range(MICRO):
-            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
-            norms.append(session.optimizer.clip_grad_by_norm(0.25))
-        session.optimizer.step()
-        return norms, session.module.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("size", "name"),
-    [
-        *[(1, "ddp"), (RANKS, "zero1"), (1, "zero2"), (RANKS, "zero3")],
-        *full((RANKS, "ddp"), (1, "zero1"), (RANKS, "zero2"), (1, "zero3")),
-    ],
-)
-def test_a_clip_between_passes_is_of_those_before(name: str, size: int) -> None:
-    model, norms = seeded(net), []
-    for micro in range(MICRO):
-        mean_loss(model, torch.cat([rows(rank, micro, 0, True) for rank in range(size)])).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.25)))
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert min(norms) > 0.3
-    for found, state in run_ranks(size, clip_each_pass, PLANS[name]):
-        assert found == pytest.approx(norms, rel=1e-5)
-        assert_close(state, dict(model.state_dict()), 1e-5, name)
-
-
-def compared_gradients(plan: Plan) -> dict[str, Tensor]:
-    model = seeded(net)
-    with sharded(model, adam(model), plan.but(average="mean")) as session:
-        for micro in range(MICRO):
-            session.backward(mean_loss(session.module, rows(session.mesh.rank, micro, 0, True)))
-        first = session.full_gradients()
-        assert all(torch.equal(first[n], again) for n, again in session.full_gradients().items())
-        return first
-
-
-@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3_tensor"])
-def test_full_gradients(name: str) -> None:
-    model = seeded(net)
-    mean_loss(model, torch.cat([rows(r, m, 0, True) for r in range(RANKS) for m in range(MICRO)])).backward()
-    expected = {n: p.grad for n, p in model.named_parameters()}
-    check(run_ranks(RANKS, compared_gradients, PLANS[name]), expected, name)
-
-
 def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
     """Every pass, or every pass but the last, under ``no_sync``."""
     found = []
@@ -298,31 +250,3 @@ def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
         for message, how in zip(messages, WITHOUT_TOKENS, strict=True):
             assert "session.backward(loss, tokens=...)" in message and "average='tokens'" in message, how
     check([state for _, state in results], of_all_rows(False), name)
-
-
-def unheld(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    """Gradients of parameters that no optimizer holds: of all, and of those behind the first layer."""
-    found = {}
-    with one_mesh(plan) as mesh:
-        for average, held in product(("mean", "tokens"), (False, True)):
-            model = seeded(net)
-            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.3) if held else None
-            with sharded(model, optimizer, plan.but(average=average), mesh) as session:
-                for micro in range(MICRO):
-                    x = rows(mesh.rank, micro, 0, average == "mean")
-                    session.backward(mean_loss(session.module, x), float(len(x)) if average == "tokens" else None)
-                found[f"{average} {held} full"] = session.full_gradients()
-                found[f"{average} {held} shown"] = {n: p.grad.clone() for n, p in model.named_parameters()}
-    return found
-
-
-@pytest.mark.parametrize("name", ["ddp", *full("zero2"), "zero3"])
-def test_gradients_of_parameters_in_no_optimizer(name: str) -> None:
-    results = run_ranks(RANKS, unheld, PLANS[name])
-    assert len(results[0]) == 8
-    for case in results[0]:
-        model = seeded(net)
-        even = case.startswith("mean")
-        mean_loss(model, torch.cat([rows(r, m, 0, even) for r in range(RANKS) for m in range(MICRO)])).backward()
-        expected = {n: p.grad for n, p in model.named_parameters()}
-        check([result[case] for result in results], expected, f"{name} {case}")

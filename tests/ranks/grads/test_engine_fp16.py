@@ -85,34 +85,6 @@ def follow(plan: Plan, overflows: list[int], adam: bool = False) -> list[Step]:
     return steps
 
 
-def bounds_its_gradients(plan: Plan, which: str) -> tuple[bool, float, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = Pair()
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.125), plan) as session:
-        session.backward(session.module(*inputs(True, session.mesh.size - 1 - session.mesh.rank)))
-        for param in model.parameters():
-            assert param.grad is not None
-            torch.nan_to_num_(param.grad) if which == "nan_to_num_" else param.grad.clamp_(-1.0, 1.0)
-        session.optimizer.step()
-        return session.optimizer.last_step_skipped, session.optimizer.scaler.scale, session.module.state_dict()
-
-
-BOUNDS = ("clamp_", "nan_to_num_")
-BY_TURNS = [(name, BOUNDS[index % 2]) for index, name in enumerate(PLANS)]
-OTHERS = [(name, which) for name in PLANS for which in BOUNDS if (name, which) not in BY_TURNS]
-
-
-@pytest.mark.parametrize(("name", "which"), [*BY_TURNS[:2], *BY_TURNS[4:], *full(*BY_TURNS[2:4], *OTHERS)])
-def test_bounding_gradients_hides_no_overflow(name: str, which: str) -> None:
-    """Of rank 0 alone, whose infinity is one in the sum as well."""
-    torch.manual_seed(0)
-    start = Pair().state_dict()
-    plan = PLANS[name].but(scaler=scaler(hysteresis=1))
-    for skipped, scale, state in run_ranks(2, bounds_its_gradients, plan, which):
-        assert skipped and scale == 512.0
-        assert all(torch.equal(state[n].float(), start[n]) for n in start)
-
-
 @pytest.mark.parametrize("name", ["ddp", *full("zero1"), "zero2", "zero3", *full("zero3_gloo")])
 def test_contract_of_the_scale_and_skipped_steps(name: str) -> None:
     plan = PLANS[name].but(scaler=scaler())
@@ -207,23 +179,6 @@ def test_defect_10_the_scale_and_its_counters_are_part_of_the_state() -> None:
         assert first == {"scale": 512.0, "overflows": 2.0, "good_steps": 1.0}
         # The third overflow backs off at once, since the count of overflows was kept.
         assert second == {"scale": 256.0, "overflows": 3.0, "good_steps": 0.0}
-
-
-def steps_without_gradients(plan: Plan) -> list[float]:
-    model = Pair()
-    found = []
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
-        for factor in (None, 0.0, None):
-            if factor is not None:
-                session.backward(session.module(*inputs(False, session.mesh.rank)) * factor)
-            session.optimizer.step()
-            found.append(session.optimizer.scaler.state_dict()["good_steps"])
-    return found
-
-
-def test_a_step_without_gradients_is_no_good_step() -> None:
-    for found in run_ranks(2, steps_without_gradients, PLANS["zero2"].but(scaler=scaler())):
-        assert found == [0.0, 1.0, 1.0]
 
 
 def direct_backward(plan: Plan) -> list[str]:

@@ -74,27 +74,3 @@ def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: s
             assert said == []
     # Both passes were made again, and nothing of those before is left.
     check([state for _, state in found], run_plain(Net, two_passes, ranks, 1), name)
-
-
-def of_two(drops: str) -> list[str]:
-    """Warnings where each of two optimizers has a pass, one fails, and gradients are dropped."""
-    model = seeded(Net)
-    parts = [model.layers[:1], model.layers[1:]]  # type: ignore[index]
-    both = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    with one_mesh(PLANS["zero2"]) as mesh, sharded(model, both, PLANS["zero2"], mesh) as session:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            session.backward(session.module(data(mesh.rank, 0)).square().mean())
-            Breaks.armed = True
-            with pytest.raises(ArithmeticError, match="on purpose"):
-                session.backward(session.module(data(mesh.rank, 1)).square().mean())
-            Breaks.armed = False
-            session.optimizers[0].zero_grad() if drops == "one" else session.module.zero_grad()
-        return [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
-
-
-def test_one_optimizer_that_drops_its_own_speaks_for_no_other() -> None:
-    for said in run_ranks(2, of_two, "one"):
-        (only,) = said
-        assert "those of 1 earlier pass of this step" in only
-    assert run_ranks(2, of_two, "all") == [[], []]

@@ -24,7 +24,6 @@ from tests.support.sets import full
 from tests.support.stream_setup import (
     LAYERS,
     Branching,
-    Name,
     Program,
     QueuedGroup,
     begun_apart,
@@ -104,12 +103,6 @@ def leaves_out(passes_by: bool, at: int, passes: int) -> tuple[Program, dict[str
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_parameter_that_one_rank_leaves_out_in_one_of_several_passes_closes_no_cycle(at: int) -> None:
-    assert stuck([program for program, _ in run_ranks(2, leaves_out, True, at, 2)]) == []
-    assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 2)]), "the test cannot fail"
-
-
-@pytest.mark.parametrize("at", [0, 3])
 def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
     """In the first step nothing is known of the order."""
     model = seeded(Layers)
@@ -123,55 +116,6 @@ def test_a_parameter_that_one_rank_leaves_out_closes_no_cycle(at: int) -> None:
     for rank, (_, state) in enumerate(found):
         assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
     assert stuck([program for program, _ in run_ranks(2, leaves_out, False, at, 1)]), "the test cannot fail"
-
-
-class BothEnds(nn.Module):
-    """The module's own parameters, one unit, come at both ends of each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor, way: list[int]) -> Tensor:
-        x = x * self.first
-        for index in way:
-            x = torch.tanh(self.layers[index](x))
-        return x * self.last
-
-
-WAYS = [list(range(LAYERS)), list(range(LAYERS)), list(reversed(range(LAYERS)))]
-"""By step: the order is not known in the first one, and another one in the last."""
-
-
-def comes_again() -> tuple[int, dict[str, Tensor]]:
-    """How often a chunk was reduced again, and the parameters."""
-    again, late = [0], Reducer._reduce_overflow
-
-    def counting(reducer: Reducer, state: ChunkGrads) -> None:
-        again[0] += 1
-        late(reducer, state)
-
-    with groups_of(NativeGroup), mock.patch.object(Reducer, "_reduce_overflow", counting):
-        model, plan = seeded(BothEnds), zero(3)
-        # Where its turn comes first, before the layers'.
-        with one_mesh(plan) as mesh, sharded(model, adam(model, lr=0.01), plan, mesh) as session:
-            order = session.engine.grads.reducer._order
-            order.sort(key=lambda state: any(slot.numel > 6 for slot in state.spec.slots))
-            for step, way in enumerate(WAYS):
-                session.backward(session.module(data(mesh.rank, step), way).square().mean())
-                session.optimizer.step()
-                session.optimizer.zero_grad()
-            return again[0], session.module.state_dict()
-
-
-def test_a_unit_that_comes_again_is_reduced_again_where_the_order_is_not_known() -> None:
-    model = seeded(BothEnds)
-    loss = lambda model, rank, step: model(data(rank, step), WAYS[step]).square().mean()  # noqa: E731
-    plain_steps(model, adam(model, lr=0.01), len(WAYS), loss)
-    for rank, (again, state) in enumerate(run_ranks(2, comes_again)):
-        assert again, "the test shows nothing"
-        assert_close(state, dict(model.state_dict()), 1e-9, f"rank {rank}")
 
 
 class Blind(QueuedGroup):
@@ -219,16 +163,6 @@ def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
     assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
 
 
-@pytest.mark.full
-def test_branches_that_differ_among_replicas_close_no_cycle() -> None:
-    check(run_ranks(4, train_on, QueuedGroup, zero(3, dp_replicate=2).but(same_order=False), STEPS, True))
-
-
-@pytest.mark.parametrize("stage", [1, *full(2)])
-def test_without_gathers_in_backward_there_is_no_cycle(stage: int) -> None:
-    check(run_ranks(3, train_on, QueuedGroup, zero(stage), STEPS, True))
-
-
 @pytest.mark.parametrize("stage", [*full(2), 3])
 def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
     """Over gloo it is the host that waits, where a GPU's stream would."""
@@ -271,59 +205,3 @@ def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
     with mock.patch.multiple(Reducer, finish=finishing, _assign_bucket=assigning):
         train_on(QueuedGroup, plan, steps, False)
     return begun, copied[:-1]
-
-
-@pytest.mark.parametrize(("prefetch", "same_order"), [(1, None), *full((2, None), (1, False), (2, False))])
-def test_only_the_first_gather_of_each_direction_is_exposed(same_order: bool | None, prefetch: int) -> None:
-    """Of n equal layers; the last one of the forward pass is still there when backward begins."""
-    for steps in run_ranks(2, exposed_gathers, zero(3).but(same_order=same_order, prefetch=prefetch), 4):
-        assert len(steps[0]) > 2, "nothing is known of the first step"
-        assert steps[1:] == [[0]] * 3
-
-
-@pytest.mark.parametrize("same_order", [*full(False), None])
-def test_what_was_fetched_ahead_makes_place_for_what_is_next(same_order: bool | None) -> None:
-    """One layer in use, one ahead, and one that has just been left."""
-    for peak in run_ranks(2, peak_layers, zero(3).but(same_order=same_order), 4):
-        assert peak <= 3
-
-
-def exposed_gathers(plan: Plan, steps: int) -> list[list[int]]:
-    """By step, the units whose first use came before any other since their gather had started."""
-    found: list[list[int]] = []
-    with queued() as program:
-        model = seeded(Branching)
-        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            for step in range(steps):
-                program.steps.clear()
-                uses: list[tuple[int, int]] = []
-                note = lambda unit, uses=uses: uses.append((unit, len(program.steps)))  # noqa: E731
-                stop = session.engine.events.unit_ready.listen(note)
-                session.backward(losses_of(session.module, mesh.rank, step, False))
-                stop()
-                found.append(exposed(program, uses))
-                session.optimizer.step()
-    return found
-
-
-def exposed(program: Program, uses: list[tuple[int, int]]) -> list[int]:
-    started: dict[Name, int] = {}
-    late: dict[int, None] = {}
-    for at, (what, name, _) in enumerate(program.steps):
-        if what == "start":
-            started[name] = at
-        elif name[0] == "gather" and not any(started[name] < when <= at for _, when in uses):
-            late[next(unit for unit, when in uses if when > at)] = None
-    return list(late)
-
-
-def peak_layers(plan: Plan, steps: int) -> int:
-    """At most so many layers were gathered at a time, after the first step."""
-    model = seeded(Branching)
-    with queued(), one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-        pool = session.engine.pool
-        for step in range(steps):
-            pool.peak_gathered_bytes = pool.gathered_bytes if step == 1 else pool.peak_gathered_bytes
-            session.backward(losses_of(session.module, mesh.rank, step, False))
-            session.optimizer.step()
-        return pool.peak_gathered_bytes // max(pool.sizes.values())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from shardwise.core.base.device import live_bytes
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.policy import Trace, choose_victim
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session
 from tests.support.engine_setup import sharded
@@ -78,7 +77,6 @@ class Found:
     norms: list[float] = field(default_factory=list)
     state: str = ""
     moved: list[int] = field(default_factory=list)
-    orders: list[list[int]] = field(default_factory=list)
     budgets: list[list[int]] = field(default_factory=list)
     peak_gathered: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -123,7 +121,6 @@ def train(
             watch(session, found)
         for step in range(steps):
             before, pool.peak_gathered_bytes = pool.moved_bytes, 0
-            found.orders.append([])
             found.budgets.append([])
             for loss in step_of(session, step):
                 session.backward(loss)
@@ -142,12 +139,11 @@ def train(
 
 
 def watch(session: Session, found: Found) -> None:
-    """Note order and budget at each use, and compare the accounts with a count of their own."""
+    """Note the budget at each use, and compare the accounts with a count of their own."""
     pool, ledger = session.engine.pool, session.ledger
 
     def use(unit: int) -> None:
-        if pool.in_training and len(found.orders[-1]) < len(pool.trace.current):
-            found.orders[-1].append(unit)
+        if pool.in_training and len(found.budgets[-1]) < len(pool.trace.current):
             found.budgets[-1].append(pool.budget_bytes())
 
     def ready(unit: int) -> None:
@@ -188,20 +184,3 @@ def model_data(session: Session) -> int:
         tensors += [s for (_, tier), s in own.updates.stepper._scratch.items() if tier is Tier.DEVICE]
     given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
     return live_bytes(tensors) + given_up
-
-
-def simulate(
-    order: Sequence[int], sizes: Mapping[int, int], budgets: Sequence[int], policy: Literal["belady", "lru"]
-) -> int:
-    """Return the bytes that a step gathers that uses units in this ``order``, with one budget a use."""
-    trace, held, gathered, moved = Trace(recorded=list(order) if policy == "belady" else []), set[int](), 0, 0
-    for unit, limit in zip(order, budgets, strict=True):
-        trace.use(unit)
-        if unit not in held:
-            moved, gathered = moved + sizes[unit], gathered + sizes[unit]
-            held.add(unit)
-        while gathered > limit and len(held) > 1:
-            victim = choose_victim(trace, held - {unit})
-            held.discard(victim)
-            gathered -= sizes[victim]
-    return moved

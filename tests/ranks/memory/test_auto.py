@@ -1,4 +1,4 @@
-"""Placement from the memory trace (``auto``): the same bits within any capacity, and fewer bytes moved than LRU."""
+"""Placement from the memory trace (``auto``): the same bits within any capacity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,17 +22,14 @@ from auto_setup import (
     auto,
     plain_step,
     plan_of,
-    simulate,
     train,
     x_of,
 )
 from torch import Tensor
 
-from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.memory.trace.tracing import trace_memory
-from shardwise.core.shards.policy import Trace
-from shardwise.plan import TierPlan, on_device, zero
+from shardwise.plan import TierPlan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import one_mesh
@@ -147,71 +143,6 @@ def test_same_bits_within_the_capacity(
             assert runs["tight"].stats is not None and runs["tight"].stats.moments
 
 
-MAX_NORM = 0.02
-HALF = {"param_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16, "cast_inputs": True, "max_norm": MAX_NORM}
-
-
-def in_half_precision(steps: int) -> tuple[dict[str, Found], int]:
-    """On a rank: without a limit, under a roomy capacity and under one of that many bytes; 2 or 3 passes a step."""
-
-    def run(tiers: TierPlan | None) -> Found:
-        return train(partial(Stack, TWICE), plan_of(tiers, **HALF), None, accumulating, steps, watched=False)
-
-    plain, roomy = run(None), run(auto(ROOMY, margin=0.9))
-    limit = tight("accumulation", roomy.rest, 1) + BLOCK_BYTES // 2
-    return {"plain": plain, "margin": roomy, "tight": run(auto(limit))}, limit
-
-
-@pytest.mark.parametrize("steps", [*full(4), *campaign(10)])
-def test_same_bits_in_half_precision_with_clipping_and_accumulation(steps: int) -> None:
-    for rank, (runs, limit) in enumerate(run_ranks(2, in_half_precision, steps, timeout=60)):
-        plain = runs["plain"]
-        assert len(plain.norms) == steps and min(plain.norms) > MAX_NORM  # else clipping was not tested
-        for key in ("tight", "margin"):
-            assert runs[key].losses == plain.losses, f"{key}, rank {rank}"
-            assert runs[key].norms == plain.norms, f"{key}, rank {rank}"
-            assert runs[key].state == plain.state, f"{key}, rank {rank}"
-        assert 0 < runs["tight"].peak <= limit
-        assert sum(runs["tight"].moved) > sum(runs["margin"].moved)  # some blocks had to go
-
-
-# ---- bytes moved
-
-
-def against_lru(name: str, capacity: int, steps: int = 5) -> Found:
-    return train(PROGRAMS[name][0], plan_of(auto(capacity)), None, steps=steps)
-
-
-@pytest.mark.parametrize("name, strictly", [
-    *campaign(("plain", False)),
-    *full(("checkpointed twice", True)),
-    ("twice", True),
-])  # fmt: skip
-def test_moves_what_the_replay_predicts_and_less_than_lru(name: str, strictly: bool) -> None:
-    less = 0
-    rest = run_ranks(1, against_lru, name, ROOMY, 2)[0].rest
-    for blocks in (5, 6):
-        found = run_ranks(1, against_lru, name, rest + blocks * BLOCK_BYTES)[0]
-        for step in range(1, 5):
-            arguments = found.orders[step], found.sizes, found.budgets[step]
-            best, lru = (simulate(*arguments, policy) for policy in ("belady", "lru"))
-            where = f"{blocks} blocks, step {step}: {found.moved} {arguments}"
-            assert found.moved[step] == best <= lru, where
-            less += best < lru
-    assert less >= 2 or not strictly
-
-
-def without_prediction() -> Found:
-    """Belady's rule is given no order."""
-    with mock.patch.object(Trace, "upcoming", lambda self: ()):
-        return train(PROGRAMS["twice"][0], plan_of(auto(12 * BLOCK_BYTES)), None, steps=3)
-
-
-def test_the_comparison_notices_lru() -> None:
-    found = run_ranks(1, without_prediction)[0]
-    assert found.moved[2] > simulate(found.orders[2], found.sizes, found.budgets[2], "belady")
-
-
 # ---- the ratios
 
 
@@ -274,22 +205,6 @@ def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
     assert found.losses == plain.losses and found.state == plain.state
     assert found.peak_gathered[1] > found.peak_gathered[3] or found.moved[3] > found.moved[1]
     assert 0 < found.peak <= limit
-
-
-def streaming() -> tuple[Found, Found, list[bool]]:
-    plan = plan_of(auto(ROOMY, margin=1.0)).but(update="backward")
-    sessions: list[Session] = []
-    found = train(partial(Stack, PLAIN), plan, None, prepare=sessions.append)
-    engine = sessions[0].engine
-    on_device = [grads.ring is engine.shards.storage.ring(Tier.DEVICE) for grads in engine.grads.states.values()]
-    return train(partial(Stack, PLAIN), plan_of(), None), found, on_device
-
-
-def test_state_that_has_moved_takes_its_gradients_along() -> None:
-    plain, found, on_device = run_ranks(1, streaming)[0]
-    assert found.state == plain.state
-    assert on_device and all(on_device)
-    assert found.tiers["host"].get("optimizer state", 0) == 0 == found.tiers["host"].get("gradients", 0)
 
 
 # ---- saved traces
@@ -364,57 +279,3 @@ def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
     assert first.state == second.state
     assert found["order"] == first.stats.order
     assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
-
-
-# ---- through the plugin
-
-
-def through_the_plugin(memory: int | None, tmp: str) -> tuple[list[float], list[int], float]:
-    from shardwise.booster import Booster
-    from shardwise.booster.plugin import GeminiPlugin
-
-    torch.manual_seed(0)
-    model = Stack(PLAIN)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    placed = {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.2} if memory else {}
-    plugin = GeminiPlugin(precision="fp32", device_memory=memory, **placed)
-    boosted, own, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    booster = Booster(plugin=plugin)
-    rank, losses = torch.distributed.get_rank(), []
-    for step in range(3):
-        loss = boosted(x_of(rank, step)).square().mean()
-        booster.backward(loss, own)
-        own.step()
-        losses.append(float(loss.detach()))
-    session = plugin.session(boosted)
-    return losses, [session.ledger.peak_bytes], sum(float(p.double().sum()) for p in boosted.state_dict().values())
-
-
-@pytest.mark.parametrize("ranks", [2, *full(1)])
-def test_a_model_far_smaller_than_a_chunk_through_the_plugin(ranks: int, tmp_path: Path) -> None:
-    free = run_ranks(ranks, through_the_plugin, None, str(tmp_path))
-    auto_runs = run_ranks(ranks, through_the_plugin, 60 * BLOCK_BYTES, str(tmp_path))
-    for (losses, _, total), (expected, _, expected_total) in zip(auto_runs, free, strict=True):
-        assert losses == expected and total == expected_total
-    assert all(0 < peaks[0] <= 60 * BLOCK_BYTES for _, peaks, _ in auto_runs)
-
-
-def test_sizes() -> None:
-    assert BLOCK_BYTES == 4 * (8 * WIDTH * WIDTH + 5 * WIDTH)
-
-
-# ---- where nothing is gathered
-
-
-def moments_without_gathers() -> list[tuple[str, str]]:
-    limited = dataclasses.replace(on_device(), device_capacity_bytes=ROOMY)
-    found = train(partial(Stack, PLAIN), plan_of(limited), None, watched=False)
-    assert found.stats is not None and found.stats.peak_non_model_bytes > 0
-    return [(moment.name, moment.phase) for moment in found.stats.moments]
-
-
-def test_a_trace_where_nothing_is_gathered() -> None:
-    seen = run_ranks(1, moments_without_gathers)[0]
-    order = list(dict.fromkeys(name for name, phase in seen if phase == "forward"))
-    back = list(dict.fromkeys(name for name, phase in seen if phase == "backward"))
-    assert len(order) == len(PLAIN[0]) and back == order[::-1]

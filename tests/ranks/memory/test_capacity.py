@@ -10,10 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, watch, x_of
+from auto_setup import BLOCK_BYTES, PLAIN, Found, Stack, auto, model_data, plan_of, train, x_of
 
-from shardwise.core.deferred import deferred_init
-from shardwise.core.memory.ledger import REST, DeviceMemoryError
+from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import TierPlan, on_device, zero
@@ -226,119 +225,3 @@ def test_optimizer_state_is_foreseen() -> None:
     for name in ("sgd", "adam"):
         assert found[f"{name} -1000"] == "refused"
         assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
-
-
-def momentum_of(first: float, rest: float) -> dict[str, Any]:
-    """Whose group has momentum decides what is foreseen, not which group comes first."""
-    found: dict[str, Any] = {}
-    for room in (-1000, 1000):
-        model = Stack(PLAIN)
-        params = list(model.parameters())
-        groups = [{"params": params[:4], "momentum": first}, {"params": params[4:], "momentum": rest}]
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        need = 8 * BLOCK_BYTES + 2 * BLOCK_BYTES
-        state = BLOCK_BYTES if first else 7 * BLOCK_BYTES
-        try:
-            session = build(model, optimizer, plan_of(fixed(need + state + room)))
-        except DeviceMemoryError:
-            found[f"{room}"] = "refused"
-            continue
-        found[f"{room}"] = session.engine.accounts.foreseen_bytes(), state
-        session.close()
-        session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize("first, rest", [(0.0, 0.9), *full((0.9, 0.0))])
-def test_state_is_foreseen_of_each_param_group(first: float, rest: float) -> None:
-    found = run_ranks(1, momentum_of, first, rest)[0]
-    assert found["-1000"] == "refused"
-    foreseen, state = found["1000"]
-    assert foreseen == state
-
-
-class Buffered(Stack):
-    """Keeps a table (1 MiB) and, from its first pass on, what that has made in place of a number."""
-
-    def __init__(self, seen_twice: bool) -> None:
-        super().__init__(PLAIN)
-        table = torch.zeros(1 << 18)
-        self.register_buffer("table", table, persistent=False)
-        self.register_buffer("start", table.detach()[: 1 << 17] if seen_twice else torch.zeros(0), persistent=False)
-        self.register_buffer("last", torch.zeros(1), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = super().forward(x)
-        if self.last.numel() == 1:
-            self.last = output.detach().repeat(64, 1)
-        return output
-
-
-def with_buffers(deferred: bool) -> dict[str, Any]:
-    """The least capacity that some training fits in has the buffers in it, from the build on, each once."""
-    found: dict[str, Any] = {}
-    need = (8 + 2) * BLOCK_BYTES
-    for name, capacity in (("too small", need + (1 << 20) - 1000), ("enough", need + (1 << 20) + 12 * BLOCK_BYTES)):
-        with deferred_init() if deferred else contextlib.nullcontext():
-            model = Buffered(seen_twice=not deferred)
-        try:
-            session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan_of(fixed(capacity)))
-        except DeviceMemoryError as error:
-            found[name] = str(error)
-            continue
-        ledger, steps = session.ledger, []
-        for step in range(3):
-            one_step(session, step, rows=4)
-            session.optimizers[0].zero_grad()
-            ledger.require(0, "a look")
-            held = ledger.held()
-            steps.append((held["buffers"], held[REST]))
-        found[name] = steps, session.memory().buffers_bytes, session.memory().total_bytes
-        found["sum"] = sum(session.memory().by_tier["device"].values())
-        model.table = torch.zeros(1 << 19)  # of a program, between passes
-        with pytest.raises(DeviceMemoryError, match=r"buffers: [23].03 MiB"):
-            one_step(session, 3, rows=4)
-        session.close()
-        session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-def test_buffers_are_in_the_accounts(deferred: bool) -> None:
-    found = run_ranks(1, with_buffers, deferred)[0]
-    last = 4 * 4 * 64 * 32
-    assert "buffers: 1 MiB" in found["too small"] and "register_buffer" in found["too small"], found["too small"]
-    steps, reported, total = found["enough"]
-    # What a pass has put in a place is with the rest until the next one begins; it is never counted twice.
-    assert [sum(each) for each in steps] == [(1 << 20) + last] * 3
-    assert reported == (1 << 20) + last
-    assert found["sum"] == total
-
-
-def ample(param: float, state: float) -> tuple[Found, Found]:
-    plan = plan_of(fixed(None, param, state))
-    limited = plan_of(fixed(40 * BLOCK_BYTES, param, state))
-    return tuple(train(lambda: Stack(PLAIN), each, None, steps=2) for each in (plan, limited))  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("param, state", [(0.5, 0.0), *full((0.0, 0.0), (0.0, 0.5), (1.0, 1.0))])
-def test_a_limit_changes_no_bits_and_its_accounts_are_true(param: float, state: float) -> None:
-    for free, limited in run_ranks(1, ample, param, state):
-        assert free.state == limited.state and free.losses == limited.losses
-        assert free.peak == 0 < limited.peak <= 40 * BLOCK_BYTES
-
-
-def wrong_accounts() -> None:
-    torch.manual_seed(0)
-    model = Stack(PLAIN)
-    plan = plan_of(fixed(40 * BLOCK_BYTES, param=1.0))
-    with sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
-        found = Found(orders=[[]], budgets=[[]])
-        watch(session, found)
-        session.ledger._holders["gradients"] = lambda: 0
-        with pytest.raises(AssertionError, match="bytes are accounted"):
-            one_step(session, 0, 4)
-
-
-def test_the_count_notices_wrong_accounts() -> None:
-    run_ranks(1, wrong_accounts)

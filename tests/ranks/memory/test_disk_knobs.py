@@ -42,8 +42,6 @@ class Seen:
     sizes: set[int] = field(default_factory=set)
     submissions: set[int] = field(default_factory=set)
     most_in_flight: int = 0
-    partly: bool = False
-    """Results were taken while other requests of the same queue were in flight."""
     threads: int = 0
     shard_buffers: int = 0
     value_buffers: int = 0
@@ -52,16 +50,13 @@ class Seen:
 
 
 class _Spy:
-    def __init__(self, inner: RequestQueue, seen: Seen, kept: list[Request] | None, taken: threading.Event) -> None:
+    def __init__(self, inner: RequestQueue, seen: Seen) -> None:
         self.inner, self.seen, self.in_flight = inner, seen, 0
-        self.kept, self.taken = kept, taken
 
     def submit(self, requests: Sequence[Request]) -> None:
         seen = self.seen
         seen.sizes |= {request.nbytes for request in requests}
         seen.submissions.add(len(requests))
-        if self.kept == [] and len(requests) > 1:
-            self.kept.append(requests[-1])
         self.inner.submit(requests)
         self.in_flight += len(requests)
         seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
@@ -69,9 +64,6 @@ class _Spy:
     def reap(self, at_least: int) -> list[tuple[Request, int]]:
         done = self.inner.reap(at_least)
         self.in_flight -= len(done)
-        self.seen.partly |= self.in_flight > 0
-        if done and self.in_flight:
-            self.taken.set()
         return done
 
     def close(self) -> None:
@@ -79,20 +71,13 @@ class _Spy:
 
 
 @contextlib.contextmanager
-def spied(held: bool) -> Iterator[Seen]:
-    """What the store that is made inside does.
-
-    ``held``: of a submission of several requests one is kept back, until results of others were taken.
-    """
-    seen, taken, kept = Seen(), threading.Event(), list[Request]()
+def spied() -> Iterator[Seen]:
+    """What the store that is made inside does."""
+    seen = Seen()
 
     def make(depth: int, transfer: TransferFunction) -> _Spy:
-        def late(request: Request) -> int:
-            assert request not in kept or taken.wait(60)
-            return transfer(request)
-
         seen.depths.append(depth)
-        return _Spy(ThreadQueue(depth, late), seen, kept if held else None, taken)
+        return _Spy(ThreadQueue(depth, transfer), seen)
 
     with mock.patch.object(disk, "ThreadQueue", make):
         yield seen
@@ -107,11 +92,11 @@ def pages(nbytes: int) -> int:
     return -(-nbytes // 4096) * 4096
 
 
-def train(plan: Plan, held: bool = False) -> Seen:
+def train(plan: Plan) -> Seen:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with spied(held) as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
+    with spied() as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
         for step in range(3):
             loss = session.module(torch.full((2, WIDTH), 0.1 * (step + 1))).square().mean()
             session.backward(loss)
@@ -128,21 +113,9 @@ def train(plan: Plan, held: bool = False) -> Seen:
 USUAL: dict[str, Any] = {"block_bytes": 4 * KIB, "queue_depth": 4, "threads": 1}
 
 
-def seen_with(directory: Path, held: bool = False, **knobs: Any) -> Seen:
+def seen_with(directory: Path, **knobs: Any) -> Seen:
     plan = with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **(USUAL | knobs))
-    return run_ranks(1, train, plan, held)[0]
-
-
-def test_single_submit(tmp_path: Path) -> None:
-    one, several = (seen_with(tmp_path, single_submit=single) for single in (True, False))
-    assert one.submissions == {1} and max(several.submissions) == 4
-    assert one.losses == several.losses
-
-
-def test_overlap_events(tmp_path: Path) -> None:
-    together, apart = (seen_with(tmp_path, held=overlap, overlap_events=overlap) for overlap in (True, False))
-    assert together.partly and not apart.partly
-    assert together.losses == apart.losses
+    return run_ranks(1, train, plan)[0]
 
 
 @pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
@@ -174,7 +147,7 @@ def test_from_a_deepspeed_configuration(tmp_path: Path) -> None:
     }
     seen = run_ranks(1, train, to_plan(config, 1)[0])[0]
     assert seen.depths == [3, 3] and seen.threads == 2 and seen.most_in_flight <= 3
-    assert max(seen.sizes) == 8 * KIB and max(seen.submissions) == 1 and not seen.partly
+    assert max(seen.sizes) == 8 * KIB and max(seen.submissions) == 1
     assert seen.value_buffers == seen.state_buffers == 2
     # One chunk a tensor here, so buffers of another size.
     assert seen.losses == pytest.approx(seen_with(tmp_path).losses, rel=1e-6)

@@ -194,19 +194,3 @@ def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_pat
                 read = params * shard * gathers + state * DEPTH * (masters + (moments if step else 0))
                 written = params * shard * DEPTH + state * DEPTH * (masters + moments)
                 assert (found["disk_read"], found["disk_write"]) == (read, written), (mix, step, found)
-
-
-@pytest.mark.parametrize("stage", [3, *full(1)])
-def test_host_tiers_send_no_more(stage: int, tmp_path: Path) -> None:
-    shares = {"s_host": (0.0, 1.0), "p_host": (1.0, 0.0), "all_host": (1.0, 1.0)}
-    plans = [
-        plan_of(stage, "all_host", str(tmp_path)).but(param_host_fraction=param, state_host_fraction=state)
-        for param, state in shares.values()
-    ]
-    plain, *others = by_plan(2, [plan_of(stage, "device", ""), *plans])
-    for mix, runs in zip(shares, others, strict=True):
-        for run, other in zip(runs, plain, strict=True):
-            for found, wire in zip(run["traffic"], other["traffic"], strict=True):
-                assert found["reduce_scatter"] == wire["reduce_scatter"], mix
-                # Parameters at home on the host do not stay gathered between steps of their own accord.
-                assert found["all_gather"] == wire["all_gather"], mix

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk import file
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.plan import Plan, zero
@@ -121,41 +120,6 @@ def test_after_a_failed_step_the_state_before_it_can_be_loaded(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("every", [*full(3), *campaign(1)])
-def test_three_buffers_or_one_make_no_difference(tmp_path: Path, every: int) -> None:
-    plan = with_tiers(zero(3, BF16), "all_disk", str(tmp_path), state_buffers=1, param_buffers=1)
-    for _, _, same in run_ranks(2, requests_fail, plan, "adamw", 0, every, timeout=120.0):
-        assert same
-
-
-def parameters_fail(plan: Plan) -> tuple[str, bool]:
-    """A write of parameters fails in a step, whose state in memory is updated by then; both are loaded again."""
-    with (
-        small_tiles(),
-        one_mesh(plan) as mesh,
-        Fault().installed() as fault,
-        session_of(plan, "adamw", mesh) as session,
-    ):
-        backward(session, 0)
-        session.optimizer.step()
-        before, saved = everything(session), states(session)
-        backward(session, 1)
-        if mesh.rank == 1:
-            fault.arm(0, writing=True)
-        with pytest.raises(DiskError) as error:
-            session.optimizer.step()
-        fault.lift()
-        load_after_failure(session, saved)
-        return str(error.value), everything(session) == before
-
-
-@pytest.mark.parametrize("mix", ["p_disk_s_host", *full("p_disk")])
-def test_parameters_alone_on_a_disk_that_fails_are_to_be_loaded(mix: str, tmp_path: Path) -> None:
-    for message, same in run_ranks(2, parameters_fail, with_tiers(zero(3, BF16), mix, str(tmp_path))):
-        assert "\n  rank 1: DiskError" in message and "EIO" in message and "load a checkpoint" in message
-        assert same
-
-
 def gather_fails(plan: Plan) -> tuple[list[str], bool]:
     """Reads of parameters fail in forward and in backward; the step is made again from its start."""
     messages = []
@@ -190,28 +154,6 @@ def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> Non
 # ---- no space, no directory
 
 
-def no_space_in_the_first_step(plan: Plan) -> tuple[list[str], bool]:
-    """The record for optimizer state is made in the first step: each reservation fails once."""
-    messages = []
-    with small_tiles(), one_mesh(plan) as mesh:
-        expected = undisturbed(plan, "adamw", mesh, 2)
-        with session_of(plan, "adamw", mesh) as session:
-            saved = states(session)
-            for at in range(100):
-                backward(session, 0)
-                with _reservation_fails(at if mesh.rank == 0 else -1):
-                    try:
-                        session.optimizer.step()
-                        break
-                    except DiskError as error:
-                        messages.append(str(error))
-                        assert error.errno == errno.ENOSPC  # on the other rank as well
-                load_after_failure(session, saved)
-            backward(session, 1)
-            session.optimizer.step()
-            return messages, everything(session) == expected
-
-
 @contextlib.contextmanager
 def _reservation_fails(at: int) -> Iterator[None]:
     count = iter(range(1000))
@@ -224,13 +166,6 @@ def _reservation_fails(at: int) -> Iterator[None]:
 
     with mock.patch.object(os, "posix_fallocate", fallocate):
         yield
-
-
-def test_no_space_for_optimizer_state(tmp_path: Path) -> None:
-    for messages, same in run_ranks(2, no_space_in_the_first_step, with_tiers(zero(2, BF16), "s_disk", str(tmp_path))):
-        assert len(messages) >= 4 and same
-        for message in messages:
-            assert "rank 0: DiskError" in message and "ENOSPC" in message and "optimizer state" in message
 
 
 def build_fails(plan: Plan, how: str) -> tuple[str, list[str]]:
@@ -286,25 +221,6 @@ def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_
             assert how == "write" or left == []
 
 
-def read_ahead_and_not_used(plan: Plan) -> bool:
-    """Shards are read ahead for gathers that do not come before the update: a second pass may skip layers."""
-    with small_tiles(), one_mesh(plan) as mesh:
-        expected = undisturbed(plan, "adamw", mesh, 3)
-        with session_of(plan, "adamw", mesh) as session:
-            for step in range(3):
-                backward(session, step)
-                for chunk in session.engine.shards.chunks:
-                    chunk.source.prepare()
-                session.optimizer.step()
-            return everything(session) == expected
-
-
-@pytest.mark.parametrize("mix", ["all_disk", *full("p_disk")])
-def test_what_was_read_ahead_of_an_update_is_not_used_after_it(mix: str, tmp_path: Path) -> None:
-    plan = with_tiers(zero(3, BF16), mix, str(tmp_path), param_buffers=8)
-    assert run_ranks(2, read_ahead_and_not_used, plan) == [True, True]
-
-
 # ---- loading
 
 
@@ -343,47 +259,6 @@ def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
         assert "rank 0" in optimizer and "load it again" in optimizer
         assert "rank 0" in model and "load them again" in model
         assert same
-
-
-def checkpoint_load_fails(plan: Plan, root: str) -> tuple[list[str], bool]:
-    """Every seventh request of a load fails on rank 0, until none is left; then the checkpoint is what is there."""
-    messages = []
-    with small_tiles(), one_mesh(plan) as mesh, Fault().installed() as fault:
-        with session_of(plan, "adamw", mesh) as session:
-            backward(session, 0)
-            session.optimizer.step()
-            session.checkpoints.save(root, "one")
-            expected = everything(session)
-        with session_of(plan, "adamw", mesh) as session:
-            backward(session, 7)
-            session.optimizer.step()
-            for at in range(0, 1000, 7):
-                if mesh.rank == 0:
-                    fault.arm(at)
-                try:
-                    session.checkpoints.load(root, "one")
-                    break
-                except (DiskError, CheckpointError) as error:
-                    messages.append(str(error))
-                finally:
-                    fault.lift()
-            found = everything(session)
-            backward(session, 1)
-            session.optimizer.step()  # nothing is left of the loads that failed
-            after = everything(session)
-        with session_of(plan, "adamw", mesh) as session:
-            session.checkpoints.load(root, "one")
-            backward(session, 1)
-            session.optimizer.step()
-            return messages, found == expected and after == everything(session)
-
-
-@pytest.mark.parametrize("mix", ["p_disk_s_host", *full("all_disk")])
-def test_a_checkpoint_loads_after_loads_that_failed(mix: str, tmp_path: Path) -> None:
-    plan = with_tiers(zero(3, BF16), mix, str(tmp_path / "disk"))
-    for messages, same in run_ranks(2, checkpoint_load_fails, plan, str(tmp_path / "runs"), timeout=120.0):
-        assert len(messages) >= 2 and same
-        assert all("rank 0" in message and "EIO" in message for message in messages), messages
 
 
 # ---- killed

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.deferred import deferred_init
 from shardwise.core.mesh import Mesh
-from shardwise.core.optim import CPUAdam
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -128,19 +124,6 @@ def written_back(plan: Plan, mesh: Mesh) -> dict[str, str]:
         return everything(session)
 
 
-def deferred(plan: Plan, mesh: Mesh) -> dict[str, str]:
-    torch.manual_seed(3)
-    with deferred_init():
-        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
-    for step in range(2):
-        backward(session, step)
-        session.optimizer.step()
-    found = everything(session)
-    session.close()
-    return found
-
-
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -167,23 +150,10 @@ def two_optimizers(plan: Plan, mesh: Mesh) -> dict[str, str]:
     return found
 
 
-def one_element(plan: Plan, mesh: Mesh) -> dict[str, str]:
-    """Only rank 0 has anything to update."""
-    torch.manual_seed(6)
-    model = nn.Linear(1, 1, bias=False)
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh)
-    for step in range(2):
-        session.backward(session.module(batch(mesh.rank, step)[:, :1]).float().square().mean())
-        session.optimizer.step()
-    found = everything(session)
-    session.close()
-    return found
-
-
 def programs(plan: Plan, mixes: tuple[str, ...], directory: str) -> list[str]:
     different = []
     with small_tiles(), one_mesh(plan) as mesh:
-        for program in (written_back, deferred, two_optimizers, one_element):
+        for program in (written_back, two_optimizers):
             expected = program(plan, mesh)
             for mix in mixes:
                 if program(with_tiers(plan, mix, directory), mesh) != expected:
@@ -195,62 +165,3 @@ def programs(plan: Plan, mixes: tuple[str, ...], directory: str) -> list[str]:
 def test_programs_give_the_same_bits_in_all_tiers(name: str, mixes: tuple[str, ...], tmp_path: Path) -> None:
     for different in run_ranks(2, programs, PLANS[name], mixes, str(tmp_path), timeout=120.0):
         assert different == []
-
-
-def loaded_moments(directory: str) -> list[bool]:
-    """16-bit parameters without masters, fp32 moments: loading rounds nothing."""
-    same = []
-    plain = zero(2, torch.bfloat16)
-    plain = plain.but(precision=replace(plain.precision, master_weights=False))
-    with small_tiles(), one_mesh(plain) as mesh:
-        for mix in ("device", "s_disk"):
-            states = []
-            for _ in range(2):
-                model = make_net()
-                own = CPUAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-                session = build(model, own, with_tiers(plain, mix, directory), mesh)
-                if states:
-                    session.optimizer.load_state_dict(states[0])
-                else:
-                    backward(session, 0)
-                    session.optimizer.step()
-                states.append(session.optimizer.state_dict())
-                session.close()
-            moments = [entry["exp_avg"] for entry in states[0]["state"].values()]
-            assert moments and all(m.dtype is torch.float32 for m in moments)
-            same.append(digest(states[0]) == digest(states[1]))
-    return same
-
-
-def test_loaded_moments_are_not_rounded(tmp_path: Path) -> None:
-    assert run_ranks(2, loaded_moments, str(tmp_path)) == [[True, True]] * 2
-
-
-def two_sessions(plan: Plan, directory: str) -> tuple[list[int], bool, bool]:
-    """Two at once, in turns, and one after them."""
-    counts = []
-    with one_mesh(plan) as mesh, session_of(plan, mesh) as (alone, scheduler):
-        steps(alone, scheduler, 0, 3)
-        expected = everything(alone)
-        offloaded = with_tiers(plan, "all_disk", directory)
-        with session_of(offloaded, mesh) as (one, first), session_of(offloaded, mesh, seed=8) as (other, second):
-            for step in range(3):
-                steps(one, first, step, step + 1)
-                steps(other, second, step, step + 1)
-            mesh.world.barrier()
-            counts.append(len(os.listdir(directory)))
-            same, differs = everything(one) == expected, everything(other) != expected
-            mesh.world.barrier()  # the other rank counted before any directory goes
-        mesh.world.barrier()
-        counts.append(len(os.listdir(directory)))
-        mesh.world.barrier()  # and before any directory comes
-        with session_of(offloaded, mesh) as (third, scheduler):
-            steps(third, scheduler, 0, 3)
-            same &= everything(third) == expected
-    return counts, same, differs
-
-
-def test_sessions_do_not_disturb_one_another(tmp_path: Path) -> None:
-    for counts, same, differs in run_ranks(2, two_sessions, zero(3, torch.bfloat16), str(tmp_path)):
-        assert counts == [4, 0] and same and differs
-    assert not list(tmp_path.iterdir())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -14,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import choose, timeout_s
+from shardwise.core.comm import choose
 from shardwise.core.mesh import Mesh
-from shardwise.core.mesh.device_assignment import RankDevice
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 from tests.support.sets import full
@@ -115,11 +111,6 @@ def test_ranks_of_one_stage_know_each_other() -> None:
         assert told == [[0, 1, 4, 5], [2, 3, 6, 7]][rank // 2 % 2]
 
 
-def test_two_ranks_of_one_stage_know_each_other() -> None:
-    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
-    assert run_ranks(4, of_one_stage, plan) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
     """This rank's groups, in ranks of all."""
     group, me = None, dist.get_rank()
@@ -162,21 +153,6 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
     return told
 
 
-@pytest.mark.full
-def test_neighbours_hold_parts_of_the_same_layers() -> None:
-    for me, told in enumerate(run_ranks(8, parts, None, MeshPlan(dp_shard=2, dp_replicate=2, tp=2))):
-        low, part = me - me % 2, me % 2
-        shard = me // 4 * 4 + part
-        assert told == {
-            "shard": [shard, shard + 2],
-            "replicate": [me % 4, me % 4 + 4],
-            "world": [part, part + 2, part + 4, part + 6],
-            "tensor": [low, low + 1],
-            "pipeline": [me],
-            "mesh_group": list(range(8)),
-        }
-
-
 def test_four_ranks_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
         every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group")}
@@ -198,11 +174,6 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
         assert told["shard"] == told["world"] == [me % 4, me % 4 + 4]
 
 
-def test_stages_of_a_group_are_next_to_each_other() -> None:
-    for me, told in enumerate(run_ranks(4, parts, [[1, 0], [3, 2]], MeshPlan(dp_shard=-1, dp_replicate=1, pp=2))):
-        assert told["pipeline"] == told["mesh_group"] == [me // 2 * 2, me // 2 * 2 + 1] and told["world"] == [me]
-
-
 def refusals() -> list[str]:
     told = []
     for plan in (MeshPlan(dp_shard=-1, dp_replicate=1, tp=3), MeshPlan(dp_shard=4, dp_replicate=1, tp=2)):
@@ -218,17 +189,6 @@ def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
     first, second = run_ranks(4, refusals)[0]
     assert "4 ranks cannot be divided into groups of 3" in first and "tp=3" in first
     assert "groups of 8" in second and "dp_shard=4" in second and "tp=2" in second
-
-
-def patience() -> None:
-    mesh = create(-1, 1)
-    assert timeout_s(mesh.world._control.process_group) == timeout_s() < 1800.0  # type: ignore[attr-defined]
-    mesh.close()
-
-
-def test_all_communicators_have_the_time_out_of_the_default_group() -> None:
-    """torch gives new groups half an hour."""
-    run_ranks(2, patience)
 
 
 def two_hosts() -> list[str]:
@@ -249,22 +209,6 @@ def two_hosts() -> list[str]:
 
 def test_shared_memory_within_a_host_and_messages_between_them() -> None:
     assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
-
-
-def one_host_of_two_shares() -> list[str]:
-    """Ranks 0 and 1 share a host, 2 and 3 do not: axes whose groups differ in kind."""
-    real = choose.host_facts()
-    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {max(dist.get_rank(), 1)}"}):
-        mesh = create(2, 2)
-    names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
-    assert mesh.shard.exchange([mesh.rank]) == [[mesh.rank // 2 * 2], [mesh.rank // 2 * 2 + 1]]
-    mesh.close()
-    return names
-
-
-def test_groups_of_one_axis_may_differ() -> None:
-    names = run_ranks(4, one_host_of_two_shares)
-    assert [kinds[0] for kinds in names] == ["SharedGroup", "SharedGroup", "GlooGroup", "GlooGroup"]
 
 
 def refuse(*_: object) -> int:
@@ -302,93 +246,3 @@ def without_memfd() -> str:
 
 def test_fallbacks_are_agreed() -> None:
     assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
-
-
-def disagreeing() -> None:
-    with pytest.raises(ValueError, match="shared_memory differs"):
-        create(-1, 1, dist.get_rank() == 0)
-
-
-def test_ranks_must_want_the_same() -> None:
-    run_ranks(2, disagreeing)
-
-
-def mapped() -> int:
-    """Segments of groups; a file of this library, or of an environment in its folder, is none."""
-    with open("/proc/self/maps", "rb") as file:
-        return sum(b"/memfd:shardwise" in line or b"/dev/shm/shardwise" in line for line in file)
-
-
-def leftovers() -> None:
-    counts = []
-    gc.collect()
-    before = mapped()  # what earlier tasks of this process left open
-    for _ in range(4):
-        mesh = create(-1, 1)
-        buffers = mesh.shard.buffers([(1000 * mesh.size, torch.float32), (10, torch.bfloat16)])
-        assert mapped() == before + 2 * mesh.size
-        mesh.shard.fence()
-        mesh.close()
-        assert buffers[0].local.numel() == 0 and mapped() == before
-        del buffers, mesh
-        gc.collect()
-        # The store of the test pool closes its connections when it likes; file descriptors settle after the first.
-        dist.barrier()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[3] <= counts[1] + 2, counts
-
-
-def test_closing_gives_everything_back() -> None:
-    run_ranks(2, leftovers)
-
-
-def meshes_on_gpus(identities: Sequence[str], group: bool) -> str:
-    """What a mesh over CUDA says before it makes anything, where the ranks' GPUs are these."""
-    members = dist.new_group(list(range(len(identities)))) if group else None
-    seat = RankDevice(dist.get_rank(), "host", None, "cuda:0", identities[dist.get_rank()], 1)
-    comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
-    made = RuntimeError("the groups would be made here")
-    with (
-        mock.patch("shardwise.core.mesh.mesh.on_device", lambda _: nullcontext()),
-        mock.patch("shardwise.core.mesh.mesh.rank_device", lambda *_: seat),
-        mock.patch.object(choose.GroupMaker, "backend", "nccl"),
-        mock.patch("shardwise.core.mesh.mesh._axes", side_effect=made),
-    ):
-        try:
-            Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), torch.device("cuda:0"), comm, members)
-        except (ValueError, RuntimeError) as error:
-            return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("group", [False, True], ids=["all ranks", "a group"])
-def test_a_mesh_refuses_ranks_on_one_gpu(group: bool) -> None:
-    """Also where the program chose the devices itself; every rank is told."""
-    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-x"], group):
-        assert told.startswith("ranks [0, 1] would share the GPU GPU-x of host"), told
-    for told in run_ranks(2, meshes_on_gpus, ["GPU-x", "GPU-y"], group):
-        assert told == "the groups would be made here"
-
-
-def devices_named() -> list[str]:
-    """The devices that are current while torch makes what a mesh needs."""
-    named: list[str] = []
-
-    def noted(device: torch.device) -> AbstractContextManager[None]:
-        named.append(str(device))
-        return nullcontext()
-
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    together = dist.new_group([0, 1])
-    comm = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
-    with mock.patch("shardwise.core.mesh.mesh.on_device", noted):
-        mesh = Mesh.create(MeshPlan(dp_shard=-1, dp_replicate=1), CPU, comm, alone)
-        mesh.join_model_parallel(together)
-    mesh.close()
-    dist.barrier()
-    return named
-
-
-def test_a_mesh_is_made_with_its_device_current() -> None:
-    """Torch's communicators, and the objects that ranks send through them, are of the current GPU."""
-    assert run_ranks(2, devices_named) == [["cpu", "cpu"]] * 2

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import time
-import uuid
 from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.comm import Members, PeerError, members, ranks_of
-from shardwise.core.comm.members import unbound
+from shardwise.core.comm import PeerError, ranks_of
 from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
-from tests.support.groups_setup import CPU, GROUPS, join, transport, waits_at_most
+from tests.support.groups_setup import CPU, GROUPS, join
 from tests.support.sets import full
 
 
@@ -100,73 +91,6 @@ def test_a_group_is_divided_by_the_plan() -> None:
     run_ranks(4, hybrid)
 
 
-def closed_at_once(directory: str, shared: bool | None) -> None:
-    """The last rank is late in connecting to each group; no other may have the mesh, and close it, before that."""
-    connect, late, connected = distributed_c10d._new_process_group_helper, dist.get_rank() == 3, Path(directory)
-
-    def slow(*args: object, **kwargs: object) -> object:
-        made = connect(*args, **kwargs)
-        if late:
-            time.sleep(0.1)
-            (connected / uuid.uuid4().hex).touch()
-        return made
-
-    for group in (None, dist.new_group(backend="gloo")):
-        with mock.patch.object(distributed_c10d, "_new_process_group_helper", slow):
-            mesh = create(group, 2, 2, shared)
-        found = len(list(connected.iterdir()))
-        mesh.close()
-        dist.barrier()
-        assert 0 < found == len(list(connected.iterdir()))
-
-
-@pytest.mark.parametrize("shared", [None, *full(False)])
-def test_a_mesh_may_be_closed_at_once(tmp_path: Path, shared: bool | None) -> None:
-    run_ranks(4, closed_at_once, str(tmp_path), shared)
-
-
-def often() -> list[int]:
-    """Made again and again, by ranks that have had different numbers of groups."""
-    me, counts = dist.get_rank(), []
-    if me < 2:  # torch's own names for groups made by their members alone count the groups that a rank has
-        for _ in range(me + 1):
-            dist.new_group([me], backend="gloo", use_local_synchronization=True)
-    for turn in range(3):
-        _, group = join(GROUPS["strided"] if turn % 2 else GROUPS["pairs"])
-        for shared in (None, False):
-            for _ in range(2):
-                mesh = create(group, shared=shared)
-                assert len(mesh.world.exchange([me])) == 2
-                mesh.close()
-        dist.destroy_process_group(group)
-        gc.collect()
-        dist.barrier()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    return counts
-
-
-def test_nothing_is_left_and_no_name_comes_twice() -> None:
-    for counts in run_ranks(4, often):
-        assert counts[2] <= counts[0] + 8, counts
-
-
-def at_different_times() -> int:
-    """One group makes meshes while the ranks of the other wait for it in something else."""
-    number, group = join(GROUPS["strided"])
-    for turn in (0, 1):
-        if number == turn:
-            for _ in range(turn + 1):
-                mesh = create(group)
-                assert mesh.world.exchange([number]) == [[number]] * 2
-                mesh.close()
-        dist.barrier()
-    return number
-
-
-def test_groups_do_not_wait_for_each_other() -> None:
-    assert run_ranks(4, at_different_times) == [0, 1, 0, 1]
-
-
 # ---- errors
 
 
@@ -217,49 +141,6 @@ def test_members_that_want_different_meshes() -> None:
     assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3, " in said[0] and "rank 3: {'dp_replicate': 3" in said[0]
 
 
-def refused() -> list[int]:
-    """Memory that only one group's ranks may not share: that group alone falls back, or fails, and is left clean."""
-    number, group = join(GROUPS["pairs"])
-    before = len(dist.distributed_c10d._world.pg_map)
-    with transport(gloo=number == 1):
-        if number == 1:
-            with pytest.raises(ValueError, match=r"ranks of group 'dp_shard of ranks \[2, 3\]' cannot share memory"):
-                create(group, shared=True)
-            assert len(dist.distributed_c10d._world.pg_map) == before
-        mesh = create(group)
-    kind = type(mesh.shard).__name__
-    assert [row[0] for row in mesh.world.exchange([dist.get_rank()])] == GROUPS["pairs"][number]
-    mesh.close()
-    return [number, int(kind == "GlooGroup")]
-
-
-def test_one_group_may_share_memory_and_another_not() -> None:
-    assert run_ranks(4, refused) == [[0, 0], [0, 0], [1, 1], [1, 1]]
-
-
-def lost(gloo: bool) -> str:
-    """Rank 2 of the second group does not come; the time-out is its own, and the first never knows."""
-    number, group = join(GROUPS["pairs"], 600.0)
-    with transport(gloo):
-        mesh = create(group)
-    said = ""
-    if number == 0:
-        for turn in range(20):
-            assert mesh.world.exchange([turn], "the gradient norm") == [[turn]] * 2
-    elif dist.get_rank() == 3:
-        with waits_at_most(0.5), pytest.raises(PeerError) as caught:
-            mesh.world.exchange([1.0], "the gradient norm")
-        said = str(caught.value)
-    dist.barrier()
-    mesh.close()
-    return said
-
-
-@pytest.mark.parametrize("gloo", [False, *full(True)])
-def test_a_lost_rank_is_its_own_groups_affair(gloo: bool) -> None:
-    assert "dp_shard of ranks [2, 3]" in run_ranks(4, lost, gloo)[3]
-
-
 def absent() -> str:
     """A member that never comes to the making of the mesh."""
     _, group = join(GROUPS["strided"])
@@ -298,33 +179,3 @@ def crossing() -> None:
 
 def test_model_parallel_groups_cross_the_data_parallel_ones() -> None:
     run_ranks(4, crossing)
-
-
-def named() -> list[str]:
-    _, group = join(GROUPS["pairs"])
-    first, second = Members(group), Members(group)
-    return [str(members.new_group("x", members.ranks, "gloo").group_name) for members in (first, first, second)]
-
-
-def test_all_members_have_the_same_names_and_nobody_else_has() -> None:
-    names = run_ranks(4, named)
-    assert names[0] == names[1] and names[2] == names[3] and len({*names[0], *names[2]}) == 6
-
-
-def test_a_name_is_as_short_among_thousands() -> None:
-    """It is in each key under which the ranks meet; in another order they are another group."""
-    names = []
-    new = mock.patch.object(members, "new_group", lambda _ranks, _backend, name, *_: names.append(name))
-    with new, mock.patch.object(members, "unbound", lambda _: contextlib.nullcontext()):
-        for ranks in (range(4096), range(4095), [*range(1, 4096), 0]):
-            members.made_alone("dp_shard", ranks, "nccl", "token", 1, 60.0)
-    assert len({*names}) == 3 and max(map(len, names)) < 80
-
-
-def test_a_default_group_bound_to_a_device_is_not_split() -> None:
-    """That takes all ranks. The binding comes back, also after an error."""
-    default = SimpleNamespace(bound_device_id="cuda:0")
-    with pytest.raises(KeyError), unbound(default):
-        assert default.bound_device_id is None
-        raise KeyError
-    assert default.bound_device_id == "cuda:0"

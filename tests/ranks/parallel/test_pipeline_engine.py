@@ -163,24 +163,6 @@ def test_training_equals_plain_pytorch(
     train(ranks, plan, model, index, microbatches)
 
 
-def reduced_bytes(plan: Plan) -> int:
-    """That this rank sends in a step for reductions over replicas."""
-    model = case_of("llama", 0, 4).made()
-    with sharded(model, adam(model), plan) as session:
-        for step in range(2):  # the second knows what to expect
-            session.mesh.reset_traffic()
-            session.pipeline.step(batch_of(session.mesh.rank, 2 * step), criterion, train=True)
-        return session.mesh.traffic()["reduce_scatter"]
-    raise AssertionError
-
-
-@pytest.mark.full
-def test_a_micro_batch_is_reduced_once_where_its_backward_pass_is_made_in_two() -> None:
-    plan = PLANS["zero2_gloo"].but(pp=2)
-    found = [sum(run_ranks(4, reduced_bytes, plan.but(pipeline=each))) for each in (TWO, ZBV)]
-    assert found[0] > 0 and abs(found[1] - found[0]) <= 0.02 * found[0], found  # chunks are padded otherwise
-
-
 def refused() -> list[str]:
     """What would be wrong in silence."""
     model = case_of("llama", 0).made()

@@ -159,29 +159,6 @@ def test_a_loss_that_trains_nothing_is_an_error_on_every_rank() -> None:
             assert "loss of micro-batch 0 does not require grad" in text and ("failed on rank 1" in text) == (rank == 0)
 
 
-def unlike() -> list[str]:
-    told = []
-    model = case_of("llama", 0).made()
-    with sharded(model, adam(model), PLANS["zero1"].but(pp=2, pipeline=ONE)) as session:
-        pipeline, optimizer = session.pipeline, session.optimizer
-        if pipeline.last:
-            model.register_forward_hook(lambda _model, _args, outputs: {"made": outputs, "by": object()})
-        for wanted in (True, False):
-            try:
-                pipeline.step(batch_of(0, 0), lambda outputs, _: criterion(outputs["made"], _), True, wanted)
-                told.append("")
-            except (TypeError, PeerError) as error:
-                told.append(str(error))
-            optimizer.zero_grad()
-    return told
-
-
-def test_outputs_that_cannot_be_made_one_are_an_error_on_every_rank() -> None:
-    for rank, (text, other) in enumerate(run_ranks(2, unlike)):
-        assert "outputs.by is a object in one micro-batch and a object in another" in text
-        assert ("failed on rank 1 in the forward pass of stage 1, micro-batch 1" in text) == (rank == 0) and other == ""
-
-
 def differing() -> list[str]:
     told = []
     model = case_of("llama", 0).made()

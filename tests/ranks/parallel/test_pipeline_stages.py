@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from typing import Any
@@ -13,8 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from shardwise.core.comm import GroupMaker, P2PChannel, PeerError, SendHandle
-from shardwise.core.comm.link import Link
+from shardwise.core.comm import GroupMaker
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
 from tests.support import tensor_cases
@@ -160,12 +158,6 @@ def test_other_architectures(name: str, schedule: str) -> None:
     stage(2, name, schedule, 1 if schedule == "1f1b" else 2, 2)
 
 
-@pytest.mark.campaign
-@OTHERS
-def test_every_head_of_other_architectures(name: str, schedule: str) -> None:
-    stage(2, name, schedule, 1 if schedule == "1f1b" else 2)
-
-
 def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
     """Which elements of a layer's output dropout hit on this rank, and whether all ranks' generators are equal then."""
     torch.manual_seed(7)
@@ -198,101 +190,3 @@ def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
 def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
     (first, same), (second, _) = run_ranks(2, dropped, checkpointing)
     assert first != second and 0.3 < sum(first) / len(first) < 0.7 and same
-
-
-def noisy() -> tuple[list[list[float]], list[bool]]:
-    """What layers of this rank draw in which nothing is called a dropout, the second one's twice as often; and whether
-    all ranks' generators are equal behind each step: in training, without gradients, and of one that fails."""
-    torch.manual_seed(7)
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, **off)
-    model = transformers.GPT2LMHeadModel(config).double().train()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    maker = GroupMaker(CPU, None, 60.0)
-    staging = stage_model(model, rank, ranks)
-    staging.install()
-    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
-    drawn: list[list[float]] = []
-    fails = False
-
-    def draw(*_: Any) -> None:
-        drawn.extend(torch.rand(3).tolist() for _ in range(rank + 1))
-        if fails:
-            raise ArithmeticError("one rank's layer")
-
-    def judge(outputs: Any, inputs: Any) -> Tensor:
-        drawn.append(torch.rand(3).tolist())
-        return criterion(outputs, inputs)
-
-    model.transformer.h[rank].mlp.register_forward_hook(draw)
-    ids = torch.arange(12).view(2, 6)
-    parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
-    schedule, same = make_schedule("1f1b", ranks, 1, 2), []
-    for backward in (Passes(), None, Passes()):
-        fails = len(same) == 2 and rank == 1
-        with contextlib.ExitStack() as context:
-            if len(same) == 2:
-                context.enter_context(pytest.raises((ArithmeticError, PeerError)))
-            if backward is None:
-                context.enter_context(torch.no_grad())
-            run.step(schedule, parts, judge, backward)
-        states = [None] * ranks
-        dist.all_gather_object(states, torch.get_rng_state().tolist())
-        same.append(states[0] == states[1])
-    maker.close()
-    return drawn, same
-
-
-def test_stages_draw_different_numbers_whatever_they_draw_them_for() -> None:
-    (first, same), (second, _) = run_ranks(2, noisy)
-    drawn = [tuple(each) for each in (*first, *second)]
-    assert len(drawn) > 12 and len({*drawn}) == len(drawn)
-    assert same == [True, True, True]
-
-
-def in_order(name: str, chunks: int) -> int:
-    """Over communicators without tags, one for each kind and direction; the most sends that were under way at once."""
-    with pytest.MonkeyPatch.context() as monkeypatch:  # this rank has other tests to run
-        for method in ("send", "receive"):
-            own = getattr(Link, method)
-            monkeypatch.setattr(Link, method, lambda self, x, peer, _, what, own=own: own(self, x, peer, 0, what))
-        return _most_under_way(name, chunks, monkeypatch)
-
-
-def _most_under_way(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    maker = GroupMaker(CPU, None, 60.0)
-    lanes = [maker.process_group(f"lane_{each}", [list(range(ranks))], "gloo") for each in range(4)]
-    wire, most = P2PChannel("pp", lanes, CPU), 0
-    case = with_layers(tensor_cases.llama()[0], 4)
-    model = case.made()
-    ids = torch.arange(36).view(12, 3) % 29
-    expected = model(input_ids=ids, labels=ids).loss.item()
-    staging = stage_model(model, rank, ranks, chunks, v_shaped=name == "zbv")
-    staging.install()
-    send = wire.send
-
-    def counted(*args: Any, **kwargs: Any) -> SendHandle:
-        nonlocal most
-        sent = send(*args, **kwargs)
-        most = max(most, sum(not each.finished() for each in wire._under_way))
-        return sent
-
-    monkeypatch.setattr(wire, "send", counted)
-    run = StageRun(staging, wire)
-    parts = split_batch({"input_ids": ids, "labels": ids}, 12, None)
-    for _ in range(2):
-        most = 0  # the first step has its first messages beside (P2PChannel.connect)
-        outcome = run.step(make_schedule(name, ranks, chunks, 12), parts, lambda out, _: out.loss, Passes())
-        if outcome.loss is not None:
-            assert abs(outcome.loss.item() - expected) < 1e-5
-    assert not wire._under_way
-    maker.close()
-    return most
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks", "most"), [("1f1b", 1, [2, 2]), *full(("interleaved", 2, [5, 5]), ("zbv", 2, [4, 4]))]
-)
-def test_messages_need_no_tags_and_what_is_through_is_let_go_of(name: str, chunks: int, most: list[int]) -> None:
-    assert run_ranks(2, in_order, name, chunks) == most

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.core.parallel.sequence import known_sequences, share_sequences
-from shardwise.core.parallel.sequence.axis import SequenceAxis
-from shardwise.core.parallel.sequence.mask import SequenceMask
-from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.plan import SequencePlan
 from shardwise.testing import assert_close, run_ranks
 from tests.support.sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
@@ -142,45 +137,6 @@ def test_what_a_llama_may_be_given() -> None:
 @pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
 def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
     assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
-
-
-def no_mask(self: SequenceMask, *at: Any) -> Tensor:
-    return torch.ones(1, 1, at[1] - at[0], at[3] - at[2], dtype=torch.bool)
-
-
-def of_this_rank(self: SequenceAxis, x: Tensor, what: str) -> Tensor:
-    return x
-
-
-BROKEN: list[tuple[str, str, type, str, Callable[..., object]]] = [
-    ("padding is not masked", "all_to_all", SequenceMask, "tile", no_mask),
-    ("padding is not masked", "ring_attn", SequenceMask, "tile", no_mask),
-    ("the loss is a rank's own", "all_to_all", SequenceAxis, "total", of_this_rank),
-    ("the loss is a rank's own", "ring_attn", SequenceAxis, "total", of_this_rank),
-]
-
-
-def broken() -> list[str]:
-    """What comes of each way to be wrong."""
-    found = []
-    case = CASES["llama"]()[0]
-    with ring_of_all() as ring:
-        for _, mode, owner, name, wrong in BROKEN:
-            with mock.patch.object(owner, name, wrong), pytest.raises(AssertionError) as told:
-                compare(case, batch_of(case, padded="both"), SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
-            found.append(str(told.value))
-        # Pieces in another order than the blocks of keys say.
-        own = Parts.take
-        with mock.patch.object(Parts, "take", lambda self, x, dim, rank, value=0: own(self, x, dim, rank ^ 1, value)):
-            with pytest.raises(AssertionError) as told:
-                compare(case, batch_of(case), SequencePlan(mode="ring_attn"), ring)
-            found.append(str(told.value))
-    return found
-
-
-def test_broken_versions_are_found() -> None:
-    for found in run_ranks(2, broken):
-        assert len(found) == len(BROKEN) + 1 and all("off by more than" in each for each in found)
 
 
 def test_every_known_class_is_compared() -> None:

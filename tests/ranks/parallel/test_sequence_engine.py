@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import one_mesh, sharded
+from tests.support.engine_setup import sharded
 from tests.support.sequence_setup import batch_of
 from tests.support.sets import full
 from tests.support.tensor_cases import CASES
@@ -121,45 +119,3 @@ def test_steps_are_those_of_whole_sequences(name: str, plan: Plan, mode: str) ->
     groups = 4 // plan.mesh.tp // plan.mesh.sp
     assert groups == (2 if "dp2" in name else 1)
     run_ranks(4, trained, plan, mode, plain_steps(groups), timeout=300.0)
-
-
-FAMILIES = ("bert", "bloom", "falcon", "gemma2", "gpt2", "gptj", "opt", "qwen3_moe")
-
-
-def cut_besides(families: list[str]) -> int:
-    """One step of layers that are cut over two ranks, and sequences that two share; modes by turns."""
-    with one_mesh(zero(1).but(tp=2, sp=2)) as mesh:
-        return _cut_besides(families, mesh)
-
-
-def _cut_besides(families: list[str], mesh: Mesh) -> int:
-    count = 0
-    for name in families:
-        for case in (CASES[name]()[0], CASES[name]()[-1]):
-            plain, model, given = case.made(), case.made(), batch_of(case, padded="right")
-            with Exact():
-                expected = loss_of(plain(**given))
-            expected.backward()
-            torch.optim.SGD(plain.parameters(), lr=0.5).step()
-            tensor = TensorPlan(vocabulary_multiple=4, parallel_output=count % 2 == 0)
-            mode: Any = ("all_to_all", "ring_attn")[(count + count // 2) % 2]
-            shared = SequencePlan(mode=mode, parallel_output=count % 3 > 0)
-            plan = zero(1).but(tp=2, sp=2, tensor=tensor, sequence=shared)
-            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, mesh) as session:
-                with Exact():
-                    loss = loss_of(session.module(**given))
-                session.backward(loss)
-                session.optimizers[0].step()
-                found = session.module.state_dict()
-                session.unshard()
-            assert_close({"loss": loss.detach()}, {"loss": expected.detach()}, 1e-11, case.kind)
-            params = {name: param.detach() for name, param in plain.named_parameters()}
-            assert_close({name: found[name] for name in params}, params, 1e-11, case.kind, floor=1e-2)
-            assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
-            count += 1
-    return count
-
-
-@pytest.mark.parametrize("families", [["gpt2", "qwen3_moe"], *full([*FAMILIES])], ids=["two", "all"])
-def test_layers_that_are_cut_share_sequences_too(families: list[str]) -> None:
-    assert set(run_ranks(4, cut_besides, families, timeout=400.0)) == {2 * len(families)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,20 +43,6 @@ class Extended(transformers.LlamaForCausalLM):
         return {"loss": loss + states.square().mean() + (logits.argmax(-1) == labels).sum()}
 
 
-def of_lists(ring: Ring) -> None:
-    """Outputs that are no dictionaries, with states of all layers."""
-    bert = CASES["bert"]()[5]
-    batch = batch_of(bert, padded="right")
-    plain, model = bert.made(), bert.made()
-    sequences = shared(model, ring, "all_to_all")
-    for options in ({"return_dict": False}, {"return_dict": False, "output_hidden_states": True}):
-        with Exact(), torch.no_grad():
-            expected, found = named(plain(**batch, **options)), named(model(**batch, **options))
-        assert len(found) in (2, 5)
-        assert_close(found, expected, 1e-11, str(options))
-    sequences.remove()
-
-
 def of_states(ring: Ring) -> None:
     """All layers' states are whole, also where there are labels."""
     batch, plain, model = batch_of(LLAMA), LLAMA.made(), LLAMA.made()
@@ -81,21 +66,6 @@ def of_own_forward(ring: Ring) -> None:
     sequences.remove()
 
 
-def of_copies(ring: Ring) -> None:
-    """A copy has its own weights and whole sequences, on one rank alone."""
-    batch, plain, model = batch_of(LLAMA), LLAMA.made(), LLAMA.made()
-    sequences = shared(model, ring)
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    if ring.group.rank == 0:
-        with Exact():
-            found, expected = copied(**batch), plain(**batch)
-        assert_close(named(found.to_tuple()), named(expected.to_tuple()), 1e-11, "copy")
-    sequences.remove()
-
-
 def of_compiled(ring: Ring) -> None:
     """What torch.compile cannot trace runs as it is, and once."""
     batch, plain, model = batch_of(LLAMA), LLAMA.made().float(), LLAMA.made().float()
@@ -104,24 +74,6 @@ def of_compiled(ring: Ring) -> None:
         found, expected = torch.compile(model, backend="eager")(**batch).loss, plain(**batch).loss
     assert_close({"loss": found}, {"loss": expected}, 1e-5, "compiled")
     sequences.remove()
-
-
-def of_one_configuration(ring: Ring) -> None:
-    """Two models have one configuration object, which is what it was when both are done."""
-    plain, first = LLAMA.made(), LLAMA.made()
-    second = copy.deepcopy(first)
-    for module in second.modules():
-        if "config" in vars(module):
-            module.config = first.config
-    assert second.config is first.config  # type: ignore[comparison-overlap]
-    batch = batch_of(LLAMA)
-    loss, _ = grads_of(plain, batch)
-    one, other = shared(first, ring), shared(second, ring)
-    one.remove()
-    found, _ = grads_of(second, batch)
-    assert_close({"loss": found}, {"loss": loss}, 1e-11, "the second model")
-    other.remove()
-    assert first.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
 
 
 def refused(ring: Ring) -> None:
@@ -153,7 +105,7 @@ def refused(ring: Ring) -> None:
     sequences.remove()
 
 
-CHECKS: list[Callable[[Ring], None]] = [of_lists, of_states, of_own_forward, of_copies, of_one_configuration, refused]
+CHECKS: list[Callable[[Ring], None]] = [of_states, of_own_forward, refused]
 
 
 def programs(checks: list[Callable[[Ring], None]]) -> int:

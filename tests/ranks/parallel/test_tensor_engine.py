@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.core.comm import PeerError
-from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.layout import ParamInfo
-from shardwise.plan import ByNumel, DiskPlan, Plan, TensorPlan, on_device, zero
+from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.cut_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
@@ -56,10 +54,6 @@ def plain(tied: bool, replicas: int) -> Iterator[tuple[float, float, dict[str, T
 
 def wide(numbers: dict[str, float]) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-
-
-def part_of(fact: ParamInfo, value: Tensor) -> Tensor:
-    return value if fact.part is None else fact.part.of(value)
 
 
 def trained(plan: Plan, tied: bool) -> None:
@@ -116,25 +110,6 @@ def test_tiers_change_nothing(name: str, mix: str, tmp_path: Path) -> None:
     tensor = TensorPlan(architecture=Parts(gathers=True))
     plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(tp=2, max_norm=MAX_NORM, tensor=tensor)
     run_ranks(4, trained, plan, True)
-
-
-def uneven(plan: Plan) -> None:
-    model: Model = made(True)
-    with sharded(model, adam(model, LR), plan) as session:
-        storage = session.engine.shards.storage
-        on_disk = any(each.home.state is Tier.DISK for each in storage.placement.chunks)
-        told = [bool(post[0]) for post in session.mesh.mesh_group.exchange([float(on_disk)])]
-        assert True in told and False in told and storage.uses_disk
-    trained(plan, True)
-
-
-@pytest.mark.parametrize("name", [*full("zero1"), "zero3"])
-def test_a_disk_that_only_some_parts_are_on(name: str, tmp_path: Path) -> None:
-    """Parts are of other sizes, so that a small share of the state is on the disk of one rank and not of another."""
-    tiers = replace(on_device(), state_disk_fraction=0.05, disk=DiskPlan(directory=str(tmp_path)))
-    tensor = TensorPlan(architecture=Parts(gathers=True))
-    plan = PLANS[name].but(tp=4, max_norm=MAX_NORM, tensor=tensor, tiers=tiers, packing=ByNumel(chunk_numel=500))
-    run_ranks(4, uneven, plan, timeout=60.0)
 
 
 def overflowing(plan: Plan, holder: int) -> list[tuple[bool, float]]:
@@ -269,46 +244,3 @@ def test_ranks_that_hold_the_same_draw_the_same() -> None:
     assert run_ranks(4, drawing, "before") == [""] * 4
     for told in run_ranks(4, drawing, "after"):
         assert "Dropout.p=0.25" in told and "one seed" in told, told
-
-
-def drifting() -> str:
-    """One rank's learning rate is another after the build."""
-    model: Model = made(False)
-    plan = PLANS["zero1"].but(tp=2, tensor=TensorPlan(architecture=Parts(gathers=True)), max_norm=MAX_NORM)
-    with sharded(model, adam(model, LR), plan) as session:
-        optimizer = session.optimizer
-        optimizer.param_groups[0]["lr"] = LR * (1 + session.mesh.tensor.rank)
-        session.backward(loss_of(session.module, 0, 0))
-        with pytest.raises(ValueError, match="different settings") as error:
-            optimizer.step()
-        optimizer.zero_grad()
-    return str(error.value)
-
-
-def test_settings_that_differ_between_parts_are_told() -> None:
-    for told in run_ranks(2, drifting):
-        assert "lr" in told and str(LR * 2) in told, told
-
-
-def outside() -> list[str]:
-    """Inputs that are not in the vocabulary, as plain PyTorch has it; and labels."""
-    model: Model = made(False)
-    plan = PLANS["zero1"].but(tp=2, tensor=TensorPlan(architecture=Parts(gathers=True)))
-    told = []
-    with sharded(model, adam(model, LR), plan) as session:
-        for wrong in (VOCABULARY, -1):
-            ids = torch.zeros(2, 3, dtype=torch.long)
-            ids[1, 1] = wrong
-            with pytest.raises(IndexError) as error:
-                session.module(ids)
-            told.append(str(error.value))
-        session.module(torch.zeros(2, 3, dtype=torch.long))
-    return told
-
-
-def test_inputs_outside_of_the_vocabulary_are_refused_on_all_ranks() -> None:
-    for told in run_ranks(2, outside):
-        assert told == [
-            f"an input is {VOCABULARY}, and the vocabulary has {VOCABULARY} rows: give 0 to {VOCABULARY - 1}",
-            f"an input is -1, and the vocabulary has {VOCABULARY} rows: give 0 to {VOCABULARY - 1}",
-        ]

@@ -3,19 +3,14 @@ fault are found by the comparison with whole models."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from shardwise.core.base.rng import RankRng
-from shardwise.core.parallel.tensor import Axis, ShardSpec, cut_model, propose_architecture
-from shardwise.core.parallel.tensor.layers import Enters, Experts, GradAllReduce, Guard
-from shardwise.core.parallel.tensor.shard_spec import Heads, Part
+from shardwise.core.parallel.tensor import Axis, propose_architecture
 from shardwise.plan import TensorPlan
 from shardwise.testing import run_ranks
 from tests.support.scope import Scope
@@ -41,23 +36,12 @@ def dropping() -> list[tuple[Case, str]]:
         feed_forward_proj="gated-gelu",
         **sizes,
     )
-    whisper = transformers.WhisperConfig(
-        d_model=24, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        decoder_ffn_dim=24, dropout=RATE, activation_dropout=RATE, attention_dropout=RATE, max_target_positions=16,
-        **sizes,
-    )  # fmt: skip
     gpt2 = transformers.GPT2Config(
         n_embd=24, n_head=4, n_layer=2, attn_pdrop=RATE, resid_pdrop=RATE, embd_pdrop=RATE, n_positions=16, **sizes
     )
-    bert = transformers.BertConfig(
-        hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, hidden_dropout_prob=RATE,
-        attention_probs_dropout_prob=RATE, max_position_embeddings=16, **sizes,
-    )  # fmt: skip
     return [
         (Case("T5ForConditionalGeneration", t5, language), "decoder.block.1.layer.2.DenseReluDense.wo"),
-        (Case("WhisperForCausalLM", whisper, language), "model.decoder.layers.1.fc2"),
         (Case("GPT2LMHeadModel", gpt2, language), "transformer.h.1.attn.c_proj"),
-        (Case("BertForMaskedLM", bert, language), "bert.encoder.layer.1.attention.output.dense"),
     ]
 
 
@@ -96,7 +80,7 @@ def dropped(number: int) -> None:
         assert not differs(axis, inputs[0]) and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("number", range(4), ids=["t5", "whisper", "gpt2", "bert"])
+@pytest.mark.parametrize("number", range(2), ids=["t5", "gpt2"])
 def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
     run_ranks(2, dropped, number)
 
@@ -105,7 +89,7 @@ def recomputed() -> None:
     """With dropout everywhere, gradients are bit for bit those without checkpointing."""
     with Scope("shared") as group:
         axis = Axis(group)
-        for case, _ in dropping()[2:]:
+        for case, _ in dropping()[1:]:
             model = case.made()
             cut(model, axis, PLAN)
             found: list[dict[str, Tensor]] = []
@@ -123,85 +107,6 @@ def recomputed() -> None:
 
 def test_activation_checkpointing_drops_the_same_once_more() -> None:
     run_ranks(2, recomputed)
-
-
-def interrupted() -> None:
-    case, name = dropping()[0]
-    with Scope("shared") as group:
-        axis, model = Axis(group), case.made()
-        tp_plan = cut(model, axis, PLAN)
-
-        def fail(*_: object) -> None:
-            assert tp_plan.private.inside
-            raise KeyboardInterrupt
-
-        handle = model.get_submodule(name).register_forward_pre_hook(fail)
-        torch.manual_seed(7)
-        with pytest.raises(KeyboardInterrupt):
-            run(case, model, case.batch())
-        handle.remove()
-        assert not tp_plan.private.inside and same_generator(axis)
-        assert not differs(axis, run(case, model, case.batch())[0])
-
-
-def test_an_error_between_two_layers_ends_the_ranks_own_numbers() -> None:
-    run_ranks(2, interrupted)
-
-
-# ---- versions with a fault
-
-
-def one_sided(self: Any, x: Tensor, indices: Tensor, weights: Tensor) -> Any:
-    return self._axis.summed(super(Experts, self).forward(self._axis.copied(x), indices, weights))  # type: ignore[misc]
-
-
-def first_heads(x: Tensor, heads: int, first: int, end: int) -> Tensor:
-    return x[: len(x) * (end - first) // heads]
-
-
-def unsummed(self: Any, x: Tensor) -> Tensor:
-    return super(GradAllReduce, self).forward(x)
-
-
-FAULTS: dict[str, tuple[str, int, Any]] = {
-    "gradients of shared key heads are not summed": (
-        "llama", 0, lambda: mock.patch.object(Part, "held", lambda _: None),
-    ),
-    "query, key and value are cut as one": (
-        "phi3", 0, lambda: mock.patch.object(Heads, "of_all", lambda *_: ShardSpec.even(0, 40, 2).ranges),
-    ),
-    "a group is cut as blocks": ("bloom", 0, lambda: mock.patch.object(Heads, "of_groups", Heads.of_all)),
-    "gradients of a norm of heads are not summed": (
-        "qwen3", 0, lambda: mock.patch.object(GradAllReduce, "forward", unsummed),
-    ),
-    "gradients of what all heads share are not summed": (
-        "deepseek_v3", 0, lambda: mock.patch.object(Enters, "forward", lambda self, x: super(Enters, self).forward(x)),
-    ),
-    "experts' weights are taken for this rank's alone": (
-        "mixtral", 0, lambda: mock.patch.object(Experts, "forward", one_sided),
-    ),
-    "all ranks have the first heads' alibi": (
-        "bloom", 0, lambda: mock.patch("shardwise.core.parallel.tensor.layers._own_heads", first_heads),
-    ),
-}  # fmt: skip
-
-
-def faulty(name: str) -> str:
-    architecture, at, patch = FAULTS[name]
-    with Scope("shared") as group, patch():
-        try:
-            compare(CASES[architecture]()[at], Axis(group), PLAN)
-        except (AssertionError, RuntimeError) as error:
-            return str(error)
-    return ""
-
-
-RANKS = full(*((name, 4 if at == 0 else 2) for at, name in enumerate(FAULTS)))
-
-
-@pytest.mark.parametrize(("name", "ranks"), [*RANKS[:-2], *((name, 2) for name in list(FAULTS)[-2:])])
-def test_a_fault_is_found(name: str, ranks: int) -> None:
-    assert all(run_ranks(ranks, faulty, name))
 
 
 # ---- generation
@@ -227,27 +132,6 @@ def test_a_cut_model_generates_what_the_whole_one_does(parallel: bool) -> None:
     for found, expected, width, _ in run_ranks(2, generated, parallel):
         assert found == expected
         assert width == (16 if parallel else VOCABULARY)
-
-
-def kinds() -> None:
-    """Nothing changes before install(); afterwards a module is still of its class."""
-    with Scope("shared") as group:
-        for case, _ in dropping():
-            model = case.made()
-            before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
-            tp_plan = cut_model(model, Axis(group), PLAN)
-            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-            tp_plan.install()
-            assert any(isinstance(module, Guard) for module in model.modules())
-            for name, module in model.named_modules():
-                assert isinstance(module, before[name][0]) and type(module).__name__ == before[name][0].__name__
-            tp_plan.remove()
-            assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
-        assert not RankRng(0).inside
-
-
-def test_a_table_changes_nothing_by_itself() -> None:
-    run_ranks(2, kinds)
 
 
 # ---- by the plan that a model brings
@@ -303,26 +187,3 @@ def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
 
 
 # ---- activations that are trained
-
-
-@dataclass(frozen=True)
-class Sloped(Case):
-    """With a trained activation in the MLP of each layer."""
-
-    def made(self) -> nn.Module:
-        model = super().made()
-        for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr,arg-type]
-            sloped = nn.PReLU(init=0.25 + number / 8)
-            layer.mlp.act_fn = nn.Sequential(sloped) if number else sloped
-        return model.double()
-
-
-def sloped() -> None:
-    with Scope("shared") as group:
-        axis = Axis(group)
-        case = Sloped("LlamaForCausalLM", decoder("Llama"), language)
-        compare(case, axis, PLAN, TensorPlan(sequence="split_gather", vocabulary_multiple=4))
-
-
-def test_a_trained_activation_of_a_part_gets_the_gradient_of_all() -> None:
-    run_ranks(2, sloped)

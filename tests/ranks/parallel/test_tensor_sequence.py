@@ -9,25 +9,22 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from shardwise.core.parallel.tensor import Axis, TPPlan, cut_model
-from shardwise.core.parallel.tensor.layers import Rows
-from shardwise.core.parallel.tensor.sequence import Router
+from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.plan import Plan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
 from tests.support.engine_setup import PLANS, sharded
-from tests.support.hybrid_setup import LENGTH, MAX_NORM, WIDTH, Steps, Texts, made, optimizer_of, plain_steps
+from tests.support.hybrid_setup import MAX_NORM, Steps, Texts, made, optimizer_of, plain_steps
 from tests.support.scope import Scope
 from tests.support.sets import full
 from tests.support.tensor_cases import CASES, adapted, decoder, language
-from tests.support.tensor_setup import Case, Exact, compare, cut, run, whole
+from tests.support.tensor_setup import Case, compare, cut, run, whole
 
 Mode = Literal["split_gather"]
 BATCH, RATE = 3, 0.4
@@ -178,89 +175,6 @@ def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int)
         ]
 
 
-def counted(mode: Mode | None) -> dict[str, int]:
-    """Of one forward and backward pass, in the tensor-parallel group."""
-    model = made("llama")
-    inputs = {name: torch.stack([Texts(4)[row][name][: LENGTH - 1] for row in range(4)]) for name in Texts(4).items}
-    with sharded(model, optimizer_of(model), PLANS["zero1"].but(tp=2, tensor=plan_of(mode))) as session:
-        session.reset_traffic()
-        session.backward(session.module(**inputs).loss)
-        return dict(session.mesh.traffic())
-
-
-def test_bytes_are_those_of_whole_sequences() -> None:
-    """Each sum of activations (two forward in a layer, and the same backward, where whole sequences need one for every
-    layer cut by columns) becomes a gather or a sum of parts, of half as many bytes; beside these are one gather behind
-    the layers, one of the gradient before them, and the sums of what all have whole: norms and biases behind sums."""
-    plain, *others = (run_ranks(2, counted, mode)[0] for mode in (None, "split_gather"))
-    half = 4 * (LENGTH - 1) * WIDTH * 8 // 2  # of activations, to one other rank
-    blocks = 2 * 2  # in two layers
-    norms = 2 * 3 * WIDTH * 8  # two norms and the bias of the attention's output in each
-    for found in others:
-        moved = {kind: found[kind] - plain.get(kind, 0) for kind in found}
-        assert moved["all_reduce"] == norms - 2 * half * (blocks + 2 * 5)
-        exchanged = moved["all_gather"] + moved["reduce_scatter"] + moved["send"]
-        assert exchanged == 2 * half * 2 * blocks + 2 * half
-        assert moved["send"] or moved["reduce_scatter"] == half * 2 * blocks
-
-
-# ---- faults
-
-
-def whole_bias(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = self._sequences.from_parts(nn.functional.linear(x, self.weight))
-    return y if self.bias is None else y + self.bias
-
-
-def own_scores(self: Any, x: Tensor) -> Any:
-    return super(Router, self).forward(x)  # type: ignore[misc]
-
-
-def other_way_round(self: Axis, x: Tensor, dim: int, sizes: Any) -> Tensor:
-    return x.narrow(dim, sum(sizes[self.rank + 1 :]), sizes[self.rank])
-
-
-def taken_for_alike(self: Axis, x: Tensor, dim: int, sizes: Any, gradient: bool = False) -> Tensor:
-    return self.gathered(x, dim, sizes, self.way(gradient))
-
-
-FAULTS: dict[str, tuple[str, int, Any]] = {
-    "gradients of norms are not summed": (
-        "llama", 0, lambda: mock.patch.object(TPPlan, "sum_whole", lambda _: None),
-    ),
-    "gradients of a bias behind a sum are not summed": (
-        "llama", 1, lambda: mock.patch.object(Rows, "forward", whole_bias),
-    ),
-    "the ranks take each other's tokens": (
-        "llama", 0, lambda: mock.patch.object(Axis, "own_part", other_way_round),
-    ),
-    "a router's scores are of the rank's own tokens": (
-        "mixtral", 0, lambda: mock.patch.object(Router, "forward", own_scores),
-    ),
-    "what is gathered for cut layers is taken for alike": (
-        "gpt2", 0, lambda: mock.patch.object(Axis, "gathered_for_parts", taken_for_alike),
-    ),
-}  # fmt: skip
-
-
-def faulty(name: str) -> str:
-    architecture, at, patch = FAULTS[name]
-    with axis_of() as axis, patch():
-        try:
-            compare(CASES[architecture]()[at], axis, plan_of())
-        except (AssertionError, RuntimeError, ValueError) as error:
-            return str(error)
-    return ""
-
-
-QUICK_FAULTS = ("the ranks take each other's tokens", "what is gathered for cut layers is taken for alike")
-
-
-@pytest.mark.parametrize("name", [*QUICK_FAULTS, *full(*(name for name in FAULTS if name not in QUICK_FAULTS))])
-def test_a_fault_is_found(name: str) -> None:
-    assert all(run_ranks(2, faulty, name))
-
-
 # ---- what is refused, and what goes on as it was
 
 
@@ -319,38 +233,6 @@ def test_a_model_with_divided_sequences_generates_what_the_whole_one_does() -> N
     run_ranks(2, generated)
 
 
-def wrapped() -> None:
-    """Under torch's own wrapper, adapters, and sequences of other lengths between forward and backward passes."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    with axis_of() as axis:
-        case = CASES["llama"]()[0]
-        model, expected = case.made(), case.made()
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = checkpoint_wrapper(layer)
-        cut(model, axis, plan_of(parallel_output=False))
-        batches = [torch.randint(0, 27, (2, n), generator=torch.Generator().manual_seed(n)) for n in (5, 6, 7, 1)]
-        for each in (model, expected):
-            losses = [each(input_ids=ids).logits.square().mean() for ids in batches]
-            for loss in losses:
-                loss.backward()
-        grads = {n.replace("_checkpoint_wrapped_module.", ""): p.grad for n, p in model.named_parameters()}
-        parts = cut_parts(model)
-        for name, param in expected.named_parameters():
-            own = parts[name].of(param.grad) if name in parts else param.grad
-            assert_close({name: grads[name]}, {name: own}, 1e-11, "gradients")
-
-
-def cut_parts(model: nn.Module) -> dict[str, Any]:
-    from shardwise.core.parallel.tensor import parts_of
-
-    return {name.replace("_checkpoint_wrapped_module.", ""): part for name, part in parts_of(model).items()}
-
-
-def test_recomputed_layers_know_whose_tokens_they_had() -> None:
-    run_ranks(4, wrapped)
-
-
 def beside_tables() -> None:
     """Adapters, and a model of one's own: attention and MLP in one layer, layers in an ``nn.Sequential``."""
     with axis_of() as axis:
@@ -370,40 +252,3 @@ def beside_tables() -> None:
 
 def test_adapters_and_models_of_ones_own() -> None:
     run_ranks(2, beside_tables)
-
-
-# ---- torch's own
-
-
-def beside_torch() -> None:
-    """``parallelize_module`` and ``loss_parallel`` of the same model."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-
-    case = Case("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language)
-    with axis_of() as axis:
-        ours, theirs, batch = case.made(), case.made(), case.batch()
-        cut(ours, axis, plan_of())
-        loss, grads = run(case, ours, batch)
-        plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            plan[f"model.layers.*.{name}"] = ColwiseParallel()
-        plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
-        plan["lm_head"] = ColwiseParallel(use_local_output=False)
-        parallelize_module(theirs, init_device_mesh("cpu", (axis.size,)), plan)
-        goals = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
-        with loss_parallel():
-            with Exact():
-                logits = theirs(input_ids=batch["input_ids"]).logits
-            other = nn.functional.cross_entropy(logits.flatten(0, 1), goals)
-            other.backward()
-        assert_close({"loss": loss}, {"loss": other.detach().full_tensor()}, 1e-12, "loss")
-        expected = {name: param.grad for name, param in theirs.named_parameters() if param.grad is not None}
-        full = {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in expected.items()}
-        assert_close(whole(ours, axis, grads), full, 1e-11, "gradients")
-
-
-@pytest.mark.full
-def test_loss_and_gradients_are_those_of_torchs_own_layers() -> None:
-    run_ranks(2, beside_torch)

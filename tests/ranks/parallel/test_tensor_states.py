@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.parallel.float8 import linear
 from shardwise.core.parallel.tensor.layers import CutLayer
 from shardwise.session import build
@@ -18,7 +17,6 @@ from tests.support.checkpoint_setup import differences, everything
 from tests.support.cut_setup import VOCABULARY, WIDTH, Block, made
 from tests.support.sets import full
 from tests.support.tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
-from tests.support.tier_setup import Fault
 
 
 def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -64,29 +62,6 @@ def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
         plain.step()
     tensors = {n: v for n, v in flat(plain.state_dict()).items() if isinstance(v, Tensor)}
     assert_close({n: flat(optimizer_state)[n] for n in tensors}, tensors, 1e-9, "Adam's state")
-
-
-def unread(root: str) -> list[str]:
-    """A disk fails on one rank while a state is put together; what all are told, who have other parts as well."""
-    told = []
-    with Fault().installed() as fault, training(plan_of("zero3 tp2 small disk", root), True) as session:
-        train(session, 0, 1)
-        before = everything(session)
-        for collect in (session.module.state_dict, session.optimizer.state_dict):
-            if session.mesh.mesh_group.rank == 3:
-                fault.arm(2, writing=False)
-            with pytest.raises(DiskError) as error:
-                collect()
-            fault.lift()
-            told.append(str(error.value))
-        assert not differences(everything(session), before)
-    return told
-
-
-@pytest.mark.full
-def test_a_disk_that_fails_is_told_to_ranks_with_other_parts(tmp_path: Path) -> None:
-    for told in run_ranks(4, unread, str(tmp_path / "disk"), timeout=240.0):
-        assert len(told) == 2 and all("rank 3" in each and "Nothing has changed" in each for each in told), told
 
 
 def unsharded(name: str, root: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,58 +126,10 @@ def test_states_at_stage_1_are_those_of_fully_shard() -> None:
 def on_rank(folder: str) -> dict[str, Tensor]:
     plain, optimizer = by_torch()
     whole = as_theirs(3, plain, optimizer, folder)
-    without_state(os.path.join(folder, "partly"))
     weights, state = theirs.get_state_dict(plain, optimizer)
     dcp.save({"model": weights, "optim": state}, checkpoint_id=os.path.join(folder, "theirs"))
     into_torch(folder, whole)
     return whole
-
-
-class Partly(nn.Module):
-    """One layer is not used, one parameter has no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(6, 3), nn.Linear(3, 3)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.used(inputs) + self.empty.sum()
-
-
-def partly(seed: int, count: int) -> Session:
-    model = seeded(Partly, seed)
-    session = shardwise.shard(model, torch.optim.AdamW(model.parameters(), lr=0.05), stage=3)
-    steps(session.module, session.backward, session.optimizer, count)
-    return session
-
-
-def without_state(folder: str) -> None:
-    """State of parameters that were never stepped is taken as it is given: there is none."""
-    plain = seeded(Partly)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    steps(plain, lambda loss: loss.backward(), optimizer, 2)
-    steps(plain, lambda loss: loss.backward(), optimizer, 1)
-    session = partly(0, 2)
-    for options in (None, FLAT, FULL):
-        other = partly(7, 1)
-        given = ours.get_state_dict(session.module, session.optimizer, options=options)
-        if options is None:
-            dcp.save({"model": given[0], "optim": given[1]}, checkpoint_id=folder)
-            given = ours.get_state_dict(other.module, other.optimizer, options=options)
-            dcp.load({"model": given[0], "optim": given[1]}, checkpoint_id=folder)
-        taken = {"model_state_dict": given[0], "optim_state_dict": given[1]}
-        ours.set_state_dict(other.module, other.optimizer, **taken, options=options)
-        steps(other.module, other.backward, other.optimizer, 1)
-        check([other.module.state_dict()], plain.state_dict(), "unused and empty parameters")
-        if options is FULL:
-            assert given[1]["state"].pop("unused.weight") == {}
-            set_state = partial(ours.set_optimizer_state_dict, other.module, other.optimizer, given[1], options=FULL)
-            assert "no optimizer state for unused" in told(set_state)
-        other.close()
-        other.mesh.close()
-    session.close()
-    session.mesh.close()
 
 
 def ours_full(session: Session) -> dict[str, Any]:

@@ -108,68 +108,43 @@ def _by_math(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 HEADS = {"q": (2, 4, 4), "k": (2, 4, 4), "v": (2, 4, 4)}
 INDICES = torch.tensor([[0, 3, 2], [3, 1, 3]])
-IMAGE, VOLUME = (1, 2, 3, 5), (1, 2, 2, 2, 3)
+IMAGE = (1, 2, 3, 5)
 ENCODER: dict[str, Any] = {"nhead": 2, "dim_feedforward": 4, "dropout": 0.0, "batch_first": True}
 
 OPS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: _on(nn.Linear(WIDTH, 4)),
-    "bilinear": lambda: Op(lambda op, x: op.inner(x, x.flip(0)), {"inner": nn.Bilinear(WIDTH, WIDTH, 3)}),
-    "conv1d": lambda: _on(nn.Conv1d(5, 3, 2), 5, 6),
     "conv2d": lambda: _on(nn.Conv2d(2, 3, 2), *IMAGE),
-    "conv3d": lambda: _on(nn.Conv3d(2, 3, 2), *VOLUME),
-    "conv_transpose1d": lambda: _on(nn.ConvTranspose1d(5, 3, 2), 5, 6),
     "conv_transpose2d": lambda: _on(nn.ConvTranspose2d(2, 3, 2), *IMAGE),
-    "conv_transpose3d": lambda: _on(nn.ConvTranspose3d(2, 3, 2), *VOLUME),
     "layer_norm": lambda: _on(nn.LayerNorm(WIDTH)),
     "rms_norm": lambda: _on(nn.RMSNorm(WIDTH)),
-    "group_norm": lambda: _on(nn.GroupNorm(2, WIDTH)),
     "batch_norm1d": lambda: _on(nn.BatchNorm1d(WIDTH)),
-    "batch_norm2d": lambda: _on(nn.BatchNorm2d(2), *IMAGE),
-    "batch_norm3d": lambda: _on(nn.BatchNorm3d(2), *VOLUME),
     "batch_norm_eval": lambda: _on(nn.BatchNorm1d(WIDTH).eval()),
-    "instance_norm": lambda: _on(nn.InstanceNorm1d(5, affine=True), 1, 5, 6),
     "prelu": lambda: _on(nn.PReLU(WIDTH)),
-    "rnn": lambda: _on(nn.RNN(WIDTH, 3, 2, bidirectional=True)),
     "lstm": lambda: _on(nn.LSTM(WIDTH, 3, 2, proj_size=2)),
-    "gru": lambda: _on(nn.GRU(WIDTH, 3, bidirectional=True)),
-    "rnn_cell": lambda: _on(nn.RNNCell(WIDTH, 3)),
     "lstm_cell": lambda: _on(nn.LSTMCell(WIDTH, 3)),
-    "gru_cell": lambda: _on(nn.GRUCell(WIDTH, 3)),
     "attention": _attention,
-    "attention_kv": lambda: _attention(2, kdim=2 * WIDTH, vdim=2 * WIDTH, add_bias_kv=True),
     "encoder_layer": lambda: _on(nn.TransformerEncoderLayer(WIDTH, **ENCODER), 1, ROWS, WIDTH),
     "decoder_layer": _decoder,
     "weight_norm": lambda: _on(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4))),
     "embedding": lambda: _looked_up(nn.Embedding(4, WIDTH, scale_grad_by_freq=True)),
     "embedding_bag": lambda: Op(_bag, w=(4, WIDTH), s=(2, 3)),
-    "embedding_bag_max": lambda: _looked_up(nn.EmbeddingBag(4, WIDTH, mode="max")),
     "f_linear": lambda: Op(lambda op, x: F.linear(F.linear(x, op.a), op.b), a=(3, 6), b=(6, 3)),
-    "f_layer_norm": lambda: Op(lambda op, x: F.layer_norm(x, (WIDTH,), op.w, op.b), w=(WIDTH,), b=(WIDTH,)),
-    "f_rms_norm": lambda: Op(lambda op, x: F.rms_norm(x, (WIDTH,), op.w), w=(WIDTH,)),
-    "f_prelu": lambda: Op(lambda op, x: F.prelu(x, op.w), w=(WIDTH,)),
-    "f_bilinear": lambda: Op(lambda op, x: F.bilinear(x, x, op.w), w=(2, WIDTH, WIDTH)),
-    "f_conv2d": lambda: Op(lambda op, x: F.conv2d(x[None, None], op.w, op.b, padding=1), w=(2, 1, 3, 3), b=(2,)),
     "sdpa": lambda: Op(lambda op, x: F.scaled_dot_product_attention(op.q, op.k, op.v) * x[:4, :4], **HEADS),
     "sdpa_math": lambda: Op(lambda op, x: _by_math(op.q, op.k, op.v) * x[:4, :4], **HEADS),
     "sdpa_query": lambda: Op(lambda op, x: F.scaled_dot_product_attention(op.q, x[None], x[None]), q=(1, 3, WIDTH)),
-    "sdpa_query_math": lambda: Op(lambda op, x: _by_math(op.q, x[None], x[None]), q=(1, 3, WIDTH)),
-    "addmm": lambda: Op(lambda op, x: torch.addmm(op.c, x, op.w), c=(5, 3), w=(6, 3)),
     "matmul": lambda: Op(lambda op, x: op.w @ x, w=(3, 5)),
-    "einsum": lambda: Op(lambda op, x: torch.einsum("ij,kj,kl->il", x, op.w, op.u), w=(3, 6), u=(3, 2)),
     "mul": lambda: Op(lambda op, x: x * op.w + x / op.w, w=(WIDTH,)),
     "pow": lambda: Op(lambda op, x: (1 + x * x) ** op.w + op.w**3, w=(WIDTH,)),
     "elementwise": lambda: Op(lambda op, x: x * op.w.sin() * op.w.abs() + op.w.log(), w=(WIDTH,)),
     "activations": lambda: Op(lambda op, x: x * op.w.softmax(0) * F.silu(op.w) * F.gelu(op.w), w=(WIDTH,)),
-    "reductions": lambda: Op(lambda op, x: x * op.w.norm() * op.w.prod() * op.w.std(), w=(WIDTH,)),
-    "addcmul": lambda: Op(lambda op, x: torch.addcmul(x, op.w, op.u).lerp(op.w, op.u), w=(6,), u=(6,)),
     "cdist": lambda: Op(lambda op, x: torch.cdist(x, op.w), w=(3, 6)),
     "cosine": lambda: Op(lambda op, x: F.cosine_similarity(x, op.w, 1)[:, None] * F.normalize(op.w), w=(5, 6)),
     "solve": lambda: Op(lambda op, x: torch.linalg.solve(op.w + 9 * torch.eye(5, dtype=x.dtype), x), w=(5, 5)),
     "function": lambda: Op(lambda op, x: Scaling.apply(x, op.w), w=(WIDTH,)),
     "function_keeps": lambda: Op(lambda op, x: Keeping.apply(x, op.w), w=(WIDTH,)),
 }
-NOT_BATCHED = {"batch_norm1d", "batch_norm2d", "batch_norm3d", "rnn", "lstm", "gru", "lstm_cell"}
-NOT_BATCHED |= {"function", "function_keeps", "embedding_bag", "embedding_bag_max"}
+NOT_BATCHED = {"batch_norm1d", "lstm", "lstm_cell"}
+NOT_BATCHED |= {"function", "function_keeps", "embedding_bag"}
 """Not under ``torch.func.vmap``."""
 ONCE = {"cdist", "encoder_layer", "decoder_layer", "sdpa", "sdpa_query"}
 """Without a second derivative. Attention over three dimensions lost it in torch 2.15, which takes the CPU's kernel."""

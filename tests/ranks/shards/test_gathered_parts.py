@@ -82,24 +82,6 @@ def test_some_parameters_are_changed_on_other_tiers(mix: str, tmp_path: Path) ->
     run_ranks(2, edited, with_tiers(BASE, mix, str(tmp_path)), True)
 
 
-def disk_bytes(plan: Plan) -> list[int]:
-    model, found = seeded(net), list[int]()
-    with sharded(model, adam(model), plan) as session:
-        one_step(session, 0)
-        for params in ([model[0].bias], session.params):
-            session.reset_traffic()
-            with session.gathered(params, write_back=True):
-                pass
-            found += [session.traffic()["disk_read"], session.traffic()["disk_write"]]
-    return found
-
-
-def test_a_change_touches_the_records_of_what_was_gathered_alone(tmp_path: Path) -> None:
-    for read, written, all_read, all_written in run_ranks(2, disk_bytes, with_tiers(BASE, "all_disk", str(tmp_path))):
-        # Three units, each with a record of values and one of masters, of a block of 4096 bytes or two.
-        assert 0 < 2 * read <= all_read and 0 < 2 * written <= all_written
-
-
 def held(plan: Plan) -> list[list[bool]]:
     """Blocks over some units that end in another order than they began in."""
     model = seeded(net)

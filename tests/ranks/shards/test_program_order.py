@@ -13,10 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.core.comm import NativeGroup, PeerError, choose
+from shardwise.core.comm import NativeGroup, PeerError
 from shardwise.core.shards import policy
 from shardwise.core.shards.gather_order import GatherLog
 from shardwise.plan import Plan, zero
@@ -62,28 +61,6 @@ def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> N
 def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
     for steps in run_ranks(2, meetings, GLOO.but(**changes), 5, 2):
         assert steps[1].count("what to gather") > 5
-
-
-def under_way(layers: int, small: bool) -> int:
-    """The most units on their way at the first use of a step, of equal ones, when one may be fetched ahead."""
-    model, most = seeded(lambda: chain(layers)), 0
-    with (
-        mock.patch.object(policy, "AHEAD_BYTES", 1 << 20 if small else 1),
-        sharded(model, adam(model), GLOO) as session,
-    ):
-        for step in range(3):
-            pool, found = session.engine.pool, []
-            hook = model[0].register_forward_hook(lambda *_, found=found, pool=pool: found.append(len(pool._held)))
-            step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
-            hook.remove()
-            most = max(most, found[0])
-    return most
-
-
-@pytest.mark.parametrize(("small", "units"), [(True, 9), (False, 2)])
-def test_small_units_are_fetched_far_ahead(small: bool, units: int) -> None:
-    """Each gather is a trip, which the computation of a small unit does not hide."""
-    assert run_ranks(2, under_way, 9, small) == [units, units]
 
 
 # ---- what ranks gather does not depend on what only one of them knows
@@ -175,49 +152,6 @@ def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int
         assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
 
 
-def differs_in_an_evaluation() -> str:
-    """Between two passes, behind which nothing is compared, the ranks take two layers of one size in another order."""
-    with groups_of(NativeGroup):
-        model, plan = seeded(Branching), zero(3).but(prefetch=0)
-        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            loss, usual = session.module(data(mesh.rank, 0), range(LAYERS)).square().mean(), list(range(LAYERS))
-            session.backward(loss)
-            with torch.no_grad():
-                session.module(data(mesh.rank, 0), [0, 2, 1, 3] if mesh.rank else [0, 1, 2, 3])
-            session.optimizer.step()
-            with pytest.raises(PeerError) as error:
-                session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
-            session.optimizer.zero_grad()
-            session.backward(session.module(data(mesh.rank, 1), usual).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            state = session.module.state_dict()
-        assert_close(state, branching_in_one_process(2, 2), 1e-9, "after the error")
-        return str(error.value)
-
-
-def test_gathers_before_an_update_are_compared_after_it() -> None:
-    for said in run_ranks(2, differs_in_an_evaluation):
-        assert "have gathered different parameters since they last compared: gather 2 is" in said
-
-
-def of_two_kinds(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
-    """Of two replicas one has its ranks on one host, the other on two."""
-    real, host = choose.host_facts(), max(1, dist.get_rank())
-    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {host}"}):
-        model = seeded(lambda: chain(LAYERS))
-        with sharded(model, adam(model), plan) as session:
-            for step in range(3):
-                step_of(session, session.module(data(session.mesh.rank, step)).square().mean())
-            return session.engine.pool.in_order, session.module.state_dict()
-
-
-def test_one_replica_gathers_in_program_order_and_one_in_mapped_memory() -> None:
-    found = run_ranks(4, of_two_kinds, zero(3, dp_replicate=2))
-    assert [in_order for in_order, _ in found] == [False, False, True, True]
-    assert_close(found[0][1], chain_in_one_process(4, 3), 1e-9, "of two kinds")
-
-
 def waits_in_vain(plan: Plan, sleeps: bool) -> str:
     """In step 1 rank 1 takes two layers in another order, or does something else for longer than rank 0 waits."""
     model = seeded(Branching)
@@ -246,49 +180,6 @@ def test_who_waits_in_vain_says_what_all_are_doing(sleeps: bool) -> None:
     else:
         assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in told[0]
         assert "gather of unit 2 (layers.2" in told[1], told[1]
-
-
-class Breaks(torch.autograd.Function):
-    """The identity; its backward raises where it is told to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.breaks:
-            raise ArithmeticError("broken on purpose")
-        return grad, None
-
-
-def breaks_apart(plan: Plan) -> tuple[list[int], dict[str, Tensor]]:
-    """In step 1 each rank fails in backward of another layer, when one has fetched more ahead than the other."""
-    model, counts = seeded(lambda: chain(LAYERS)), list[int]()
-    with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
-        rank = session.mesh.rank
-        for step in range(3):
-            for tries in range(2 if step == 1 else 1):
-                fails = step == 1 and tries == 0
-                hooks = [
-                    layer.register_forward_hook(
-                        lambda _, __, out, at=at, fails=fails: Breaks.apply(out, fails and at == 3 - rank)
-                    )
-                    for at, layer in enumerate(model)
-                ]
-                loss = session.module(data(rank, step)).square().mean()
-                for hook in hooks:
-                    hook.remove()
-                if not fails:
-                    step_of(session, loss)
-                    continue
-                with pytest.raises(ArithmeticError):
-                    session.backward(loss)
-                counts.append(session.engine.pool.issued.count)
-                session.optimizer.zero_grad()
-                counts.append(session.engine.pool.issued.count)
-        return counts, session.module.state_dict()
 
 
 def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], dict[str, Tensor]]:
@@ -330,10 +221,4 @@ def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], 
 def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: bool, no_array: bool) -> None:
     (one, state), (other, _) = run_ranks(2, stops_apart, GLOO.but(prefetch=2), training, no_array)
     assert abs(one[0] - other[0]) == 1 and one[1:] == other[1:], "the one behind has caught up"
-    assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
-
-
-def test_ranks_that_fail_at_different_places_go_on() -> None:
-    (one, state), (other, _) = run_ranks(2, breaks_apart, GLOO.but(prefetch=2))
-    assert one[0] < other[0] and one[1] == other[1] == other[0], "the one behind has caught up"
     assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")

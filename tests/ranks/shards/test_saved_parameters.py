@@ -52,19 +52,18 @@ def trained(plan: Plan, way: str, names: list[str], mesh: Mesh) -> dict[str, Ten
 Found = dict[tuple[str, tuple[str, ...]], dict[str, Tensor]]
 
 
-def on_rank(plan: Plan, ways: list[str], each: bool, some: set[str]) -> Found:
+def on_rank(plan: Plan, ways: list[str], some: set[str]) -> Found:
     with one_mesh(plan) as mesh:
         found: Found = {}
         for way in ways:
             names = [name for name in ops_of(way) if name in some]
-            for table in [[name] for name in names] if each else [names]:
-                found[way, tuple(table)] = trained(plan, way, table, mesh)
+            found[way, tuple(names)] = trained(plan, way, names, mesh)
         return found
 
 
-def compare(plan: Plan, ways: list[str], each: bool = False, some: Iterable[str] = OPS) -> None:
-    """Compare one table of some operators, or one of ``each``, in all ``ways`` with plain PyTorch."""
-    results = run_ranks(2, on_rank, plan, ways, each, set(some), timeout=300)
+def compare(plan: Plan, ways: list[str], some: Iterable[str] = OPS) -> None:
+    """Compare a table of some operators in all ``ways`` with plain PyTorch."""
+    results = run_ranks(2, on_rank, plan, ways, set(some), timeout=300)
     for way, names in results[0]:
         for rank, wanted in enumerate(expected(way, names)):
             assert_close(results[rank][way, names], wanted, 1e-10, f"{way} {names[:3]}, rank {rank}")
@@ -82,14 +81,6 @@ def test_every_operator_that_saves_parameters(ways: list[str]) -> None:
 @pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
 def test_some(plan: Plan) -> None:
     compare(plan, list(WAYS), some=FEW)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", [SHARED, ALONE, GLOO], ids=["shared", "alone", "gloo"])
-def test_every_operator_on_its_own(plan: Plan, way: str) -> None:
-    compare(plan, [way], each=True)
-    compare(plan, [way])
 
 
 def stale(plan: Plan) -> dict[str, str]:

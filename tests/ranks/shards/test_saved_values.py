@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from torch import Tensor, nn
 
-from shardwise.plan import Plan, on_device, zero
+from shardwise.plan import Plan
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, loss_of, seeded, sgd, sharded, told
 from tests.support.sets import full
@@ -37,20 +35,3 @@ def test_saved_values_that_were_changed_are_an_error(name: str) -> None:
     """As in plain torch, whose own check leaves out what hooks have packed."""
     for message in run_ranks(2, overwritten, PLANS[name]):
         assert "modified by an inplace operation" in message
-
-
-def stale_under(plan: Plan) -> str:
-    model = seeded(net)
-    with sharded(model, sgd(model), plan) as session:
-        first, second = loss_of(session, 0), loss_of(session, 1)
-        session.backward(first)
-        session.optimizer.step()
-        return told(lambda: session.backward(second))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_stale_graphs_where_parameters_stay_on_the_device(ranks: int) -> None:
-    limited = dataclasses.replace(on_device(), device_capacity_bytes=1 << 24)
-    for plan in (zero(2).but(tiers=limited), zero(2).but(gather_on_use=True)):
-        for message in run_ranks(ranks, stale_under, plan):
-            assert "modified by an inplace operation" in message

@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -40,19 +40,9 @@ def square(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).square().mean()
 
 
-def pulled_back(model: Net, x: Tensor) -> Any:
-    out, pull = vjp(model, x)
-    return out, pull(out.cos())
-
-
 def dual(model: Net, x: Tensor) -> Tensor:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))).tangent.detach().clone()
-
-
-def of_parameters(model: Net, x: Tensor) -> Any:
-    given = dict(model.named_parameters())
-    return grad(lambda params: functional_call(model, params, (x,)).square().mean())(given)
 
 
 def other_values(model: Net, x: Tensor) -> Tensor:
@@ -62,20 +52,12 @@ def other_values(model: Net, x: Tensor) -> Tensor:
 
 USES: dict[str, Use] = {
     "grad": lambda m, x: grad(square(m))(x),
-    "vjp": pulled_back,
     "jvp": lambda m, x: jvp(m, (x,), (x.cos(),)),
-    "jacrev": lambda m, x: jacrev(m)(x),
-    "jacfwd": lambda m, x: jacfwd(m)(x),
     "hessian": lambda m, x: hessian(square(m))(x),
     "vmap": lambda m, x: vmap(m)(torch.stack([x, x.cos()])),
-    "vmap_grad": lambda m, x: vmap(grad(square(m)))(torch.stack([x, x.cos()])),
-    "linearize": lambda m, x: linearize(m, x)[1](x.cos()),
     "dual": dual,
     "functional_call": lambda m, x: functional_call(m, dict(m.named_parameters()), (x,)),
-    "of_parameters": of_parameters,
     "other_values": other_values,
-    "jacobian": lambda m, x: torch.autograd.functional.jacobian(m, x),
-    "jacobian_at_once": lambda m, x: torch.autograd.functional.jacobian(m, x, vectorize=True),
 }
 PLANS = {
     "shared": zero(3),

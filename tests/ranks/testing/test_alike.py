@@ -5,9 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-import torch
 
-from shardwise.plan import MeshPlan
 from shardwise.testing import run_ranks
 from tests.support.alike import alike_mesh
 from tests.support.alike_setup import PLANS, counted, made, real_steps, train
@@ -36,31 +34,3 @@ def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport:
             assert sum(chunk.shard_end - chunk.shard_start for chunk in session.engine.shards.chunks) == shard_numel
             session.close()
     assert len(log) > STEPS
-
-
-def test_peers_have_what_this_rank_has() -> None:
-    with alike_mesh(PLANS["zero2"], 2, 5) as (mesh, asked):
-        group = mesh.shard
-        assert (group.rank, group.size) == (2, 5)
-        assert group.exchange([1.0, 2.0], "a test") == [[1.0, 2.0]] * 5
-        assert group.exchange_object({"a": [1]}) == [{"a": [1]}] * 5
-        (full,) = group.buffers([(10, torch.float32)])
-        full.local.copy_(torch.arange(10.0))
-        out = torch.empty(2)
-        group.reduce_scatter(out, full, 1.0).wait()
-        assert out.tolist() == [20.0, 25.0]  # five times the own slice
-        group.reduce_scatter(out, full, 0.2).wait()
-        assert out.tolist() == [4.0, 5.0]
-        group.all_gather_in_place(full).wait()
-        assert full.local.tolist() == [4.0, 5.0] * 5
-        assert asked.calls["reduce_scatter"] == 2 and asked.sent_bytes["reduce_scatter"] == 2 * 32
-
-
-def test_what_would_not_be_alike_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match="tp=2"),
-        alike_mesh(PLANS["zero1"].but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, tp=2)), 0, 4),
-    ):
-        pass
-    with pytest.raises(ValueError, match=r"rank 4 of 4: give 0\.\.3"), alike_mesh(PLANS["zero1"], 4, 4):
-        pass

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import wait
@@ -22,7 +19,7 @@ import torch
 import torch.distributed as dist
 from pool_processes import gone
 
-from shardwise.testing import RankError, RankPool, close_pools, run_ranks
+from shardwise.testing import RankError, RankPool, run_ranks
 from shardwise.testing import pool as implementation
 
 
@@ -53,10 +50,6 @@ def raise_unpicklable() -> None:
     raise Unpicklable(1, 2)
 
 
-def raise_by_parity() -> None:
-    raise ValueError("odd" if dist.get_rank() % 2 else "even")
-
-
 def kill_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,34 +62,11 @@ def crash_on(rank: int) -> None:
     dist.barrier()
 
 
-def exit_on(rank: int, code: int) -> None:
-    if dist.get_rank() == rank:
-        os._exit(code)
-    dist.barrier()
-
-
-def system_exit() -> None:
-    sys.exit("not today")
-
-
 def hang_on(rank: int, folder: str) -> int:
     begun(folder)
     while dist.get_rank() == rank:
         time.sleep(0.05)
     return dist.get_rank()
-
-
-def wait_in_collective(rank: int, folder: str) -> None:
-    begun(folder)
-    if dist.get_rank() != rank:
-        dist.barrier()
-    hang_on(rank, folder)
-
-
-def spin(folder: str) -> None:
-    begun(folder)
-    while True:
-        pass
 
 
 def start_child_and_hang(folder: str) -> None:
@@ -112,11 +82,6 @@ def begun(folder: str) -> None:
 
 def nothing() -> None:
     pass
-
-
-def looked_through() -> tuple[int, int]:
-    """Objects that a collection of garbage looks through, and those that it leaves out."""
-    return len(gc.get_objects()), gc.get_freeze_count()
 
 
 def own_pid() -> int:
@@ -141,10 +106,6 @@ def leave_group() -> None:
 
 def echo(value: object) -> object:
     return value
-
-
-def working_directory() -> str:
-    return os.getcwd()
 
 
 def bad_result() -> object:
@@ -231,26 +192,6 @@ def test_all_ranks_raising_are_all_shown(pool: RankPool, patient: None) -> None:
     assert not caught.value.stacks
 
 
-def test_each_distinct_traceback_is_shown_once(patient: None) -> None:
-    with RankPool(4) as pool, pytest.raises(RankError) as caught:
-        pool.run(raise_by_parity)
-    error = caught.value
-    first, second = re.findall(r"^--- (\S+ .*) traceback ---$", str(error), re.MULTILINE)
-    assert {first, second} == {"ranks 0, 2", "ranks 1, 3"}
-    assert first == ("ranks 1, 3" if error.rank % 2 else "ranks 0, 2"), "the one that came first"
-    assert str(error).count("Traceback (most recent call last)") == 2
-
-
-def test_pytest_shows_no_frames_of_the_pool(pool: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
-        pool.run(exit_on, 0, 7)
-    shown = [Path(entry.path).name for entry in caught.traceback.filter(caught)]
-    assert shown == [Path(__file__).name]
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, exit_on, 0, 7)
-    assert [Path(entry.path).name for entry in caught.traceback.filter(caught)] == shown
-
-
 def test_killed_rank_is_reported_at_once(pool: RankPool) -> None:
     pids = pool.pids
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL") as caught:
@@ -263,17 +204,6 @@ def test_crash_shows_where(pool: RankPool) -> None:
     with pytest.raises(RankError, match="killed by SIGSEGV") as caught:
         pool.run(crash_on, 0)
     assert "crash_on" in str(caught.value)
-
-
-def test_exit_code_is_shown(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0 of 2 exited with code 7") as caught:
-        pool.run(exit_on, 0, 7)
-    assert caught.value.exit_code == 7
-
-
-def test_system_exit_is_a_failure(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="SystemExit: not today"):
-        pool.run(system_exit)
 
 
 def test_rank_killed_while_idle_is_replaced(pool: RankPool) -> None:
@@ -297,50 +227,10 @@ def test_hang_ends_with_stacks(pool: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_hang_shows_every_waiting_rank(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError) as caught, giving_up(pool, {0, 1}, tmp_path):
-        pool.run(wait_in_collective, 0, str(tmp_path), timeout=0.5)
-    assert "in barrier" in caught.value.stacks[1]
-    assert "in hang_on" in caught.value.stacks[0]
-
-
-def test_the_time_out_is_that_of_the_caller(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"did not finish within 0.2 s") as caught:
-        pool.run(spin, str(tmp_path), timeout=0.2)
-    assert caught.value.timed_out
-
-
-@pytest.mark.full
-def test_busy_loop_is_ended(pool: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="ranks 0, 1 of 2 did not finish") as caught, giving_up(pool, {0, 1}, tmp_path):
-        pool.run(spin, str(tmp_path), timeout=0.3)
-    assert "in spin" in caught.value.stacks[0]
-
-
-@pytest.mark.full
-def test_stopped_rank_is_ended(pool: RankPool, tmp_path: Path) -> None:
-    pids = pool.pids
-    os.kill(pids[1], signal.SIGSTOP)
-    (tmp_path / "1").touch()
-    with pytest.raises(RankError, match="ranks 1 of 2 did not finish") as caught, giving_up(pool, {1}, tmp_path):
-        pool.run(nothing, timeout=0.3)
-    assert "no answer" in caught.value.stacks[1]
-    assert gone(pids)
-
-
-@pytest.mark.full
 def test_children_of_a_killed_rank_go_too(pool: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError), giving_up(pool, {0, 1}, tmp_path):
         pool.run(start_child_and_hang, str(tmp_path), timeout=1.0)
     assert gone(tuple(int((tmp_path / f"child-{rank}").read_text("utf-8")) for rank in range(2)))
-
-
-@pytest.mark.full
-def test_works_again_after_each_failure(pool: RankPool) -> None:
-    for attempt in range(2):
-        with pytest.raises(RankError):
-            pool.run(raise_on, attempt)
-        assert [rank for rank, _ in pool.run(sum_over_ranks, torch.zeros(1))] == [0, 1]
 
 
 def test_state_does_not_leak_between_tasks(pool: RankPool) -> None:
@@ -386,30 +276,9 @@ def test_values_travel_by_copy(pool: RankPool) -> None:
         assert torch.equal(got["box"].value, torch.ones(2, 2))
 
 
-def test_ranks_follow_the_callers_directory(pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert pool.run(working_directory) == [str(tmp_path)] * 2
-
-
 def test_a_rank_cannot_start_ranks(pool: RankPool) -> None:
     with pytest.raises(RankError, match="a rank tried to start a pool"):
         pool.run(start_pool)
-
-
-def test_small_tasks_are_cheap(pool: RankPool) -> None:
-    """As counted: a message to each rank and one back, and a collection of garbage that leaves out what is imported."""
-    connection = type(pool._ranks[0].connection)
-    tasks, pids = 20, pool.pids
-    with (
-        mock.patch.object(connection, "send", autospec=True, side_effect=connection.send) as sent,
-        mock.patch.object(connection, "recv", autospec=True, side_effect=connection.recv) as received,
-    ):
-        for _ in range(tasks):
-            pool.run(nothing)
-    assert sent.call_count == received.call_count == tasks * pool.world_size
-    assert pool.pids == pids
-    for objects, left_out in pool.run(looked_through):
-        assert objects < left_out / 10
 
 
 def test_nothing_is_left_after_close() -> None:
@@ -426,11 +295,3 @@ def test_nothing_is_left_after_close() -> None:
     pids = pool.pids
     pool.close()
     assert gone(pids)
-
-
-def test_cached_pools_close() -> None:
-    pids = tuple(run_ranks(2, own_pid))
-    assert tuple(run_ranks(2, own_pid)) == pids
-    close_pools()
-    assert gone(pids)
-    assert run_ranks(2, echo, "again") == ["again", "again"]

@@ -51,14 +51,6 @@ def test_functions_of_a_script(tmp_path: Path) -> None:
     assert "rank 0" in done.stdout and "rank 1" in done.stdout, "the ranks' output passes through"
 
 
-@pytest.mark.campaign
-def test_unguarded_script_says_what_to_do(tmp_path: Path) -> None:
-    done = run_script(tmp_path / "script.py", SCRIPT.format(guard="if True:"))
-    assert done.returncode != 0
-    assert done.stderr.rstrip().endswith("guard the calls of a script with `if __name__ == '__main__':`")
-    assert "RankError: rank" in done.stderr
-
-
 BY_ITS_FILE = """
 import sys
 import pytest

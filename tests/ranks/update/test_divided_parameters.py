@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import TorchFSDPPlugin
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
@@ -59,29 +58,6 @@ def ours_or_theirs(kind: str, rank_only: int | None) -> str:
 def test_what_is_divided_already_is_refused_by_name_on_every_rank(kind: str, name: str) -> None:
     for said in run_ranks(2, ours_or_theirs, kind, None):
         assert said.startswith("ValueError") and f"{name} (" in said and "is a DTensor" in said, said
-
-
-def test_where_only_one_rank_divided_it_the_others_hear_why() -> None:
-    said = run_ranks(2, ours_or_theirs, "shard", 1)
-    assert "is a DTensor" in said[0] and "rank 1" in said[0]
-    assert said[1].startswith("ValueError") and "2.weight (2, 7) is a DTensor" in said[1]
-
-
-def test_a_mesh_is_still_good_after_a_refusal() -> None:
-    assert run_ranks(2, refused_then_built) == ["refused, built"] * 2
-
-
-def refused_then_built() -> str:
-    plan = zero(3)
-    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-    model = net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="DTensor"):
-        build(model, None, plan, mesh)
-    session = build(net(), None, plan, mesh)
-    session.close()
-    mesh.close()
-    return "refused, built"
 
 
 def groups(model: Any) -> list[dict[str, Any]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,29 +15,24 @@ from torch import Tensor, nn
 
 from shardwise.core.grads import reducer as patience
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.early import EarlyObserver, EarlyUpdates
-from shardwise.plan import ByNumel, ByTensor, zero
+from shardwise.core.update.early import EarlyObserver
+from shardwise.plan import ByTensor, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
-from tests.support.early_setup import HOST, MIX, Case, both, check_equal, full_state
+from tests.support.early_setup import MIX, Case, both, check_equal, full_state
 from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
 from tests.support.sets import campaign, full
-from tests.support.tier_setup import Fault, small_tiles, tiers, with_tiers
+from tests.support.tier_setup import tiers
 
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [
     Case(stage=1, optimizer="sgd"),
-    Case(stage=2, tiers=HOST, optimizer="adagrad"),
     Case(stage=3, tiers=MIX),
-    Case(stage=2, tiers=MIX, changes=BF16),
     Case(stage=1, optimizer="user"),
     Case(stage=3, model="unused"),
     Case(stage=3, model="mixture", changes={"packing": ByTensor(persist_numel=0)}),
-    Case(stage=2, model="mixture", changes={"packing": ByNumel(chunk_numel=50)}),
     Case(stage=3, model="tied", optimizer="tensor_lr"),
-    Case(stage=1, model="frozen"),
     Case(stage=3, model="checkpointed_reentrant"),
     Case(stage=3, model="used_twice", changes={"overlap": False}),
 ]
@@ -48,9 +40,6 @@ ON_DISK = [
     ("s_disk", Case(stage=1, optimizer="sgd")),
     ("all_disk", Case(stage=3)),
     ("thirds", Case(stage=3, changes=BF16)),
-    ("thirds", Case(stage=3, optimizer="user")),
-    ("p_host_s_disk", Case(stage=3, changes=BF16, model="gpt")),
-    ("s_disk", Case(stage=3, model="mixture", changes={"packing": ByNumel(chunk_numel=50)})),
 ]
 
 
@@ -117,76 +106,6 @@ def plain_values(ranks: int, steps: list[int]) -> dict[str, Tensor]:
 def close_to(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
-
-
-def steps_in(directory: str) -> None:
-    with one_mesh(zero(3)) as mesh, small_tiles():
-        for mix in ("device", "all_host", "all_disk"):
-            with deep_session(mesh, tiers=tiers(mix, directory)) as session:
-                for step in range(4):
-                    one_pass(session, step)
-                    session.optimizers[0].step()
-                close_to(session.module.state_dict(), plain_values(mesh.size, [*range(4)]))
-
-
-def test_equal_to_plain_pytorch(tmp_path: Path) -> None:
-    run_ranks(2, steps_in, str(tmp_path))
-
-
-def scaled_by_hand() -> None:
-    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
-        own, norms = session.optimizers[0], []
-
-        def loss(step: int) -> Tensor:
-            return session.module(x_of(mesh.rank, step)).square().mean()
-
-        for scale in (1.0, 64.0):
-            saved = session.module.state_dict(), own.state_dict()
-            with session.backward_pass(scale):
-                (loss(0) * scale).backward()  # type: ignore[no-untyped-call]
-            own.step()
-            norms.append(own.get_grad_norm())
-            if scale == 1.0:
-                session.module.load_state_dict(saved[0])
-                own.load_state_dict(saved[1])
-        assert norms[0] == pytest.approx(norms[1])
-        session.expect_backward(32.0)
-        (loss(1) * 32.0).backward()  # type: ignore[no-untyped-call]
-        own.step()
-        session.divide_own_passes(16.0)
-        (loss(2) * 16.0).backward()  # type: ignore[no-untyped-call]
-        own.step()
-        close_to(session.module.state_dict(), plain_values(mesh.size, [0, 1, 2]))
-
-
-def test_a_loss_that_the_program_scaled() -> None:
-    run_ranks(2, scaled_by_hand)
-
-
-def written_before_backward() -> None:
-    def halve(model: nn.Module) -> None:
-        with torch.no_grad():
-            for block in model.blocks:  # type: ignore[union-attr]
-                block.bias.mul_(0.5)  # type: ignore[operator, union-attr]
-
-    plain = deep()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.05, eps=1e-4)
-    with one_mesh(zero(1)) as mesh, deep_session(mesh, reduce="last", gathered_fraction=1.0) as session:
-        for step in range(2):
-            optimizer.zero_grad()
-            expected = sum(plain(x_of(rank, step)).square().mean() / mesh.size for rank in range(mesh.size))
-            loss = session.module(x_of(mesh.rank, step)).square().mean()
-            halve(plain)
-            halve(session.module.unwrap())
-            expected.backward()  # type: ignore[union-attr]
-            optimizer.step()
-            session.backward(loss)
-            session.optimizers[0].step()
-        close_to(session.module.state_dict(), plain.state_dict())
-
-
-def test_parameters_written_between_forward_and_backward() -> None:
-    run_ranks(2, written_before_backward)
 
 
 # ---- what an update in place cannot serve
@@ -320,24 +239,6 @@ def test_a_pass_that_fails_leaves_a_state_to_load(ranks: int, tmp_path: Path) ->
     run_ranks(ranks, after_a_failed_pass, str(tmp_path))
 
 
-def dropped_or_lost() -> None:
-    real = EarlyUpdates.takes
-    half = mock.patch.object(EarlyUpdates, "takes", lambda self, state: state.spec.index % 2 == 0 and real(self, state))
-    with one_mesh(zero(3)) as mesh, half, deep_session(mesh) as session:
-        saved = begun(session)
-        for drops in (True, False):
-            one_pass(session, 1)
-            if drops:
-                assert "were dropped" in refusal(session.optimizers[0].zero_grad)
-            load(session, saved)
-            goes_on(session)
-            load(session, saved)
-
-
-def test_gradients_that_were_not_used_go_with_those_that_were() -> None:
-    run_ranks(2, dropped_or_lost)
-
-
 def interrupted_at_the_end() -> None:
     real = Reducer._end_pass
 
@@ -355,37 +256,6 @@ def interrupted_at_the_end() -> None:
 
 def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
     run_ranks(2, interrupted_at_the_end)
-
-
-class Interrupted(deque[Any]):
-    """Ctrl-C comes before anything is noted down in it."""
-
-    def append(self, _item: Any) -> None:
-        raise KeyboardInterrupt
-
-
-def interrupted_before_it_is_noted() -> tuple[int, int]:
-    real, begun, ended = EarlyUpdates._run, 0, 0
-
-    def slow(self: EarlyUpdates, *args: Any) -> None:
-        nonlocal begun, ended
-        begun += 1
-        time.sleep(0.5)
-        real(self, *args)
-        ended += 1
-
-    with one_mesh(zero(3)) as mesh, deep_session(mesh) as session:
-        early = session.engine.grads.early.by_optimizer[0]
-        with mock.patch.object(EarlyUpdates, "_run", slow), mock.patch.object(early, "_jobs", Interrupted()):
-            with pytest.raises(KeyboardInterrupt):
-                one_pass(session, 0)
-            session.optimizers[0].zero_grad()
-            return begun, ended
-
-
-def test_an_update_whose_beginning_is_interrupted_is_waited_for() -> None:
-    begun, ended = run_ranks(1, interrupted_before_it_is_noted)[0]
-    assert begun == ended > 0
 
 
 class Nested(nn.Module):
@@ -446,81 +316,7 @@ def test_an_update_that_fails_is_raised_by_step(error_type: type[BaseException])
     assert "this update fails" in own and "load a checkpoint" in left
 
 
-def failing_disk(directory: str, root: str) -> str:
-    plan = with_tiers(zero(2).but(update="backward"), "s_disk", directory)
-    model = deep()
-    with small_tiles(), one_mesh(plan) as mesh, Fault().installed() as fault:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-4)
-        with sharded(model, optimizer, plan, mesh) as session:
-            own = session.optimizers[0]
-            begun(session)
-            session.checkpoints.save(root, "one")
-            if mesh.rank == 1:
-                fault.arm(2)
-            one_pass(session, 1)
-            with pytest.raises(DiskError) as error:
-                own.step()
-            fault.lift()
-            assert "load a checkpoint" in refusal(lambda: one_pass(session, 1))
-            session.checkpoints.load(root, "one")
-            goes_on(session)
-            return str(error.value)
-
-
-def test_a_disk_that_fails_is_known_to_all(tmp_path: Path) -> None:
-    for message in run_ranks(2, failing_disk, str(tmp_path / "disk"), str(tmp_path / "runs")):
-        assert "rank 1: DiskError" in message and "EIO" in message and "load a checkpoint" in message
-
-
 # ---- beside the pass
-
-
-def two_optimizers() -> list[str]:
-    digests = []
-    with one_mesh(zero(3)) as mesh:
-        for update in ("step", "backward"):
-            model = deep()
-            halves = [nn.ModuleList(model.blocks[:2]), nn.ModuleList(model.blocks[2:])]
-            optimizers = [torch.optim.Adam(half.parameters(), lr=0.02, eps=1e-4) for half in halves]
-            with sharded(model, optimizers, zero(3).but(update=update), mesh) as session:
-                for step in range(3):
-                    one_pass(session, step)
-                    for own in session.optimizers:
-                        own.step()
-                digests.append(full_state(session))
-    return digests
-
-
-def test_two_optimizers() -> None:
-    for first, second in run_ranks(2, two_optimizers):
-        assert first == second
-
-
-def hooks_and_thread() -> dict[str, Any]:
-    def updating() -> set[threading.Thread]:
-        return {each for each in threading.enumerate() if each.name.startswith("shardwise-update")}
-
-    before = updating()  # a task that was broken on purpose may have left one
-    model = deep()
-    optimizer = torch.optim.Adam(model.parameters())
-    calls = {"before": 0, "after": 0}
-    optimizer.register_step_pre_hook(lambda *_: calls.update(before=calls["before"] + 1))
-    optimizer.register_step_post_hook(lambda *_: calls.update(after=calls["after"] + 1))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    with sharded(model, optimizer, zero(3).but(update="backward")) as session:
-        groups = optimizer.param_groups
-        for step in range(3):
-            one_pass(session, step)
-            assert optimizer.param_groups is groups  # not those of an update that still runs
-            session.optimizers[0].step()
-            scheduler.step()
-        working = updating() - before
-    left = updating() - before
-    return {**calls, "working": len(working), "left": len(left)}
-
-
-def test_hooks_run_once_a_step_and_the_thread_ends() -> None:
-    assert run_ranks(1, hooks_and_thread)[0] == {"before": 3, "after": 3, "working": 1, "left": 0}
 
 
 class Wide(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.tiles import memory_kept
-from shardwise.plan import ByNumel, Plan, replicated, zero
+from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.early_setup import counting
 from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
-from tests.support.sets import full
 from tests.support.tier_setup import small_tiles, tiers
 
 STEPS = 3
@@ -108,34 +105,29 @@ def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def plans(directory: str) -> dict[str, Plan]:
-    host = tiers("s_host", directory)
-    found = {"ddp": replicated(), "zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
-    found["straddling"] = zero(3).but(packing=ByNumel(chunk_numel=50))
-    found["host"] = zero(2).but(tiers=host)
-    found["disk"] = zero(3).but(tiers=tiers("s_disk", directory))
-    found["all_disk"] = zero(3).but(tiers=tiers("all_disk", directory))
-    found["early"] = zero(3).but(update="backward")
-    found["early_host"] = zero(2).but(update="backward", tiers=host)
-    found["early_disk"] = zero(3).but(update="backward", tiers=tiers("s_disk", directory))
-    return found
+    return {
+        "zero2": zero(2),
+        "straddling": zero(3).but(packing=ByNumel(chunk_numel=50)),
+        "disk": zero(3).but(tiers=tiers("s_disk", directory)),
+        "early_host": zero(2).but(update="backward", tiers=tiers("s_host", directory)),
+    }
 
 
-def every(directory: str, part: slice) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int]:
-    cases = [*itertools.product(plans(directory).items(), UPDATES)][part]
-    cases = [(each, name) for each, name in cases if name not in KINDS or each[1].tiers.disk is None]
+def every(directory: str) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int]:
+    """Each update under two plans, but none that needs whole tensors with a disk."""
+    names, chosen = list(UPDATES), plans(directory)
+    cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
+    cases = [(name, plan) for name, plan in cases if name not in KINDS or plan != "disk"]
     with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
-        found = [(name, plan, trained(each, name, mesh)) for (plan, each), name in cases]
-        return found, counts["updates"]
+        return [(name, plan, trained(chosen[plan], name, mesh)) for name, plan in cases], counts["updates"]
 
 
-@pytest.mark.parametrize("ranks, part", [(2, slice(None, None, 9)), *full((1, slice(None)), (2, slice(None, None, 5)))])
-def test_the_shards_follow(ranks: int, part: slice, tmp_path: Path) -> None:
-    """They did not: nothing was trained."""
-    expected = {name: plain(ranks, name) for name in UPDATES}
-    for found, early in run_ranks(ranks, every, str(tmp_path), part, timeout=300.0):
+def test_the_shards_follow(tmp_path: Path) -> None:
+    expected = {name: plain(2, name) for name in UPDATES}
+    for found, early in run_ranks(2, every, str(tmp_path), timeout=300.0):
         assert early
         for name, plan, state in found:
-            check([state], expected[name], f"{name}, {plan}, {ranks} ranks", 1e-11)
+            check([state], expected[name], f"{name}, {plan}", 1e-11)
 
 
 def grows(param: nn.Parameter, group: Group, _state: State) -> None:
@@ -154,52 +146,3 @@ def grown(plan: Plan) -> str:
 def test_another_shape_is_an_error_on_every_rank() -> None:
     for text in run_ranks(2, grown, zero(2)):
         assert "gives 0.weight values of shape (" in text or "gives 2.weight values of shape (" in text, text
-
-
-# ---- without ranks
-
-
-def values() -> tuple[Tensor, list[nn.Parameter]]:
-    memory = torch.arange(12.0)
-    return memory, [nn.Parameter(memory[:4]), nn.Parameter(memory[4:8]), nn.Parameter(memory[8:])]
-
-
-def named(at: int) -> str:
-    return f"number {at}"
-
-
-def kept(memory: Tensor, params: list[nn.Parameter]) -> bool:
-    return [p.data_ptr() for p in params] == [memory[at:].data_ptr() for at in (0, 4, 8)]
-
-
-@torch.no_grad()
-def test_parameters_that_exchange_memory() -> None:
-    memory, params = values()
-    with memory_kept("SGD", params, named):
-        params[0].data, params[1].data = params[1].data, params[0].data
-        params[2].data = params[2].data.flip(0)
-    assert memory.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 11, 10, 9, 8] and kept(memory, params)
-
-
-@torch.no_grad()
-def test_other_dtypes_are_cast() -> None:
-    memory, params = values()
-    with memory_kept("SGD", params, named):
-        params[1].data = params[1].double() + 0.25
-    assert memory[4:8].tolist() == [4.25, 5.25, 6.25, 7.25] and params[1].dtype is torch.float32
-    assert kept(memory, params)
-
-
-@torch.no_grad()
-def test_an_error_in_the_step_leaves_what_was_done() -> None:
-    """As plain PyTorch would; and the next step finds the memory."""
-    memory, params = values()
-    with pytest.raises(ArithmeticError), memory_kept("SGD", params, named):
-        params[0].data = params[0] * 2
-        params[1].data = params[1].data[:2]
-        raise ArithmeticError
-    assert memory[:8].tolist() == [0, 2, 4, 6, 4, 5, 6, 7] and kept(memory, params)
-    what = r"SGD.step\(\) gives number 1 values of shape \(2,\) .* \(4,\)"
-    with pytest.raises(RuntimeError, match=what), memory_kept("SGD", params, named):
-        params[1].data = params[1].data[:2]
-    assert kept(memory, params)

@@ -88,18 +88,13 @@ def amsgrad(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, amsgrad=True)
 
 
-def centered(model: nn.Module) -> Optimizer:
-    return torch.optim.RMSprop(model.parameters(), lr=0.01, eps=1e-3, centered=True, momentum=0.9)
-
-
 def groups(model: Any) -> Optimizer:
     """Three groups with rates and decays of their own."""
     own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
     return torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
 
-KINDS: list[tuple[Make, bool]] = [(nesterov, False), (nesterov, True), (momentum, True), (amsgrad, True)]
-KINDS += [(centered, True)]
+KINDS: list[tuple[Make, bool]] = [(nesterov, True), (amsgrad, True)]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("device", {}),
     ("p_disk_s_host", {}),
@@ -119,7 +114,7 @@ def all_variants(directory: str, kinds: list[tuple[Make, bool]]) -> list[dict[st
     return found
 
 
-@pytest.mark.parametrize("kinds", [KINDS[1:2], *full(KINDS[:1] + KINDS[2:])], ids=["nesterov", "others"])
+@pytest.mark.parametrize("kinds", [KINDS[:1], *full(KINDS[1:])], ids=["nesterov", "amsgrad"])
 def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, kinds: list[tuple[Make, bool]]) -> None:
     """Among them one that writes into gradients, and parameters of a tile that are first used in different steps."""
     by_rank = run_ranks(2, all_variants, str(tmp_path), kinds)
@@ -133,30 +128,6 @@ def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, 
                 device = by_rank[0][at - at % len(VARIANTS)]
                 assert all(torch.equal(by_rank[0][at][name], value) for name, value in device.items()), what
             at += 1
-
-
-def clipped(directory: str) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """With the norms that the steps report."""
-    found = []
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        for mix in ("device", "p_disk_s_host"):
-            norms: list[float] = []
-
-            def look(optimizer: Any, step: int, norms: list[float] = norms) -> None:
-                norms.append(optimizer.get_grad_norm() if step else 0.0)
-
-            plan = with_tiers(zero(3), mix, directory).but(max_norm=0.05)
-            found.append((trained(plan, mesh, nesterov, look), norms))
-    return found
-
-
-def test_clipping_sees_gradients_that_no_update_has_changed(tmp_path: Path) -> None:
-    for found in run_ranks(2, clipped, str(tmp_path)):
-        (expected, norms), *others = found
-        assert min(norms[1:]) > 0
-        for state, same_norms in others:
-            assert all(torch.equal(state[name], value) for name, value in expected.items())
-            assert same_norms == norms
 
 
 # ---- groups
@@ -207,10 +178,6 @@ def test_groups_in_another_order_with_other_rates_and_hooks() -> None:
         check([states[index] for states in by_rank], plain(2, make, edit), f"case {index}: {edit.__name__} {changes}")
 
 
-def no_params(session: Session) -> None:
-    session.optimizers[0].optimizer.param_groups[1]["params"] = []
-
-
 def fewer(session: Session) -> None:
     session.optimizers[0].optimizer.param_groups[1]["params"].pop()
 
@@ -223,26 +190,14 @@ def added(session: Session) -> None:
     session.optimizers[0].optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
 
 
-def appended(session: Session) -> None:
-    session.optimizers[0].optimizer.param_groups.append({"params": [nn.Parameter(torch.ones(3))], "lr": 0.1})
-
-
-def doubled(session: Session) -> None:
-    groups = session.optimizers[0].optimizer.param_groups
-    groups.append(groups[0])
-
-
 def capturable(session: Session) -> None:
     session.optimizers[0].param_groups[2]["capturable"] = True
 
 
 REFUSED: dict[Callable[[Session], None], str] = {
-    no_params: "'params' of param group 1 of SGD was changed",
     fewer: "'params' of param group 1 of SGD was changed",
     removed: "param groups [1] (as numbered at boost/build) are missing from SGD.param_groups",
     added: "add_param_group(['params']) of the SGD after sharding",
-    appended: "param group 3 of SGD.param_groups ('params' with 1 entries) was added",
-    doubled: "param group 3 of SGD.param_groups",
     capturable: "SGD has capturable=True in param group 2",
 }
 
@@ -337,33 +292,6 @@ def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> N
 
 
 # ---- loading
-
-
-def loading() -> tuple[bool, bool, str, float]:
-    """Whether the saved rate stays, whether ours does, what a capturable state says, and the last rate."""
-    plan = zero(2)
-    with one_mesh(plan) as mesh:
-        model = Late()
-        session = build(model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)), plan, mesh)
-        own = session.optimizers[0]
-        saved = own.state_dict()
-        own.param_groups[0]["lr"].fill_(0.25)
-        first = float(saved["param_groups"][0]["lr"]) == 0.5
-        own.load_state_dict(saved)
-        own.param_groups[0]["lr"].fill_(0.125)
-        second = float(saved["param_groups"][0]["lr"]) == 0.5
-        saved["param_groups"][0]["capturable"] = True
-        with pytest.raises(ValueError) as error:
-            own.load_state_dict(saved)
-        rate = float(own.param_groups[0]["lr"])
-        session.close()
-        return first, second, str(error.value), rate
-
-
-def test_a_loaded_state_is_not_shared_with_whoever_gave_it() -> None:
-    for first, second, message, rate in run_ranks(1, loading):
-        assert first and second and rate == 0.125
-        assert "capturable=True in param group 0" in message
 
 
 def nan_rate(value: Any, update: str) -> tuple[str, bool]:

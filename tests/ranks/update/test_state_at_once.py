@@ -6,8 +6,6 @@ of it in a step, and one of its values is the parameter's at that time. The orac
 
 from __future__ import annotations
 
-import copy
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
-import shardwise.deepspeed as ds
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.checkpoint_setup import plans
-from tests.support.engine_setup import PLANS
 from tests.support.sets import full
 
 RANKS, ROWS = 2, 6
@@ -86,15 +80,6 @@ def plain(kind: str, steps: int, before: int = 0) -> State:
     return train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(steps)])
 
 
-def train(model: nn.Module, optimizer: Any, steps: Iterable[int], rank: int, size: int) -> State:
-    """The same on a rank's share of the rows, with a wrapped model and optimizer."""
-    for step in steps:
-        optimizer.backward(model(mine(step, rank, size)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return copied(model)
-
-
 def copied(model: nn.Module) -> State:
     return {key: value.clone() for key, value in model.state_dict().items()}
 
@@ -149,154 +134,3 @@ def test_every_plugin_trains_and_goes_on_as_plain_torch(name: str, kind: str, tm
         ):
             for state in found:
                 assert_close(state, expected, 1e-5, f"{name} {kind} {before}")
-
-
-def other_shapes() -> str:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model[0].weight]["rows"] = torch.zeros(7)
-    with pytest.raises(ValueError) as error:
-        Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer)
-    assert optimizer.state[next(iter(optimizer.state))]["rows"].shape == (7,)
-    return str(error.value)
-
-
-def test_fsdp_names_state_that_it_cannot_divide() -> None:
-    for message in run_ranks(RANKS, other_shapes):
-        assert "'rows' of 0.weight has shape (7,), the parameter (7, 5)" in message
-
-
-class Constant(nn.Linear):
-    def reset_parameters(self) -> None:
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, 0.1)
-
-
-def constant() -> nn.Module:
-    return nn.Sequential(Constant(5, 7), nn.Tanh(), Constant(7, 3))
-
-
-def fill(module: nn.Module) -> None:
-    module.to_empty(device="cpu", recurse=False)
-    if isinstance(module, Constant):
-        module.reset_parameters()
-
-
-def on_meta(kind: str, where: str) -> State:
-    with torch.device("meta"):
-        model = constant()
-    optimizer, rank = MAKERS[kind](model), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if where == "fsdp":
-        booster = Booster(plugin=TorchFSDPPlugin(param_init_fn=fill))
-        boosted, wrapped, *_ = booster.boost(model, optimizer)
-        rank = torch.distributed.get_rank()
-    else:
-        session = build(model, optimizer, PLANS[where])
-        boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
-    found = train(boosted, wrapped, range(3), rank, RANKS)
-    if where != "fsdp":
-        session.close()
-        session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [
-        ("fsdp", "adagrad"),
-        ("zero3", "anchored"),
-        *full(("fsdp", "anchored"), ("zero1", "adagrad"), ("zero1", "anchored"), ("zero3", "adagrad")),
-    ],
-)
-def test_models_on_the_meta_device_get_state_with_their_values(where: str, kind: str) -> None:
-    model = constant()
-    expected = train_plainly(model, MAKERS[kind](model), range(3))
-    for found in run_ranks(RANKS, on_meta, kind, where):
-        assert_close(found, expected, 1e-5, where)
-
-
-# ---- other front-ends, and what a load leaves out
-
-
-def under_deepspeed(kind: str, stage: int, root: str) -> list[State]:
-    found = []
-    for middle in (None, 1):
-        model = net()
-        config = {"train_micro_batch_size_per_gpu": ROWS // RANKS, "zero_optimization": {"stage": stage}}
-        engine, *_ = ds.initialize(model=model, optimizer=MAKERS[kind](model), config=config)
-        for step in range(3):
-            if step == middle:
-                engine.load_checkpoint(root)
-            engine.backward(engine(mine(step, engine.global_rank, RANKS)).square().mean())
-            engine.step()
-            if step == 0 and middle is None:
-                engine.save_checkpoint(root)
-        found.append(copied(engine))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(("stage", "kind"), [(0, "adagrad"), (3, "anchored"), *full((0, "anchored"), (3, "adagrad"))])
-def test_deepspeeds_engine_does_too(stage: int, kind: str, tmp_path: Path) -> None:
-    expected = plain(kind, 3)
-    for states in run_ranks(RANKS, under_deepspeed, kind, stage, str(tmp_path)):
-        for state in states:
-            assert_close(state, expected, 1e-5, f"{stage} {kind}")
-
-
-class Longer(nn.Module):
-    def __init__(self, head: bool) -> None:
-        super().__init__()
-        self.body = net()
-        self.head = Constant(3, 3) if head else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-def longer(kind: str, name: str, root: str) -> State:
-    """A layer more than was saved: its state is what the constructor makes of it."""
-    for head in (False, True):
-        model = Longer(head)
-        if name == "fsdp":
-            booster = Booster(plugin=TorchFSDPPlugin())
-            boosted, wrapped, *_ = booster.boost(model, MAKERS[kind](model))
-            rank = torch.distributed.get_rank()
-            save, load = (
-                functools.partial(f, root, boosted, wrapped) for f in (booster.save_checkpoint, booster.load_checkpoint)
-            )
-        else:
-            session = build(model, MAKERS[kind](model), plans(root + "-disk")[name])
-            boosted, wrapped, rank = session.module, session.optimizer, session.mesh.rank
-            save, load = (functools.partial(f, root) for f in (session.checkpoints.save, session.checkpoints.load))
-        if head:
-            load(strict=False)
-        found = train(boosted, wrapped, (2, 3) if head else (0, 1), rank, RANKS)
-        if not head:
-            save()
-        if name != "fsdp":
-            session.close()
-            session.mesh.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("zero3", "adagrad"),
-        ("fsdp", "anchored"),
-        *full(("state disk", "anchored"), ("state disk", "adagrad"), ("zero3", "anchored"), ("fsdp", "adagrad")),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*loaded as far as it fits")
-def test_what_a_checkpoint_lacks_begins_as_the_constructor_makes_it(name: str, kind: str, tmp_path: Path) -> None:
-    first = Longer(False)
-    optimizer = MAKERS[kind](first)
-    model = Longer(True)
-    model.load_state_dict(train_plainly(first, optimizer, (0, 1)), strict=False)
-    second = MAKERS[kind](model)
-    for one, other in zip(first.parameters(), model.parameters(), strict=False):
-        second.state[other] = copy.deepcopy(optimizer.state[one])
-    expected = train_plainly(model, second, (2, 3))
-    for found in run_ranks(RANKS, longer, kind, name, str(tmp_path / "saved")):
-        assert_close(found, expected, 1e-5, name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
@@ -105,61 +105,6 @@ def differing(plan: Plan) -> tuple[str, bool]:
             session.optimizer.zero_grad()
             after = session.module.state_dict()
             return message, all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def limited(plan: Plan) -> tuple[float, dict[str, Tensor]]:
-    """A hook limits elements by the session's own call, which changes the norm that the step clips by."""
-    model = seeded(net)
-    optimizer = adam(model)
-    with sharded(model, optimizer, plan) as session:
-        own = session.optimizer
-        optimizer.register_step_pre_hook(lambda *_: own.clip_grad_by_value(LIMIT))
-        session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
-        own.step()
-        return own.get_grad_norm() or 0.0, session.module.state_dict()
-
-
-LIMIT = 0.01
-
-
-def test_the_norm_is_that_of_what_a_hook_has_limited() -> None:
-    plan = SCALED["zero2_clipped"]
-    for ranks in (1, 2):
-        model = seeded(net)
-        for rank in range(ranks):
-            (model(data(rank, 0)).square().mean() / ranks).backward()
-        clip_grad_value_(model.parameters(), LIMIT)
-        norm = float(clip_grad_norm_(model.parameters(), plan.grad.max_norm))
-        adam(model).step()
-        every = run_ranks(ranks, limited, plan)
-        assert [found for found, _ in every] == [pytest.approx(norm, rel=1e-6)] * ranks
-        check([state for _, state in every], dict(model.state_dict()), f"{ranks} ranks", 1e-6)
-
-
-def on_one_rank(plan: Plan, changes: bool) -> tuple[str, dict[str, Tensor]]:
-    """Rank 0 alone has a hook."""
-    model = seeded(net)
-    optimizer = adam(model)
-    with one_mesh(plan) as mesh:
-        if mesh.rank == 0:
-            optimizer.register_step_pre_hook(lambda own, *_: scale(own, 2.0) if changes else None)
-        with sharded(model, optimizer, plan, mesh) as session:
-            session.backward(session.module(data(mesh.rank, 0)).square().mean())
-            message = told(session.optimizer.step) if changes else str(session.optimizer.step())
-            return message, session.module.state_dict()
-
-
-@pytest.mark.parametrize(("stage", "scaled"), [(1, True), (3, False), *full((1, False), (3, True))])
-def test_hooks_of_one_rank(stage: int, scaled: bool) -> None:
-    plan = zero(stage).but(scaler=SCALER if scaled else None)
-    for message, _ in run_ranks(2, on_one_rank, plan, True):
-        assert "2.weight.grad was assigned, cleared or changed in place differently on the ranks" in message
-    model = seeded(net)
-    for rank in range(2):
-        (model(data(rank, 0)).square().mean() / 2).backward()
-    adam(model).step()
-    every = run_ranks(2, on_one_rank, plan, False)
-    check([state for _, state in every], dict(model.state_dict()), f"stage {stage}", 1e-10)
 
 
 @pytest.mark.parametrize(

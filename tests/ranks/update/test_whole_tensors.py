@@ -7,7 +7,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.portable import PortableFiles
 from shardwise.core.engine import optimizer_state
 from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.optimizers import FusedLamb
 from shardwise.nn import optimizer as own
-from shardwise.plan import ByModule, ByNumel, Plan, on_device, zero
+from shardwise.plan import ByModule, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
@@ -276,103 +274,6 @@ def test_checkpoints_go_on_at_other_numbers_of_ranks(
         expected = plain_result(name, RANKS * 2)
         for found in every:
             assert_close(found[name], expected, tolerance(name), name)
-
-
-def foreign(directory: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """The last two steps, with the state of two in one process in torch's own files."""
-    found = {}
-    with one_mesh(zero(3)) as mesh:
-        for name in names:
-            model = seeded(net)
-            with sharded(model, MAKE[name](model), zero(3), mesh) as session:
-                session.module.load_state_dict(torch.load(f"{directory}/{name}.model"))
-                PortableFiles().load_optimizer(session.checkpoints._run, f"{directory}/{name}.pt")
-                steps_of(session, range(2, STEPS))
-                found[name] = result(session.module, session.optimizer)
-            wrong = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-            with sharded(wrong, torch.optim.Adafactor(wrong.parameters()), zero(3), mesh) as session:
-                path = f"{directory}/other.pt"
-                text = told(partial(PortableFiles().load_optimizer, session.checkpoints._run, path), ValueError)
-                assert "row_var: (6, 1) in the checkpoint" in text
-    return found
-
-
-def test_states_of_other_shapes_are_read_from_torchs_own_files(tmp_path: Path) -> None:
-    names = ["torch's Adafactor", "of lists"]
-    for name in names:
-        model, optimizer = plain(name, 2, ranks=2)
-        torch.save(optimizer.state_dict(), tmp_path / f"{name}.pt")
-        torch.save(model.state_dict(), tmp_path / f"{name}.model")
-    other = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
-    optimizer = torch.optim.Adafactor(other.parameters())
-    other(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "other.pt")
-    for found in run_ranks(2, foreign, str(tmp_path), names):
-        for name in names:
-            assert_close(found[name], result(*plain(name, ranks=2)), tolerance(name), name)
-
-
-class Tall(nn.Module):
-    """One tensor that has more than the others together, and blocks of few tensors each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(400, 16)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(9))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.table(tokens)
-        for block in self.blocks:
-            hidden = torch.tanh(block(hidden))
-        return hidden.square().mean()
-
-
-def measured(plans: list[Plan]) -> list[tuple[int, int, int, int, int]]:
-    """By plan: bytes of parameters, of state, of what was reduced and gathered, and of all chunks with padding."""
-    found = []
-    for plan in plans:
-        model = seeded(Tall)
-        with sharded(model, own.Lamb(model.parameters(), lr=0.05), plan) as session:
-            for step in range(2):
-                session.reset_traffic()
-                session.optimizer.backward(session.module(tokens(session.mesh.rank, step)))
-                session.optimizer.step()
-            memory, sent = session.memory(), session.traffic()
-            padded = sum(chunk.padded_bytes for chunk in session.engine.shards.layout.chunks)
-            found.append(
-                (memory.parameters_bytes, memory.optimizer_bytes, sent["reduce_scatter"], sent["all_gather"], padded)
-            )
-    return found
-
-
-@pytest.mark.parametrize(
-    "plans",
-    [[zero(3)], *full([zero(3).but(shared_memory=False), zero(2), zero(3).but(packing=ByNumel(chunk_numel=800))])],
-    ids=["zero3", "others"],
-)
-def test_bytes_are_those_that_are_promised(plans: list[Plan]) -> None:
-    """docs/architecture.md, "What a plan promises", of an optimizer that needs whole tensors."""
-    sizes = [8 * param.numel() for param in Tall().parameters()]
-    whole_bytes, largest = sum(sizes), max(sizes)
-    for plan, ranks in zip(plans, zip(*run_ranks(RANKS, measured, plans), strict=True), strict=True):
-        parameters, states, reduced, gathered, padded = zip(*ranks, strict=True)
-        # Less than 64 bytes a tensor, and the same once more for each rank and chunk, of which there are ten at most.
-        padding = 64 * (19 + 10 * RANKS)
-        assert whole_bytes <= padded[0] < whole_bytes + padding
-        if plan == zero(2):
-            assert parameters == padded  # whole on every rank
-        else:
-            assert sum(parameters) == padded[0]
-            assert max(parameters) - min(parameters) < largest + padding
-            assert max(parameters) < largest + padding and min(parameters) > (whole_bytes - largest) / RANKS
-        assert sum(states) < 2 * whole_bytes + 19 * 16 and max(states) - min(states) < 2 * largest + 19 * 16
-        assert sum(reduced) == (RANKS - 1) * padded[0]
-        for own_parameters, out, back in zip(parameters, reduced, gathered, strict=True):
-            if plan == zero(2):  # gathered once: of each rank what it did not reduce for the others
-                assert back == (RANKS - 1) * (padded[0] - out)
-            else:  # twice, but for what the forward pass leaves gathered
-                assert out == padded[0] - own_parameters and back <= 2 * (RANKS - 1) * own_parameters
 
 
 class Failing(Normed):
