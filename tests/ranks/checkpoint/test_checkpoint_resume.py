@@ -174,11 +174,6 @@ def test_replicas_share_the_writing(tmp_path: Path, model: str, optimizer: str, 
     assert len(sizes) == 4 and (model != "gpt" or max(sizes) < 2 * min(sizes))
 
 
-def test_ddp_replicas_share_the_writing(tmp_path: Path) -> None:
-    _check(tmp_path, 2, [("gpt", "adamw", "ddp", "ddp")])
-    assert len(list((tmp_path / "0" / f"step-{SAVED_AFTER}").glob("pieces-*"))) == 2
-
-
 @pytest.mark.parametrize("saved", [("zero3",), *full((("disk", "gloo"),))], ids=" ".join)
 def test_asynchronous_saves_hold_what_was_there_when_they_began(tmp_path: Path, saved: tuple[str, ...]) -> None:
     _check(tmp_path, 2, [("gpt", "adamw", plan, plan) for plan in saved], use_async=True, steps=2)
