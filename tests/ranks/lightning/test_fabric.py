@@ -372,23 +372,6 @@ def around(directory: str) -> None:
     own.strategy.unshard()
 
 
-def first_pass_in_a_step() -> None:
-    """The model is sharded inside ``step(closure)``."""
-    own, expected, given, batch = fabric(strategy("deepspeed_1"), FABRIC), net(), net(), batches(0)[0]
-    model, optimizer = own.setup_module(given), own.setup_optimizers(adam(given.parameters()))
-
-    def closure() -> Tensor:
-        loss = error(model, batch)
-        own.backward(loss)
-        return loss
-
-    error(expected, batch).backward()
-    assert abs(float(optimizer.step(closure)) - float(error(expected, batch))) <= EXACT
-    adam(expected.parameters()).step()
-    same(model.state_dict(), expected)
-    own.strategy.unshard()
-
-
 def of_deepspeed(directory: str) -> None:
     """Whole, in one file, through a plugin; and what a configuration of DeepSpeed says that Fabric does not do."""
     path = Path(directory)
@@ -463,10 +446,6 @@ def test_checkpoints_go_between_strategies(part: Callable[[str], None], tmp_path
 def test_what_else_programs_do(tmp_path: Path) -> None:
     """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
     run_ranks(2, around, str(tmp_path))
-
-
-def test_first_pass_in_a_step() -> None:
-    run_ranks(2, first_pass_in_a_step)
 
 
 @pytest.mark.full

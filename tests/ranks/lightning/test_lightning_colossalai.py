@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
@@ -147,23 +145,6 @@ def test_what_has_no_effect_is_said_once() -> None:
         _made(placement_policy="cuda", gpu_margin_mem_ratio=0.5)
     with pytest.raises(ValueError, match="placement_policy='const'"):
         _made(placement_policy="const")
-
-
-def _said(precision: str) -> list[str]:
-    made = trainer(_made(hysteresis=3), precision=precision)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        made.fit(toy(), data(1))
-        made.fit_loop.max_epochs = 2
-        made.fit(toy(), data(1))
-    close(made)
-    return [str(each.message) for each in caught if "without effect" in str(each.message)]
-
-
-def test_scaler_arguments_outside_fp16_are_named_by_rank_0_once() -> None:
-    first, second = run_ranks(RANKS, _said, "bf16-mixed")
-    assert first == ["hysteresis=3 without effect: the loss scale is for fp16, and the precision is bf16-mixed"]
-    assert second == []
 
 
 # ---- fp16
@@ -313,17 +294,6 @@ def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
         check_same(run_ranks(RANKS, _called, way), expected, 0.0)
     trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
     assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
-
-
-def _step_without() -> None:
-    made = _ready()
-    with pytest.raises(TypeError, match=re.escape("optimizer_step(closure=None)")):
-        made.strategy.optimizer_step(made.optimizers[0], 0)
-    close(made)
-
-
-def test_optimizer_step_without_a_closure_is_refused() -> None:
-    run_ranks(RANKS, _step_without)
 
 
 def _states() -> tuple[dict[str, list[int]], bool]:
