@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.testing import assert_close, run_ranks
@@ -155,24 +154,3 @@ def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for() -> None
         assert scale == 1024.0 and skipped
         assert said.startswith("clip_grad_by_norm(1.0): the norm of the gradients is inf")
         assert norm == math.inf
-
-
-def _engine_of_deepspeed() -> list[str]:
-    model, optimizer, _ = start()
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-    engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    assert wrapped.unwrap() is optimizer and engine.optimizer is wrapped and engine.optimizer.cur_scale == 1.0
-    said = []
-    for owner in (engine, wrapped):
-        with pytest.raises(AttributeError) as error:
-            _ = owner.nothing_like_it
-        assert error.value.name == "nothing_like_it" and not hasattr(owner, "nothing_like_it")
-        said.append(str(error.value))
-    engine.destroy()
-    return said
-
-
-def test_what_an_engine_lacks_is_its_own_fault() -> None:
-    for engine, optimizer in run_ranks(RANKS, _engine_of_deepspeed):
-        assert engine.startswith("DeepSpeedEngine has no attribute 'nothing_like_it'")
-        assert optimizer == "DeepSpeedOptimizer has no attribute 'nothing_like_it', nor has the AdamW in it"
