@@ -221,27 +221,6 @@ def test_the_page_says_how(tmp_path: Path) -> None:
     session.mesh.close()
 
 
-def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
-    from bitsandbytes.nn import Linear4bit
-
-    def net() -> nn.Module:
-        torch.manual_seed(0)
-        layers = [Linear4bit(64, 64, compute_dtype=torch.bfloat16), nn.Linear(64, 64)]
-        return nn.Sequential(*layers).to("cpu").train()
-
-    x, plain, model = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), net(), net()
-    with silent():
-        session = shardwise.shard(model, torch.optim.SGD(model[1].parameters(), lr=0.1), stage=3)
-        assert torch.equal(session.module(x), plain(x))
-    assert model[0].bias.dtype is plain[0].bias.dtype is torch.bfloat16
-    session.close()
-    session.mesh.close()
-    waits = nn.Sequential(Linear4bit(64, 64))
-    assert "0.weight (Params4bit, (64, 64)) is still torch.float32" in told(
-        lambda: shardwise.shard(waits, stage=3), ValueError
-    )
-
-
 def boosted(where: str, bits: int) -> None:
     """Packed by the Booster: the weights are those that ``from_pretrained`` packs, and it trains as these do."""
     from accelerate.utils import BnbQuantizationConfig
