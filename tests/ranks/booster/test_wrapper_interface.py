@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,28 +80,6 @@ def _states(name: str) -> dict[str, Any]:
         model.state_dict(keep_vars=True)
     booster.close()
     return found
-
-
-def _read_without_a_pass(how: str) -> list[dict[str, torch.Tensor]]:
-    """What the user's own parameters are after a step that leaves gathers under way, and when these were waited for."""
-    booster, model, wrapped, _ = _run(LowLevelZeroPlugin(stage=1, precision="fp32", overlap_allgather=True))
-    wrapped.step()
-    found = []
-    for wait in (False, True):
-        if wait and how == "the name of ColossalAI":
-            model._force_wait_all_gather()
-        with model.gathered() if wait and how == "gathered" else nullcontext():
-            found.append({name: each.detach().clone() for name, each in model.unwrap().named_parameters()})
-    whole = model.state_dict()
-    booster.close()
-    return [*found, {name: whole[name].clone() for name in found[0]}]
-
-
-@pytest.mark.parametrize("how", ["the name of ColossalAI", "gathered"])
-def test_what_a_step_left_under_way_can_be_waited_for(how: str) -> None:
-    for before, found, expected in run_ranks(RANKS, _read_without_a_pass, how):
-        assert_close(found, expected, rtol=0.0, what="the user's own parameters")
-        assert any(not torch.equal(before[name], value) for name, value in found.items())
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

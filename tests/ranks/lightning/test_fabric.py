@@ -253,24 +253,6 @@ def formats() -> None:
         strategy("fully_sharded", precision=own_class())
 
 
-def scaled() -> None:
-    """Two models with a loss scale each: ``backward`` has to be told whose loss it gets."""
-    import shardwise.fabric
-
-    own = fabric(
-        strategy("colossalai", precision=shardwise.fabric.ShardedPrecision("16-mixed"), initial_scale=2.0**30), FABRIC
-    )
-    model = net(dtype=torch.float32)
-    model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    other = net(seed=5, dtype=torch.float32)
-    other, more = own.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="2 models under loss scales of their own"):
-        own.backward(model(torch.ones(2, WIDTH)).sum())
-    own.backward(other(torch.ones(2, WIDTH)).sum(), model=other)
-    more.step()
-    own.strategy.unshard()
-
-
 def two_models() -> None:
     """A generator and a discriminator as Fabric's examples train them, each with its optimizer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -431,10 +413,10 @@ def test_programs_equal_plain_pytorch(ranks: int, part: Callable[[], None]) -> N
     run_ranks(ranks, part)
 
 
-@pytest.mark.parametrize("part", [*full(formats), scaled])
-def test_number_formats(part: Callable[[], None]) -> None:
-    """16 and 64 bits, and a loss scale on a CPU; a precision plugin that would be lost is refused."""
-    run_ranks(2, part)
+@pytest.mark.full
+def test_number_formats() -> None:
+    """16 and 64 bits; a precision plugin that would be lost is refused."""
+    run_ranks(2, formats)
 
 
 @pytest.mark.parametrize("part", [*full(saved), with_trainer])
