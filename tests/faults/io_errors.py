@@ -92,13 +92,7 @@ class Sweep:
         weights = self.twins.step()
         saver = self.twins.saver
         try:
-            saver.save(
-                self.root,
-                tag,
-                user_state=self.twins.version,
-                keep=2,
-                use_async="asynchronous" in self.action,
-            )
+            saver.save(self.root, tag, user_state=self.twins.version, keep=2, use_async="asynchronous" in self.action)
             saver.wait_for_saves()
         except CheckpointError as raised:
             return str(raised), weights

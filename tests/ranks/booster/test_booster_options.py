@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from shardwise.booster.plugin.base import ShardedPlugin
+from shardwise.booster.plugin.base import ShardedPlugin, updates_early
 from shardwise.core.deferred import deferred_init
 from shardwise.core.optim import HybridAdam
 from shardwise.testing import run_ranks
@@ -139,6 +140,27 @@ def _second_pass() -> str:
 def test_a_second_pass_is_refused() -> None:
     for message in run_ranks(RANKS, _second_pass):
         assert "update='backward'" in message and "Call step() before it" in message
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = LowLevelZeroPlugin(update="backward", precision="bf16")
+    assert updates_early(plugin.plan(1), CPU) and not updates_early(plugin.plan(1), GPU)
+    assert not updates_early(LowLevelZeroPlugin(cpu_offload=True).plan(1), GPU)
+    for placed in (
+        LowLevelZeroPlugin(update="backward", precision="bf16", cpu_offload=True),
+        GeminiPlugin(update="backward", precision="bf16", offload_optim_frac=0.25),
+        GeminiPlugin(update="backward", precision="bf16", placement_policy="auto"),
+    ):
+        assert updates_early(placed.plan(1), GPU)
+    built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())
+    monkeypatch.setattr("shardwise.session.build", lambda *arguments: built)
+    vars(plugin)["_mesh"] = SimpleNamespace(size=1, device=GPU, mesh_group=SimpleNamespace(size=1))
+    with pytest.warns(UserWarning, match="update='backward' updates nothing during backward.*on cuda") as caught:
+        plugin.configure(nn.Linear(1, 1))
+    assert len(caught) == 1
 
 
 # -- reports

@@ -164,9 +164,7 @@ def test_other_world_sizes_go_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "steps"),
-    [("gpt", "adamw", 1), *campaign(("unused", "two", 2))],
-    ids=["gpt", "unused"],
+    ("model", "optimizer", "steps"), [("gpt", "adamw", 1), *campaign(("unused", "two", 2))], ids=["gpt", "unused"]
 )
 def test_replicas_share_the_writing(tmp_path: Path, model: str, optimizer: str, steps: int) -> None:
     _check(tmp_path / "hybrid", 4, [(model, optimizer, "hybrid", "hybrid")], steps=steps)
@@ -248,8 +246,7 @@ AT_OTHER_SIZES = [(*case[:3], 2, 3) for case in PRECISIONS]
 
 
 @pytest.mark.parametrize(
-    ("save", "load", "rtol", "before", "after"),
-    [*PRECISIONS[:2], *full(*PRECISIONS[2:]), *campaign(*AT_OTHER_SIZES)],
+    ("save", "load", "rtol", "before", "after"), [*PRECISIONS[:2], *full(*PRECISIONS[2:]), *campaign(*AT_OTHER_SIZES)]
 )
 def test_any_precision_continues_any_other(
     tmp_path: Path, save: str, load: str, rtol: float, before: int, after: int

@@ -110,10 +110,7 @@ CASES = {
         ),
     ),
 }
-ANEW = {
-    "newly frozen": {"body.weight", "body.bias"},
-    "one becomes two": {"last.weight", "last.bias"},
-}
+ANEW = {"newly frozen": {"body.weight", "body.bias"}, "one becomes two": {"last.weight", "last.bias"}}
 """Of which no state is handed on, although there is some."""
 
 

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed.zero_to_fp32 import (
-    load_state_dict_from_zero_checkpoint,
-)
+from shardwise.deepspeed.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from shardwise.testing import assert_close
 from tests.support.ds_setup import ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks

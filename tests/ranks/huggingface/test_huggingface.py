@@ -313,10 +313,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
             (lambda: make(folder, zero(3), auto_find_batch_size=True), "auto_find_batch_size"),
             (lambda: make(folder, zero(3).but(update="backward")), "update='backward'"),
             (lambda: make(folder, zero(3), save_on_each_node=True), "save_on_each_node"),
-            (
-                lambda: ShardwiseTrainer(model, generating, plan=zero(3)),
-                "use_vllm=True with sharded parameters",
-            ),
+            (lambda: ShardwiseTrainer(model, generating, plan=zero(3)), "use_vllm=True with sharded parameters"),
             (lambda: accelerator_of("zero3"), "plan='zero3': give a Plan, such as"),
             (lambda: make(folder, None), "plan=None: give a Plan, such as"),  # type: ignore[arg-type]
         )
