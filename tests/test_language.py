@@ -133,12 +133,7 @@ def test_both_are_found() -> None:
         "party",
     ]
     text = "x = f'it lies beside {y} anew'  # alike\n'''by hand'''"
-    assert [word for part in prose_of(text) for word in PROSE.findall(part)] == [
-        "beside",
-        "anew",
-        "alike",
-        "by hand",
-    ]
+    assert [word for part in prose_of(text) for word in PROSE.findall(part)] == ["beside", "anew", "alike", "by hand"]
     assert compared(Counter(a=2, b=1), {"b": 30}) == [
         "'a': 2 uses, 0 may be",
         "'b': 1 uses are left, lower its count from 30",

@@ -1,11 +1,11 @@
 """``python -m tests.faults KILLS``: the fault campaign; the last line says what was lost.
 
 ``KILLS`` is the number of kills and the scale of the rest: from 1,000 on every byte is flipped, every call fails, and
-the soak and each mix of tiers have 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least
-3,000 steps, since memory takes some to settle, and a quarter of the mixes at least 50. Below 50 every part is there and
-short, for a minute or two in all: the soak has 400 steps and no judgement of memory, the mixes 10, and of the line that
-says which checkpoint is the newest one bit of each byte is flipped. Readers are given ten hostile inputs for each kill;
-those that make one fail are added to ``tests/data/fuzz``, which the tests read.
+the soak has 10,000 steps; below, they take a share of about KILLS / 1,000, the soak at least 3,000 steps, since memory
+takes some to settle. Below 50 every part is there and short, for a minute or two in all: the soak has 400 steps and no
+judgement of memory, and of the line that says which checkpoint is the newest one bit of each byte is flipped. Readers
+are given ten hostile inputs for each kill; those that make one fail are added to ``tests/data/fuzz``, which the tests
+read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from collections.abc import Callable
 import torch
 
 from shardwise.testing import close_pools
-from tests.faults import flips, fuzz, io_errors, kills, mixes, soak
+from tests.faults import flips, fuzz, io_errors, kills, soak
 from tests.faults.report import Report
 
 WHOLE = 1000  # kills
 SHORT = 50  # with fewer kills
 LEAST_STEPS, STEPS = 3_000, 10_000
-LEAST_OF_A_MIX = 50
-SHORT_STEPS, SHORT_OF_A_MIX = 400, 10
+SHORT_STEPS = 400
 INPUTS_A_KILL = 10
 
 
@@ -34,8 +33,6 @@ def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[]
     share = min(count / WHOLE, 1.0)
     whole, short = share == 1, count < SHORT
     # Of bytes there are some 60,000 and of calls 250 an action, in all numbers of errors.
-    mixed = STEPS if whole else max(round(STEPS * share / len(mixes.PAIRS)), LEAST_OF_A_MIX)
-    mixed = SHORT_OF_A_MIX if short else mixed
     soaked = SHORT_STEPS if short else max(round(STEPS * share), LEAST_STEPS)
     byte_stride, call_stride = (1, 1) if whole else (max(round(3 / share), 2), max(round(0.6 / share), 2))
     return {
@@ -44,7 +41,6 @@ def parts(count: int, seed: int, directory: str | None) -> dict[str, Callable[[]
         "fuzz": lambda: fuzz.campaign(INPUTS_A_KILL * count, seed, directory),
         "errors": lambda: io_errors.campaign(call_stride, directory),
         "soak": lambda: soak.campaign(soaked, directory),
-        "mixes": lambda: mixes.campaign(mixed, directory, mixes.MIXES if whole else mixes.PAIRS),
     }
 
 
@@ -53,7 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "fuzz", "errors", "soak", "mixes"))
+    parser.add_argument("--only", nargs="+", choices=("kills", "flips", "fuzz", "errors", "soak"))
     parser.add_argument("--directory", help="where checkpoints are written (default: the system's for temporary files)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,7 +68,7 @@ def sum_of(report: Report) -> int:
     """The number of trials."""
     if report.name == "flips":
         return sum(n for what, n in report.counts.items() if not what.startswith(("bytes in", "in what")))
-    what = {"kills": "kills", "fuzz": "inputs", "I/O errors": "injected", "soak": "steps", "mixes": "steps"}
+    what = {"kills": "kills", "fuzz": "inputs", "I/O errors": "injected", "soak": "steps"}
     return report.counts[what[report.name]]
 
 

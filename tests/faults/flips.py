@@ -204,28 +204,6 @@ def cut_and_longer(place: Place) -> Iterator[Fault]:
             )
 
 
-def lost_blocks(place: Place, older: Place, block: int = 512) -> Iterator[Fault]:
-    """A block that was never written (zeros), or that still holds what an older file has there."""
-    for file, content in place.content.items():
-        for at in range(0, len(content), block):
-            good = content[at : at + block]
-            before = older.content.get(file, b"")[at : at + block]
-            for kind, bad in (("block of zeros", bytes(len(good))), ("block of an older file", before)):
-                if bad == good or not bad:
-                    continue
-                first, last = place.region(file, at), place.region(file, at + len(good) - 1)
-                inside = [t for n, s, e, t in place.pieces if n == file and s < at + len(good) and e > at]
-                tensors = tuple({*first[1], *last[1], *inside})
-                yield Fault(
-                    kind,
-                    f"bytes from {at}",
-                    (file,),
-                    tensors,
-                    lambda file=file, at=at, bad=bad: place.put(file, at, bad),  # type: ignore[misc]
-                    lambda file=file: place.restore(file),  # type: ignore[misc]
-                )
-
-
 def swapped_pieces(place: Place) -> Iterator[Fault]:
     """Every two pieces of the same length, in one file or in two, change places."""
     for one, other in itertools.combinations(place.pieces, 2):
@@ -393,7 +371,6 @@ def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: 
     faults = [
         changed_bytes(new, stride, bits, head),
         cut_and_longer(new),
-        lost_blocks(new, old),
         swapped_pieces(new),
         swapped_and_missing_files(new, old),
     ]

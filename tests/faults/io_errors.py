@@ -4,8 +4,6 @@ The modules that change files get a stand-in for ``os`` (and for what else they 
 one of them fail: with EIO, ENOSPC, EACCES or EPERM, after a write of half the bytes, or with a short write that is no
 error. Afterwards all ranks must have the same clear error (or none), every earlier checkpoint must hold the same bits,
 training must go on as that of a twin that never saves, and the next save must succeed and leave nothing behind.
-
-The same with the files and directories into which a Booster saves a model or an optimizer; rank 0 writes those.
 """
 
 from __future__ import annotations
@@ -14,15 +12,11 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
@@ -34,15 +28,7 @@ from tests.faults.report import Report
 from tests.faults.system import SHORT, System, in_place_of_the_system
 
 NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM, SHORT)
-FILES = {
-    "model file": "model.safetensors",
-    "model file without exchange": "model.safetensors",
-    "model directory": "model",
-    "model directory without exchange": "model",
-    "optimizer directory": "optimizer",
-}
-"""What a Booster saves, and where."""
-ACTIONS = ("new", "re-save", "re-save without exchange", "asynchronous new", "asynchronous re-save", "load", *FILES)
+ACTIONS = ("new", "re-save", "re-save without exchange", "asynchronous new", "asynchronous re-save", "load")
 
 HARMLESS = {"listdir", "unlink", "rmdir", "flock", "close of a directory", "link"}
 """Calls whose failure may go unmentioned: they only tidy up, and what they leave the next save removes; what cannot be
@@ -82,57 +68,18 @@ class Twins:
             session.close()
 
 
-class Boosted:
-    """The same of a Booster's models: one is saved, its twin never is."""
-
-    def __init__(self) -> None:
-        self.runs = []
-        for _ in range(2):
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
-            plugin = GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1)
-            booster = Booster(plugin=plugin)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            self.runs.append((booster, *booster.boost(model, optimizer)[:2]))
-        self.version = 0
-
-    def step(self, rank: int) -> dict[str, torch.Tensor]:
-        """One more update of both; weights and moments, under the names that a checkpoint gives them."""
-        self.version += 1
-        states = []
-        for booster, model, optimizer in self.runs:
-            booster.backward(model(torch.full((2, 40), 0.1 * (self.version % 7) + rank)).square().mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            weights = model.state_dict()
-            found = {f"model/{name}": value.clone() for name, value in weights.items()}
-            for name, entries in zip(weights, optimizer.state_dict()["state"].values(), strict=True):
-                found |= {f"optimizer/0/{name}/{key}": entries[key].clone() for key in ("exp_avg", "exp_avg_sq")}
-            states.append(found)
-        same = all(torch.equal(states[0][name], value) for name, value in states[1].items())
-        assert same, f"training of version {self.version} went another way than that of the twin"
-        return states[0]
-
-    def close(self) -> None:
-        for booster, *_ in self.runs:
-            booster.wait()
-
-
 class Sweep:
     """One action on this rank, with each of its calls failing in turn; collective."""
 
     def __init__(self, root: str, action: str, failing_rank: int, mesh: Mesh, system: System) -> None:
         self.root, self.action, self.failing_rank, self.mesh, self.system = root, action, failing_rank, mesh, system
-        self.twins: Any = self.make_twins()
+        self.twins = Twins(mesh, zero(3))
         self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
         """By tag the version and weights of what must be there."""
         self.counts: dict[str, int] = {}
         self.lost: list[str] = []
         self.noted = False
         self._tags = 0
-
-    def make_twins(self) -> Any:
-        return Twins(self.mesh, zero(3))
 
     def tag(self) -> str:
         if "re-save" in self.action:
@@ -145,13 +92,7 @@ class Sweep:
         weights = self.twins.step()
         saver = self.twins.saver
         try:
-            saver.save(
-                self.root,
-                tag,
-                user_state=self.twins.version,
-                keep=2,
-                use_async="asynchronous" in self.action,
-            )
+            saver.save(self.root, tag, user_state=self.twins.version, keep=2, use_async="asynchronous" in self.action)
             saver.wait_for_saves()
         except CheckpointError as raised:
             return str(raised), weights
@@ -285,72 +226,6 @@ class Sweep:
         self.twins.close()
 
 
-class FileSweep(Sweep):
-    """What a Booster saves to one place, again and again."""
-
-    kept: dict[str, bytes] | None = None
-    """What must be there, by path."""
-
-    def make_twins(self) -> Boosted:
-        return Boosted()
-
-    @property
-    def path(self) -> Path:
-        return Path(self.root, FILES[self.action])
-
-    def tag(self) -> str:
-        return FILES[self.action]
-
-    def save(self, tag: str) -> tuple[str, dict[str, torch.Tensor]]:
-        kind, folder = tag.partition(".")[0], "directory" in self.action
-        values = {n: value for n, value in self.twins.step(self.mesh.rank).items() if n.startswith(kind)}
-        booster, model, optimizer = self.twins.runs[0]
-        sizes = {"shard": True, "size_per_shard": 0.003} if folder else {}  # three thousandths of a MB: several files
-        save, what = (booster.save_model, model) if kind == "model" else (booster.save_optimizer, optimizer)
-        try:
-            save(what, self.path, **sizes)
-        except CheckpointError as raised:
-            return str(raised), values
-        return "", values
-
-    def there(self) -> dict[str, bytes]:
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*"))
-        return {str(file): file.read_bytes() for file in files}
-
-    def expect(self, tag: str, weights: dict[str, torch.Tensor]) -> None:
-        """What is there now is whole, and stays until the next save."""
-        if self.mesh.rank != 0:
-            return
-        source = open_checkpoint(str(self.path))
-        for name, value in weights.items():
-            stored = source.read(name, 0, value.numel()).reshape(value.shape)
-            if not torch.equal(stored, value):
-                self.problem(f"{self.path} has other values in {name}")
-        source.close()
-        notes = self.path / "notes"
-        if self.path.is_dir() and self.kept is None:
-            notes.write_text("not ours")
-        if self.path.is_dir() and not notes.is_file():
-            self.problem("a file of another origin is gone")
-        self.kept = self.there()
-
-    def check(self, expected: object, what: str) -> None:
-        self.mesh.world.barrier()
-        if self.mesh.rank == 0 and self.there() != self.kept:
-            self.problem(f"{what}: {self.path} is not what was saved")
-        self.mesh.world.barrier()
-
-    def good_save(self) -> None:
-        error, weights = self.save(self.tag())
-        if error:
-            self.problem(f"the next save fails: {error}")
-        self.expect(self.tag(), weights)
-        self.check(self.saved, "after the next save")
-        if self.mesh.rank == 0 and os.listdir(self.root) != [self.path.name]:
-            self.problem(f"after the next save there are {os.listdir(self.root)}, expected {self.path.name}")
-        self.mesh.world.barrier()
-
-
 def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[dict[str, int], list[str]]:
     """All of it on this rank of two; what rank 0 counted and what either found wrong."""
     counts: dict[str, int] = {}
@@ -358,10 +233,9 @@ def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) 
     plan = zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     for action in actions:
-        kind, failing = (FileSweep, 1) if action in FILES else (Sweep, mesh.size)
-        for failing_rank in range(failing):
+        for failing_rank in range(mesh.size):
             with in_place_of_the_system("without exchange" not in action) as system:
-                one = kind(f"{root}/{action} {failing_rank}", action, failing_rank, mesh, system)
+                one = Sweep(f"{root}/{action} {failing_rank}", action, failing_rank, mesh, system)
                 one.run(numbers, stride)
             for name, count in one.counts.items():
                 counts[name] = counts.get(name, 0) + count

@@ -7,7 +7,8 @@ which other processes share) may not rise by more than ``ALLOWED_BYTES`` over th
 through the samples after the first fifth; a leak of one small object (200 bytes) a step would be twice as much over
 10,000 steps. Objects of Python are held to the same line, at 200 bytes each. In a shorter run memory may rise by twice
 as much, since what the allocator takes until it has settled (1 to 3 MiB in the first 500 steps) weighs more there; with
-less than 3,000 steps it is not judged.
+less than 3,000 steps it is not judged. A tenth of the steps is made once more with parameters and state in all tiers,
+updates during backward and gloo, where only what is counted is judged.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from torch import nn
 
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.mesh import Mesh
-from shardwise.plan import zero
+from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
+from tests.parity.tiers import tier_plan
 from tests.support.counters import live_tensor_bytes, live_tensors
 
 CYCLE = 20  # steps between two samples
@@ -80,12 +82,12 @@ def sample(root: Path) -> dict[str, int]:
 class Soak:
     """The run on this rank."""
 
-    def __init__(self, root: Path, mesh: Mesh) -> None:
+    def __init__(self, root: Path, plan: Plan, mesh: Mesh) -> None:
         self.root, self.mesh = root, mesh
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
-        self.session = build(model, optimizer, zero(3), mesh)
+        self.session = build(model, optimizer, plan, mesh)
         self.saver = Checkpointer(self.session)
         self.counts = dict.fromkeys(("steps", "saves", "asynchronous saves", "loads", "evaluations"), 0)
 
@@ -139,11 +141,14 @@ class Soak:
         return found
 
 
-def soak(root: str, steps: int) -> tuple[dict[str, int], list[dict[str, int]]]:
+def soak(root: str, steps: int, tiers: bool) -> tuple[dict[str, int], list[dict[str, int]]]:
     """What was done, and one sample a cycle, on this rank."""
     plan = zero(3)
+    if tiers:
+        plan = plan.but(update="backward", shared_memory=False, tiers=tier_plan("thirds", f"{root}/disk"))
+        os.makedirs(f"{root}/disk", exist_ok=True)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-    run = Soak(Path(root), mesh)
+    run = Soak(Path(root), plan, mesh)
     samples = [run.cycle() for _ in range(max(steps // CYCLE, 10))]
     run.saver.close()
     run.session.close()
@@ -182,19 +187,21 @@ def judge_counts(samples: list[dict[str, int]]) -> list[str]:
 
 
 def campaign(steps: int, directory: str | None = None) -> Report:
-    """``steps`` updates on two ranks."""
+    """``steps`` updates on two ranks, and a tenth of them with tiers."""
     report = Report("soak")
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        ranks = run_ranks(2, soak, folder, steps, timeout=60 + steps * 1.0)
-    report.counts.update(ranks[0][0])
-    for rank, (_, samples) in enumerate(ranks):
-        grown = judge(samples) if len(samples) >= SETTLED_CYCLES else judge_counts(samples)
-        report.lost += [f"rank {rank}: {each}" for each in grown]
-        first, last = samples[len(samples) // 5], samples[-1]
-        rises = f"memory rises by {rise([s['memory'] for s in samples]) / 1024:.0f} KiB"
-        rises += f", objects by {rise([s['objects'] for s in samples]):.0f}"
-        ends = ", ".join(f"{name} {first[name]} to {last[name]}" for name in first)
-        report.remarks.append(f"rank {rank}: {rises} over {len(samples)} cycles ({ends})")
+    for tiers in (False, True):
+        count = steps // 10 if tiers else steps
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            ranks = run_ranks(2, soak, folder, count, tiers, timeout=60 + steps * 1.0)
+        report.counts.update(ranks[0][0])
+        for rank, (_, samples) in enumerate(ranks):
+            grown = judge_counts(samples) if tiers or len(samples) < SETTLED_CYCLES else judge(samples)
+            report.lost += [f"rank {rank}{', tiers' if tiers else ''}: {each}" for each in grown]
+            first, last = samples[len(samples) // 5], samples[-1]
+            rises = f"memory rises by {rise([s['memory'] for s in samples]) / 1024:.0f} KiB"
+            rises += f", objects by {rise([s['objects'] for s in samples]):.0f}"
+            ends = ", ".join(f"{name} {first[name]} to {last[name]}" for name in first)
+            report.remarks.append(f"rank {rank}: {rises} over {len(samples)} cycles ({ends})")
     return report
 
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from shardwise.core.checks.guards import Edits
 from shardwise.core.comm import Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine import placement
-from shardwise.core.engine.full_values import full_values
-from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.engine.values import Values
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.shards.hooks import GatherHooks
-from shardwise.core.shards.layout import ChunkSpec
-from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.update.tiles import TileStepper
 from tests.parity.sharded import Run, Setting, train_on_rank
 
 __all__ = ["FAULTS", "train_broken"]
@@ -77,17 +69,6 @@ def _not_unscaled() -> _Patch:
     return mock.patch.object(ShardedOptimizer, "divisor", lambda self: 1.0)
 
 
-@contextlib.contextmanager
-def _stale_gather() -> Iterator[None]:
-    """Copies gathered before the step are kept. The engine itself would notice that they are not the shards."""
-
-    def invalidate(self: ChunkPool, *_: Any, **__: Any) -> None:
-        self.trace.end_step()
-
-    with mock.patch.object(ChunkPool, "invalidate", invalidate), mock.patch.object(Edits, "check_written"):
-        yield
-
-
 def _gradient_of_rank_1_forgotten() -> _Patch:
     def make(real: Any) -> Any:
         def add(self: Reducer, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
@@ -112,10 +93,6 @@ def _norm_of_each_rank() -> _Patch:
         return norm
 
     return _wrap(optimizer_module, "global_norm", make)
-
-
-def _never_clipped() -> _Patch:
-    return mock.patch.object(optimizer_module, "clip_factor", lambda norm, max_norm: 1.0)
 
 
 def _earlier_passes_dropped() -> _Patch:
@@ -148,72 +125,6 @@ def _no_masters() -> _Patch:
     return mock.patch.object(placement, "master_dtype", lambda *args: None)
 
 
-@contextlib.contextmanager
-def _masters_kept() -> Iterator[None]:
-    """Although the plan has none. What the ranks report is rounded, so that its dtype does not give it away."""
-
-    def values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:
-        return real(shards, masters=False)
-
-    def kept(spec: ChunkSpec, *args: Any) -> torch.dtype | None:
-        return torch.float32 if spec.trainable else None
-
-    real = full_values
-    with (
-        mock.patch("shardwise.core.engine.module.full_values", values),
-        mock.patch.object(placement, "master_dtype", kept),
-    ):
-        yield
-
-
-def _masters_rounded() -> _Patch:
-    """The fp32 weights lose what 16 bits do not hold."""
-
-    def make(real: Any) -> Any:
-        def publish(self: Values, *args: Any, **how: Any) -> None:
-            real(self, *args, **how)
-            for state in self.shards.states.values():
-                if state.master is not None:
-                    state.master.copy_(state.master.bfloat16())
-
-        return publish
-
-    return _wrap(Values, "publish", make)
-
-
-def _groups_mixed_up() -> _Patch:
-    """Every parameter is updated as its optimizer's first group says."""
-
-    def make(real: Any) -> Any:
-        def step_tiles(self: TileStepper, *args: Any) -> None:
-            *others, groups = args
-            real(self, *others, [groups[0]] * len(groups))
-
-        return step_tiles
-
-    return _wrap(TileStepper, "step_tiles", make)
-
-
-def _reads_not_noticed() -> _Patch:
-    """A weight used without its module being called is not gathered."""
-    return mock.patch.object(GatherHooks, "on_read", lambda self, param: None)
-
-
-def _padding_not_zeroed() -> _Patch:
-    """What a rank has no gradient for holds whatever was there before."""
-
-    def make(real: Any) -> Any:
-        def hand_over(self: ChunkGrads, whole: Buffer, filled: Collection[int]) -> None:
-            real(self, whole, filled)
-            for index, slot in enumerate(self.spec.slots):
-                if index not in filled:
-                    whole.local[slot.start : slot.end].fill_(1e-3)
-
-        return hand_over
-
-    return _wrap(ChunkGrads, "hand_over", make)
-
-
 def _replicas_drift() -> _Patch:
     """Rank 1's parameters move away in the last bit, which no tolerance would show."""
 
@@ -230,45 +141,16 @@ def _replicas_drift() -> _Patch:
     return _wrap(Values, "publish", make)
 
 
-def _gradients_not_cleared() -> _Patch:
-    """What the last step used is added to by the next one."""
-    return mock.patch.object(ShardedOptimizer, "_drop", lambda self: None)
-
-
-def _frozen_copies() -> _Patch:
-    """The shard that computes is not renewed from the fp32 weights: the update never reaches the model."""
-
-    def make(real: Any) -> Any:
-        def run(self: TileUpdates, *args: Any) -> None:
-            before = [tile.chunk.shard.clone() for tile in self.tiles]
-            real(self, *args)
-            for tile, shard in zip(self.tiles, before, strict=True):
-                tile.chunk.shard.copy_(shard)
-
-        return run
-
-    return _wrap(TileUpdates, "run", make)
-
-
 FAULTS: dict[str, Callable[[], _Patch]] = {
     "nothing": _nothing,
     "one_reduction_skipped": _one_reduction_skipped,
     "not_unscaled": _not_unscaled,
-    "stale_gather": _stale_gather,
     "gradient_of_rank_1_forgotten": _gradient_of_rank_1_forgotten,
     "norm_of_each_rank": _norm_of_each_rank,
-    "never_clipped": _never_clipped,
     "earlier_passes_dropped": _earlier_passes_dropped,
     "replicas_not_averaged": _replicas_not_averaged,
     "no_masters": _no_masters,
-    "masters_kept": _masters_kept,
-    "masters_rounded": _masters_rounded,
-    "groups_mixed_up": _groups_mixed_up,
-    "reads_not_noticed": _reads_not_noticed,
-    "padding_not_zeroed": _padding_not_zeroed,
     "replicas_drift": _replicas_drift,
-    "gradients_not_cleared": _gradients_not_cleared,
-    "frozen_copies": _frozen_copies,
 }
 
 

@@ -10,14 +10,11 @@ from unittest import mock
 import torch
 
 from shardwise.core.comm import DONE
-from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.source import DiskSource
-from shardwise.core.update.disk_tiles import DiskTile
 from shardwise.core.update.early import EarlyUpdates
 from tests.parity.covering import Row
 from tests.parity.sharded import Setting
@@ -62,59 +59,9 @@ def _host_gradients_not_added() -> Any:
     return _wrap(Reducer, "_complete", make)
 
 
-def _state_read_from_the_wrong_place() -> Any:
-    """Every piece gets the state of its tile's beginning."""
-
-    def make(real: Any) -> Any:
-        def bind(self: DiskTile) -> None:
-            real(self)
-            for entry in self._entries:
-                at = self._room[entry.key, entry.dtype]
-                part = self._buffers[1][at : at + entry.numel * entry.dtype.itemsize].view(entry.dtype)
-                self._optimizer.state[self.tile.pieces[entry.piece].value][entry.key] = part.clone()
-
-        return bind
-
-    return _wrap(DiskTile, "bind", make)
-
-
-def _steps_forgotten() -> Any:
-    """Small state (step counts) goes back to its start whenever a tile leaves memory."""
-
-    def make(real: Any) -> Any:
-        def save(self: DiskTile) -> None:
-            real(self)
-            for piece in self.tile.pieces:
-                step = self._optimizer.state.get(piece.value, {}).get("step")
-                if step is not None:
-                    step.fill_(1.0)
-
-        return save
-
-    return _wrap(DiskTile, "save", make)
-
-
-def _host_gradients_not_in_the_norm() -> Any:
-    def reduced(self: ShardedOptimizer) -> list[torch.Tensor]:
-        return [s.reduced for s in self._states if s.reduced is not None and s.home is Tier.DEVICE]
-
-    return mock.patch.object(ShardedOptimizer, "_reduced", reduced)
-
-
 def _early_parameters_not_taken_over() -> Any:
     """Parameters stay as before an update during backward whose state is on the disk."""
     return mock.patch.object(EarlyUpdates, "take_over", lambda self, chunks: None)
-
-
-def _not_read_ahead() -> Any:
-    """Nothing is read into the buffers of parameters that are read ahead."""
-
-    def prepare(self: DiskSource) -> None:
-        if self._ahead is None and self._written and self._shared.count < self._shared.buffers - 2:
-            self._ahead = self._buffer().zero_(), DONE
-            self._shared.count += 1
-
-    return mock.patch.object(DiskSource, "prepare", prepare)
 
 
 def _late_renewal_forgotten() -> Any:
@@ -137,16 +84,8 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {
     "state_not_written": Fault(_not_written("optimizer state"), ("s_disk", {})),
-    "masters_not_written": Fault(_not_written("master weights"), ("s_disk", {"plan": "zero3"})),
-    "parameters_not_written": Fault(_not_written("parameters"), ("p_disk", {"plan": "zero3"})),
-    "parameters_not_written_after_disk_update": Fault(_not_written("parameters"), ("all_disk", {"plan": "zero1"})),
     "host_gradients_not_added": Fault(_host_gradients_not_added, ("s_host", {"micro": "3x"})),
-    "disk_gradients_not_added": Fault(_host_gradients_not_added, ("s_disk", {"micro": "3x"})),
-    "state_from_the_wrong_place": Fault(_state_read_from_the_wrong_place, ("s_disk", {})),
-    "steps_forgotten": Fault(_steps_forgotten, ("s_disk", {})),
-    "host_gradients_not_in_the_norm": Fault(_host_gradients_not_in_the_norm, ("s_half_host", {"clip": "p2"})),
     "early_parameters_not_taken_over": Fault(_early_parameters_not_taken_over, ("s_disk", {"update": "backward"}), 2),
-    "not_read_ahead": Fault(_not_read_ahead, ("p_disk", {"plan": "zero3", "prefetch": "three", "knobs": "threads"}), 2),
     "late_renewal_forgotten": Fault(_late_renewal_forgotten, ("s_host", {"order": "on_use"}), 2),
 }
 

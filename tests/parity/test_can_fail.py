@@ -31,21 +31,12 @@ PLAIN_ROW: Row = {
 SETTINGS: dict[str, Row] = {
     "one_reduction_skipped": {"plan": "zero3"},
     "not_unscaled": {"numbers": "fp16"},
-    "stale_gather": {"plan": "roomy", "transport": "gloo"},  # through shared memory there are no copies
     "gradient_of_rank_1_forgotten": {},
     "norm_of_each_rank": {"clip": "p2"},
-    "never_clipped": {"clip": "pinf"},
     "earlier_passes_dropped": {"micro": "3x"},
     "replicas_not_averaged": {"plan": "hybrid2", "ranks": "4"},
     "no_masters": {"numbers": "bf16"},
-    "masters_kept": {"numbers": "bf16_no_master"},
-    "masters_rounded": {"numbers": "bf16", "optimizer": "sgd"},
-    "groups_mixed_up": {},
-    "reads_not_noticed": {"plan": "budget0", "model": "functional"},
-    "padding_not_zeroed": {"model": "mixture", "ranks": "3"},
     "replicas_drift": {"plan": "ddp"},
-    "gradients_not_cleared": {"plan": "zero2"},
-    "frozen_copies": {"numbers": "bf16"},
 }
 
 

@@ -106,12 +106,7 @@ class Run:
     """A boosted run with the calls that users make; ``noise`` draws from the generators in every step."""
 
     def __init__(
-        self,
-        plugin: Plugin | None,
-        seed: int = 3,
-        hidden: int = 7,
-        noise: bool = False,
-        make: Optimizers | None = None,
+        self, plugin: Plugin | None, seed: int = 3, hidden: int = 7, noise: bool = False, make: Optimizers | None = None
     ) -> None:
         self.net, self.optimizer, self.scheduler = start(seed, hidden, make)
         self.noise = noise

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.base.torch_internals import storage_id
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = ["Traffic", "live_tensor_bytes", "live_tensors"]
+__all__ = ["Traffic", "forget_peak", "live_tensor_bytes", "live_tensors", "resident_bytes"]
 
 
 def live_tensors() -> Iterator[Tensor]:
@@ -52,3 +52,19 @@ def live_tensor_bytes(device: torch.device | str | None = None) -> int:
                 continue
             sizes[tensor.device, place] = max(storage.nbytes(), sizes.get((tensor.device, place), 0))
     return sum(sizes.values())
+
+
+def resident_bytes(field: str) -> int:
+    """``VmRSS``, or ``VmHWM``: the most there was since :func:`forget_peak`."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+def forget_peak() -> bool:
+    """The highest resident memory so far is what there is now; ``False``: this kernel cannot say so."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True

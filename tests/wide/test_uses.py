@@ -170,8 +170,3 @@ FIRST, OTHERS = list(USES)[::2], list(USES)[1::2]
 def test_odd_uses_train_as_plain_or_are_refused(plan: str, names: list[str], tmp_path: Path) -> None:
     found = wrong(names, plan, tmp_path)
     assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())
-
-
-def test_transforms_while_a_disk_is_read_ahead(tmp_path: Path) -> None:
-    found = wrong(["jvp", "func.grad"], "disk", tmp_path)
-    assert not found, "\n".join(f"{name}: {text}" for name, text in found.items())

@@ -5,10 +5,8 @@ tests/ranks/front_ends has what each plugin has in common with other front-ends.
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
+from shardwise.booster.plugin import TorchDDPPlugin
 from shardwise.testing import run_ranks
-from tests.support.booster_setup import PLUGINS, Optimizers, Run, assert_same, batch, plain
+from tests.support.booster_setup import PLUGINS, Run, assert_same, batch, plain
 from tests.support.sets import full
 
 RANKS = 2
@@ -66,51 +64,7 @@ def test_no_sync_says_where_it_cannot_help(name: str) -> None:
     run_ranks(RANKS, _no_sync_refused, name)
 
 
-OPTIMIZERS: dict[str, Optimizers] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    "rmsprop": functools.partial(torch.optim.RMSprop, lr=1e-2),
-    "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
-    "adam": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-}
-
-
-def _any_optimizer(name: str, optimizer: str) -> None:
-    run = Run(PLUGINS[name](), make=OPTIMIZERS[optimizer])
-    run.steps(0, 3)
-    assert_same(run.model.state_dict(), plain(3, make=OPTIMIZERS[optimizer]))
-
-
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        *(("gemini", "adam"), ("zero2", "rmsprop")),
-        *full(*(("gemini", name) for name in ("sgd", "rmsprop", "adagrad"))),
-        *full(*(("zero2", name) for name in ("sgd", "adagrad", "adam"))),
-    ],
-)
-def test_defect_16_any_torch_optimizer_works(name: str, optimizer: str) -> None:
-    run_ranks(RANKS, _any_optimizer, name, optimizer)
-
-
 # -- number formats
-
-
-def _skipped_steps(options: dict[str, Any]) -> int:
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.constant_(model.weight, 8.0)
-    booster = Booster(plugin=LowLevelZeroPlugin(**options))
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    skipped = 0
-    for _ in range(4):
-        booster.backward(boosted(torch.full((2, 4), 0.1)).float().mean(), optimizer)
-        optimizer.step()
-        skipped += optimizer.last_step_skipped
-    return skipped
-
-
-def test_defect_9_default_scale_wastes_no_steps() -> None:
-    assert run_ranks(RANKS, _skipped_steps, {}) == [0, 0]
-    assert run_ranks(RANKS, _skipped_steps, {"initial_scale": 2**32}) == [4, 4]
 
 
 def _ddp_precision(name: str) -> tuple[list[float], list[float]]:
@@ -153,22 +107,6 @@ def _another_boosters_optimizer(folder: str) -> None:
 
 def test_another_booster_saves_and_loads_the_optimizer(tmp_path: Path) -> None:
     run_ranks(RANKS, _another_boosters_optimizer, str(tmp_path))
-
-
-def _failing_save(folder: str) -> tuple[str, str]:
-    run = Run(PLUGINS["zero1"]())
-    (Path(folder) / "file").touch()
-    with pytest.raises(Exception) as error:
-        run.booster.save_model(run.model, Path(folder) / "file" / "model.safetensors")
-    run.steps(0, 1)  # the ranks are still in step
-    return type(error.value).__name__, str(error.value)
-
-
-def test_a_failure_of_rank_0_reaches_every_rank(tmp_path: Path) -> None:
-    for kind, message in run_ranks(RANKS, _failing_save, str(tmp_path)):
-        assert kind == "CheckpointError"
-        assert "rank 0 could not save the model" in message and str(tmp_path / "file") in message
-    assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
 def _missing_on_one_rank(folder: str) -> str:

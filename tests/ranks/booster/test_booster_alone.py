@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable
 
@@ -51,10 +50,6 @@ def train(run: Run, _: str) -> object:
     return run.steps(1, 2)
 
 
-def nothing(run: Run, _: str) -> object:
-    return None
-
-
 CALLS: dict[Call, str] = {
     save_model: "saving the model to ",
     save_beside: "saving the model to ",
@@ -66,18 +61,13 @@ CALLS: dict[Call, str] = {
 }
 
 
-def alone(plugin: str, first: Call, second: Call, folder: str, seconds: float | None = None) -> tuple[str, bool]:
-    """Rank 0 makes the first call, rank 1 the second: what each is told, and whether the program's group still works.
-    In these calls a communicator beside it waits for so many seconds."""
+def alone(plugin: str, first: Call, second: Call, folder: str) -> tuple[str, bool]:
+    """Rank 0 makes the first call, rank 1 the second: what each is told, and whether their group works."""
     run = Run(PLUGINS[plugin]())
     run.steps(0, 1)
     run.booster.save_model(run.model, f"{folder}/before.safetensors")
     run.booster.save_optimizer(run.optimizer, f"{folder}/before.bin")
     run.booster.save_lr_scheduler(run.scheduler, f"{folder}/before.json")
-    if seconds is not None:
-        assert run.booster._runs._beside is not None
-        dist.barrier(beside := run.booster._runs._beside._group)  # nobody is late for this one
-        beside._get_backend(CPU)._set_default_timeout(datetime.timedelta(seconds=seconds))
     told = ""
     try:
         (first if dist.get_rank() == 0 else second)(run, folder)
@@ -105,19 +95,3 @@ def test_the_master_alone_in_a_call_and_a_rank_that_trains_on_are_told_at_once(c
         assert CALLS[call] in told and str(tmp_path) in told and works, told
     left = [name for name in os.listdir(str(tmp_path)) if not name.startswith("before")]
     assert left == (["alone.json"] if call is save_schedule else []), "a schedule is rank 0's own to write"
-
-
-@pytest.mark.parametrize(
-    ("call", "plugin"),
-    [
-        *((save_model, "fsdp"), (load_schedule, "ddp")),
-        *full((save_beside, "fsdp"), (load_schedule, "fsdp"), (save_model, "ddp"), (save_beside, "ddp")),
-    ],
-)
-def test_under_torchs_own_sharding_the_master_waits_beside_the_programs_group(
-    plugin: str, call: Call, tmp_path: object
-) -> None:
-    (told, works), (_, goes_on) = run_ranks(2, alone, plugin, call, nothing, str(tmp_path), 0.5)
-    assert "rank 0 is in: " + CALLS[call] in told and str(tmp_path) in told, told
-    assert "rank 1 is in no such call, its last was: saving the lr_scheduler to " in told, told
-    assert works and goes_on

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
+from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.checkpoint import CheckpointDamage, portable
-from shardwise.core.checkpoint.formats import open_checkpoint, write_colossalai_model, write_dcp
-from shardwise.nn.optimizer import HybridAdam
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.support.booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
+from tests.support.counters import forget_peak, resident_bytes
 from tests.support.sets import full
 
 RANKS = 2
@@ -152,21 +151,6 @@ def test_from_pretrained_loads_the_shards(name: str, tmp_path: Path) -> None:
 WIDTH, LAYERS = 1536, 10
 
 
-def _resident(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
-
-def _forget_peak() -> bool:
-    """The highest resident memory so far is what there is now; ``False``: this kernel cannot say so."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
-
-
 def _peak(folder: str) -> tuple[int, list[int]]:
     """By how many bytes the host memory of this rank rose while saving, and what rank 0 asked for at a time."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
@@ -183,10 +167,10 @@ def _peak(folder: str) -> tuple[int, list[int]]:
     before_class, portable._Gathered = portable._Gathered, Counting  # type: ignore[misc]
     before_block, portable.BLOCK_BYTES = portable.BLOCK_BYTES, 1 << 22
     try:
-        is_new = _forget_peak()
-        before = _resident("VmRSS")
+        is_new = forget_peak()
+        before = resident_bytes("VmRSS")
         booster.save_model(boosted, folder, shard=True, size_per_shard=32)
-        rise = _resident("VmHWM") - before if is_new else 0
+        rise = resident_bytes("VmHWM") - before if is_new else 0
     finally:
         portable._Gathered, portable.BLOCK_BYTES = before_class, before_block  # type: ignore[misc]
     return rise, asked
@@ -235,76 +219,7 @@ def test_defect_5_sharded_misfits_are_listed(name: str, tmp_path: Path) -> None:
         assert "not in the model: surplus.bias, surplus.weight" in message
 
 
-# -- any format
-
-
-def _formats(folder: str, name: str) -> list[str]:
-    run = Run(PLUGINS[name]())
-    run.steps(0, 2)
-    path = Path(folder)
-    whole = run.booster.save_checkpoint(path / "native", run.model, run.optimizer)
-    run.booster.save_model(run.model, path / "single.safetensors")
-    run.booster.save_optimizer(run.optimizer, path / "optimizer.safetensors")
-    if dist.get_rank() == 0:
-        source = open_checkpoint(whole)
-        write_dcp(source, path / "dcp")
-        write_colossalai_model(source, path / "colossal")
-        torch.save(plain(2), path / "model.pt")
-    dist.barrier()
-    done = []
-    for model, optimizer in (
-        ("native", "native"),
-        ("dcp", "dcp"),
-        ("single.safetensors", "optimizer.safetensors"),
-        ("colossal", "optimizer.safetensors"),
-        ("model.pt", "dcp"),
-    ):
-        again = Run(PLUGINS[name](), seed=99)
-        again.booster.load_model(again.model, path / model, strict=model != "dcp" and model != "colossal")
-        again.booster.load_optimizer(again.optimizer, path / optimizer)
-        again.scheduler.load_state_dict(run.scheduler.state_dict())
-        again.steps(2, 4)
-        assert_same(again.model.state_dict(), plain(4))
-        done.append(model)
-    return done
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("gemini"), pytest.param("fsdp", marks=pytest.mark.campaign)])
-def test_models_and_optimizers_of_every_format(name: str, tmp_path: Path) -> None:
-    run_ranks(RANKS, _formats, str(tmp_path), name)
-
-
 # -- tiers
-
-
-def _on_disk(folder: str) -> None:
-    torch.manual_seed(0)
-    path = Path(folder)
-    model = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 3))
-    kept = HybridAdam(model.parameters(), lr=1e-2, nvme_offload_fraction=1.0, nvme_offload_dir=str(path / "disk"))
-    (path / "disk").mkdir(exist_ok=True)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16"))
-    boosted, optimizer, *_ = booster.boost(model, kept)
-    for step in range(2):
-        booster.backward(boosted(torch.ones(2, 5)).float().square().mean() * (step + 1), optimizer)
-        optimizer.step()
-    booster.save_model(boosted, path / "model", shard=True, size_per_shard=TINY)
-    booster.save_optimizer(optimizer, path / "optimizer", shard=True, size_per_shard=TINY, use_async=True)
-    booster.wait()
-    again = nn.Sequential(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 3))
-    second = Booster(plugin=PLUGINS["gemini"]())
-    other, fresh, *_ = second.boost(again, HybridAdam(again.parameters(), lr=1.0))
-    second.load_model(other, path / "model")
-    second.load_optimizer(fresh, path / "optimizer")
-    assert_same(other.state_dict(), boosted.state_dict(), tolerance=0)
-    found, expected = fresh.state_dict(), optimizer.state_dict()
-    assert found["param_groups"][0]["lr"] == 1e-2 and list(found["state"]) == [0, 1, 2, 3]
-    for number, entry in expected["state"].items():
-        assert_same(found["state"][number], entry, tolerance=0)
-
-
-def test_masters_and_state_on_a_disk(tmp_path: Path) -> None:
-    run_ranks(RANKS, _on_disk, str(tmp_path))
 
 
 # -- everything
@@ -360,40 +275,6 @@ def _everything(writer: str, reader: str, folder: str) -> None:
 )
 def test_everything_is_saved_and_restored(writer: str, reader: str, tmp_path: Path) -> None:
     run_ranks(RANKS, _everything, writer, reader, str(tmp_path))
-
-
-def _loss_scale(folder: str) -> list[tuple[float, float]]:
-    """fp16: our scale, and torch's under DDP, through every kind of file and into each other."""
-    runs = {}
-    for name, booster in (
-        ("zero", Booster(plugin=LowLevelZeroPlugin(stage=2, initial_scale=512.0, growth_interval=100))),
-        ("ddp", Booster(mixed_precision="fp16", plugin=PLUGINS["ddp"]())),
-    ):
-        model = nn.Linear(4, 2)
-        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        booster.backward(boosted(torch.ones(1, 4)).float().mean(), optimizer)
-        optimizer.step()
-        runs[name] = (booster, boosted, optimizer)
-
-    def scale(name: str) -> float:
-        scaler = runs[name][2].scaler
-        return float(scaler.get_scale() if name == "ddp" else scaler.scale)
-
-    found = []
-    for writer, reader, shard in (("zero", "ddp", True), ("ddp", "zero", False), ("zero", "ddp", False)):
-        path = Path(folder) / f"{writer}-{shard}"
-        wanted = scale(writer)
-        runs[writer][0].save_optimizer(runs[writer][2], path, shard=shard)
-        runs[reader][0].load_optimizer(runs[reader][2], path)
-        found.append((scale(reader), wanted))
-        if reader == "ddp":
-            runs["ddp"][2].scaler.update(64.0 * len(found))
-    return found
-
-
-def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
-    for found in run_ranks(RANKS, _loss_scale, str(tmp_path)):
-        assert found[0] == (512.0, 512.0) and found[1] == (64.0, 64.0) and found[2] == (64.0, 64.0)
 
 
 def _not_boosted_together() -> None:

@@ -70,21 +70,6 @@ def test_defect_15_printed_examples_run_as_printed(name: str) -> None:
         assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # of four classes: log(4) = 1.4
 
 
-def _canonical_order() -> None:
-    # the fifth example's call; its plugin is HybridParallelPlugin
-    model, train_dataset, optimizer, criterion = parts()
-    plugin = LowLevelZeroPlugin(stage=2)
-
-    train_dataloader = plugin.prepare_dataloader(train_dataset, batch_size=8)
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, train_dataloader, _ = booster.boost(model, optimizer, criterion, train_dataloader)
-    epochs(booster, model, optimizer, train_dataloader, criterion)
-
-
-def test_defect_15_arguments_of_boost_in_the_fifth_examples_order() -> None:
-    run_ranks(RANKS, _canonical_order)
-
-
 # -- what the Booster's users rely on
 
 
@@ -101,21 +86,6 @@ def test_defect_13_seed_of_prepare_dataloader_shuffles() -> None:
     assert run_ranks(RANKS, _divided, 2, False) != [first, second]
     first, second = run_ranks(RANKS, _divided, 1, True)
     assert len(first) == len(second) == 4 and not set(first) & set(second)
-
-
-def _two_models(_: None) -> None:
-    config = {2: {"chunk_size": 16, "keep_gathered": False}}
-    plugin = GeminiPlugin(chunk_config_dict=config, precision="bf16")
-    booster = Booster(plugin=plugin)
-    for _ in range(2):
-        model, dataset, optimizer, criterion = parts()
-        model, optimizer, *_rest = booster.boost(model, optimizer)
-        epochs(booster, model, optimizer, plugin.prepare_dataloader(dataset, 8), criterion)
-    assert config == {2: {"chunk_size": 16, "keep_gathered": False}}
-
-
-def test_defect_14_chunk_config_dict_serves_several_models() -> None:
-    run_ranks(RANKS, _two_models, None)
 
 
 def _missing_entry() -> None:

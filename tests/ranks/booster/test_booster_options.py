@@ -190,16 +190,6 @@ def test_verbose_is_said_once(kind: type[ShardedPlugin], lines: list[str]) -> No
     assert run_ranks(RANKS, _said, kind, False) == [[], []]
 
 
-def test_what_was_not_searched_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    plugin = GeminiPlugin(verbose=True, chunk_config_dict={1: {"chunk_size": 8}})
-    Booster(plugin=plugin).boost(nn.Linear(4, 4))
-    assert capsys.readouterr().out == ""
-    Booster(plugin=GeminiPlugin(verbose=True)).boost(nn.Linear(4, 4, dtype=torch.float64))
-    assert capsys.readouterr().out == (
-        "chunk search: 20 elements a chunk (40 bytes of float16), chunks: 1, empty: 0 of 40 bytes (0.00%)\n"
-    )
-
-
 # -- input casts
 
 

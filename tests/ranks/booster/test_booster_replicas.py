@@ -151,22 +151,3 @@ def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> N
         found = {key.removeprefix("module."): value for key, value in found.items()}
         assert_close(found, expected[rank], RTOL, f"rank {rank}")
     assert_close(load_file(tmp_path / "model.safetensors"), expected[0], RTOL, "the file has rank 0's buffers")
-
-
-def synchronised() -> list[str]:
-    said = []
-    for name in ("ddp", "zero2"):
-        model = net(nn.SyncBatchNorm)
-        with pytest.raises(ValueError) as error:
-            boosted, *_ = Booster(plugin=NORM[name]()).boost(model, make_adam(model.parameters()))
-            boosted(share(0, dist.get_rank())[0])
-        said.append(str(error.value))
-    boosted.eval()
-    assert bool(boosted(share(0, 0)[0]).isfinite().all())
-    return said
-
-
-def test_torch_has_no_synchronised_batchnorm_for_cpus() -> None:
-    for at_boost, in_forward in run_ranks(RANKS, synchronised):
-        assert "SyncBatchNorm layers only work with GPU modules" in at_boost
-        assert "SyncBatchNorm expected input tensor to be on GPU" in in_forward

@@ -3,16 +3,14 @@ own wrappers against formulas, the same bits on every way, and ranks that agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import (
@@ -21,14 +19,10 @@ from shardwise.booster.plugin import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
-    eight_bits,
 )
-from shardwise.core.comm import BLOCK
-from shardwise.plan import Plan, replicated
-from shardwise.session import build
 from shardwise.shardformer import ShardConfig, ShardFormer
 from shardwise.testing import run_ranks
-from tests.support.hybrid_setup import LENGTH, VOCABULARY, WIDTH, made
+from tests.support.hybrid_setup import LENGTH, VOCABULARY, made
 from tests.support.sets import campaign, full
 
 STEPS, ROWS = 8, 4
@@ -118,112 +112,6 @@ def test_losses_fall_as_without(name: str, ranks: int) -> None:
     assert plain[-1] < 0.9 * plain[0]
     for one, other in zip(plain, compressed, strict=True):
         assert abs(one - other) < 0.1 * one
-
-
-# -- bytes
-
-
-def row_bytes(numel: int) -> int:
-    return numel + -(-numel // BLOCK)
-
-
-def cut_step(plan: Plan) -> tuple[list[float], dict[str, int]]:
-    model = made("llama", torch.float32, attention_bias=False)
-    session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
-    losses = []
-    for step in range(2):
-        session.reset_traffic()
-        loss = session.module(**texts(step)).loss
-        session.backward(loss)
-        losses.append(loss.item())
-        traffic = session.traffic()
-        session.optimizer.step()
-    session.close()
-    session.mesh.close()
-    return losses, traffic
-
-
-def test_activations_of_cut_layers() -> None:
-    size, layers = 2, 2
-    found = []
-    for shared in (True, False):
-        plan = replicated().but(tp=size, compress="fp8", shared_memory=shared)
-        rows = run_ranks(size, cut_step, plan)
-        assert rows[0] == rows[1]
-        found.append(rows[0])
-    plain = run_ranks(size, cut_step, replicated().but(tp=size, shared_memory=False))[0]
-    assert found[0][0] == found[1][0] != plain[0]
-    for one, other in zip(found[0][0], plain[0], strict=True):
-        assert abs(one - other) < 0.05 * other
-    numel = ROWS * LENGTH * WIDTH // size  # of a rank's slice of what is summed
-    saved = plain[1]["all_reduce"] - found[1][1]["all_reduce"]
-    sums, rest = divmod(saved, 2 * (size - 1) * (4 * numel - row_bytes(numel)))
-    # Twice in each layer and once behind the embedding; backward at least as often, in front of what is cut.
-    assert rest == 0 and sums >= 2 * (2 * layers + 1)
-    exact = plain[1]["all_reduce"] - sums * 2 * (size - 1) * 4 * numel
-    assert found[1][1]["all_reduce"] == sums * 2 * (size - 1) * row_bytes(numel) + exact
-    tokens = ROWS * (LENGTH - 1)
-    assert 0 < exact <= 2 * (size - 1) * 4 * 4 * tokens  # what the loss is made of
-
-
-class Sent:
-    """Bytes that this rank's calls of torch's collectives send."""
-
-    def __init__(self) -> None:
-        self.bytes = {"gather": 0, "slices": 0}
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        gather, slices = eight_bits.all_gather_single, dist.all_to_all_single
-        size = dist.get_world_size()
-
-        def counted_gather(out: Tensor, own: Tensor, **how: Any) -> Any:
-            assert own.dtype == torch.uint8
-            self.bytes["gather"] += (size - 1) * own.nbytes
-            return gather(out, own, **how)
-
-        def counted_slices(out: Tensor, full: Tensor, **how: Any) -> Any:
-            assert full.dtype == torch.uint8
-            self.bytes["slices"] += (size - 1) * full.nbytes // size
-            return slices(out, full, **how)
-
-        refused = mock.Mock(side_effect=AssertionError("not in 8 bits"))
-        with (
-            mock.patch.object(eight_bits, "all_gather_single", counted_gather),
-            mock.patch.object(dist, "all_to_all_single", counted_slices),
-            mock.patch.object(dist, "reduce_scatter_tensor", refused),
-        ):
-            yield
-
-
-def torch_bytes() -> dict[str, dict[str, int]]:
-    found = {}
-    for name in ("ddp", "fsdp"):
-        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 8))
-        booster = Booster(plugin=PLUGINS[name](True))
-        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        sent = Sent()
-        with sent.counted():
-            loss = boosted(torch.randn(4, 20)).float().square().mean()
-            booster.backward(loss, optimizer)
-        optimizer.step()
-        found[name] = dict(sent.bytes)
-        assert name == "ddp" or isinstance(boosted.unwrap(), FSDPModule)
-        booster.close()
-    return found
-
-
-def test_bytes_of_torchs_own_wrappers() -> None:
-    size = 2
-    numel = 20 * 30 + 30 + 30 * 8 + 8
-    found = run_ranks(size, torch_bytes)[0]
-    piece = row_bytes(-(-numel // size))
-    assert found["ddp"] == {"gather": (size - 1) * piece, "slices": (size - 1) * piece}
-    own = row_bytes(numel // size)  # its sizes divide
-    assert found["fsdp"] == {"gather": 2 * (size - 1) * own, "slices": (size - 1) * own} or found["fsdp"] == {
-        "gather": (size - 1) * own,
-        "slices": (size - 1) * own,
-    }
 
 
 def torch_gradients() -> None:

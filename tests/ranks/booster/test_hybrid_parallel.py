@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
-from shardwise.core.deferred import deferred_init
-from shardwise.nn.optimizer import HybridAdam
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import (
@@ -144,44 +138,6 @@ def test_a_policy_of_the_users_own(kind: str, given: dict[str, Any]) -> None:
     check(kind, {"tp_size": 2, **given}, {}, policy=True)
 
 
-# -- adapters
-
-
-def _adapted(kind: str, tp_size: int, folder: str) -> None:
-    """Every rank sees the same, so that it is the run of one process, whatever ``tp_size`` is."""
-    targets = {"llama": ["q_proj", "o_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}[kind]
-    inputs = dict(Texts(2).items)
-    plugin = HybridParallelPlugin(tp_size=tp_size, pp_size=1, zero_stage=1, precision="fp32", parallel_output=False)
-    booster, losses, saved = Booster(plugin=plugin), [], []
-    for sharded in (False, True):
-        model: Any = made(kind)
-        torch.manual_seed(5)
-        config = LoraConfig(r=2, target_modules=targets, fan_in_fan_out=kind == "gpt2")
-        model = booster.enable_lora(model, lora_config=config)
-        plain_model, optimizer = model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
-        if sharded:
-            model, optimizer, *_ = booster.boost(model, optimizer)
-        for _ in range(STEPS):
-            loss = model(**inputs).loss
-            booster.backward(loss, optimizer) if sharded else loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        if sharded:
-            booster.save_lora_as_pretrained(model, folder, use_safetensors=True)
-            saved.append(load_file(f"{folder}/adapter_model.safetensors"))
-        else:
-            saved.append({name: value.clone() for name, value in get_peft_model_state_dict(plain_model).items()})
-    assert losses[0] - losses[STEPS - 1] > 1e-3  # it learns
-    assert_close(wide(dict(enumerate(losses[STEPS:]))), wide(dict(enumerate(losses[:STEPS]))), 1e-6, "losses")
-    assert_close(saved[1], saved[0], 1e-6, f"the adapter of {kind}")
-
-
-@pytest.mark.parametrize(("kind", "tp_size"), [("gpt2", 2), *full(("llama", 1), ("llama", 2), ("gpt2", 1))])
-def test_adapters_are_cut_with_their_layers(kind: str, tp_size: int, tmp_path: Path) -> None:
-    run_ranks(2, _adapted, kind, tp_size, str(tmp_path))
-
-
 # -- precision, accumulation, other plugins
 
 
@@ -215,29 +171,6 @@ def test_sixteen_bits_and_accumulation(precision: str, zero_stage: int) -> None:
     run_ranks(RANKS, _half, precision, zero_stage, plain_steps("gpt2", RANKS // 2, BATCH, True))
 
 
-def _dropout() -> None:
-    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", **CHANGED)
-    booster = Booster(plugin=plugin)
-    model = made("gpt2", attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    inputs = next(iter(plugin.prepare_dataloader(Texts(8), BATCH)))
-    losses = []
-    for _ in range(2):
-        loss = model(**inputs).loss
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((loss.item(), optimizer.get_grad_norm()))
-    told = everywhere(losses)
-    assert told[0] == told[1] and told[2] == told[3]
-    assert told[0][0] != told[0][1], "a pass draws other numbers than the one before"
-    booster.close()
-
-
-def test_ranks_with_parts_of_layers_draw_what_makes_them_agree() -> None:
-    run_ranks(RANKS, _dropout)
-
-
 def _gemini(given: dict[str, Any], expected: Steps) -> None:
     plugin = GeminiPlugin(tp_size=2, precision="fp32", max_norm=MAX_NORM, **given)
     booster = Booster(plugin=plugin)
@@ -265,32 +198,6 @@ def _gemini(given: dict[str, Any], expected: Steps) -> None:
 )
 def test_gemini_over_ranks_with_parts_of_layers(given: dict[str, Any]) -> None:
     run_ranks(RANKS, _gemini, given, plain_steps("llama", RANKS // 2, BATCH, True))
-
-
-def _without_memory() -> None:
-    """A model that is described first, with half of its optimizer state on a disk, is what it is with memory."""
-    losses = []
-    for fraction in (0.0, 0.5):
-        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", zero_stage=1)
-        booster = Booster(plugin=plugin)
-        torch.manual_seed(3)
-        with deferred_init() if fraction else contextlib.nullcontext():
-            model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZES))
-        optimizer: Any = HybridAdam(model.parameters(), lr=1e-2, nvme_offload_fraction=fraction)
-        model, optimizer, *_ = booster.boost(model, optimizer)
-        for _ in range(STEPS):
-            loss = model(**{name: values[:2] for name, values in Texts(2).items.items()}).loss
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        booster.close()
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.full
-def test_a_model_without_memory_and_state_on_a_disk() -> None:
-    run_ranks(RANKS, _without_memory)
 
 
 # -- what cannot be

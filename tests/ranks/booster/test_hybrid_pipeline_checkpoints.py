@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin
+from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import MAX_NORM, Texts, loss_of, made, optimizer_of
 from tests.support.sets import full
 
 REPLICAS, BATCH, STEPS = 2, 2, 4
+SMALL: dict[str, Any] = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 FP32: dict[str, Any] = {"precision": "fp32", "max_norm": MAX_NORM}
 hybrid = functools.partial(HybridParallelPlugin, **FP32)
 stages = functools.partial(hybrid, tp_size=1, pp_size=2, num_microbatches=1)
@@ -120,6 +121,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "zbv2dp2": (4, functools.partial(stages, zero_stage=2, pp_style="zbv", num_model_chunks=2)),
     "pp2dp2inside": (4, functools.partial(stages, zero_stage=2, dp_outside=False)),
     "zero1": (2, functools.partial(LowLevelZeroPlugin, stage=1, **FP32)),
+    "gemini": (4, functools.partial(GeminiPlugin, tp_size=2, **SMALL, **FP32)),
     "alone": (1, functools.partial(LowLevelZeroPlugin, stage=1, **FP32)),
 }
 
@@ -128,7 +130,7 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Plugin]]] = {
     "way",
     [
         ("tp2dp2", "pp2dp2"),
-        *full((("pp2dp2", "tp2dp2", "pp2dp2inside", "zero1"),), (("pp2dp2inside", "zbv2dp2", "alone", "zbv2dp2"),)),
+        *full((("pp2dp2", "tp2dp2", "pp2dp2inside", "zero1"),), (("gemini", "zbv2dp2", "alone", "zbv2dp2"),)),
     ],
     ids="-".join,
 )

@@ -62,57 +62,24 @@ class OwnSkip(OwnNet):
         return super().hidden(x) + x
 
 
-class OwnTiedByUse(OwnNet):
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        return functional.linear(self.hidden(self.embed(ids)), self.embed.weight)
-
-
-class Wrapped(nn.Module):
+class InDict(nn.Module):
     """Around what a layer takes and returns."""
 
-    def __init__(self, layer: nn.Module, kind: str) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.kind = layer, kind
+        self.layer = layer
 
-    def forward(self, x: Any, rest: Any = None) -> Any:
-        if self.kind == "dict":
-            return {"x": self.layer(x["x"])}
-        if self.kind == "complex":
-            return torch.complex(self.layer(x.real.clone()), x.imag)
-        return self.layer(x), x if rest is None else rest + x
+    def forward(self, x: Any) -> Any:
+        return {"x": self.layer(x["x"])}
 
 
 class OwnDict(OwnNet):
-    kind = "dict"
-
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Wrapped(layer, self.kind) for layer in self.layers)
+        self.layers = nn.ModuleList(InDict(layer) for layer in self.layers)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Any:
         return self.head(self.hidden({"x": self.embed(ids)})["x"])
-
-
-class OwnComplex(OwnDict):
-    kind = "complex"
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        x = self.embed(ids)
-        return self.head(self.hidden(torch.complex(x, x)).real)
-
-
-class OwnPair(OwnDict):
-    kind = "pair"
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Any:
-        x, rest = self.embed(ids), None
-        for layer in self.layers:
-            x, rest = layer(x, rest)
-        return self.head(x + rest)
-
-
-class OwnTuples(OwnPair):
-    pass
 
 
 class OwnShared(OwnNet):
@@ -123,11 +90,7 @@ class OwnShared(OwnNet):
 
 REFUSED: dict[type[OwnNet], tuple[int, type[Exception], str]] = {
     OwnSkip: (1, RuntimeError, "uses the output of OwnSkip.embed or of a layer of an earlier stage again"),
-    OwnTiedByUse: (1, AttributeError, "asks embed for 'weight' in stage 1: that Embedding is in stage 0"),
     OwnDict: (0, TypeError, "calls layers.0 with a dict for its hidden state: have each layer take and return one"),
-    OwnComplex: (0, TypeError, "a tensor of torch.complex128 between stages"),
-    OwnPair: (0, TypeError, "returns a tuple, and stages pass a hidden state of one tensor: have each layer take"),
-    OwnTuples: (1, ValueError, "not enough values to unpack"),
 }
 """The rank whose own error it is, and what it says."""
 
@@ -142,7 +105,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 def boosted(booster: Booster, kind: type[OwnNet]) -> tuple[Any, Any]:
-    register_body(kind.__name__, Body(tokens="embed", tuples=kind is OwnTuples))
+    register_body(kind.__name__, Body(tokens="embed"))
     own = kind()
     model, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.5))
     return model, optimizer

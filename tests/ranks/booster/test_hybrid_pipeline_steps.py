@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
-from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import Texts, made
@@ -119,35 +118,6 @@ def _edited(stage: int, after: list[dict[str, Tensor]]) -> None:
 @pytest.mark.parametrize("stage", [*full(0), 1, *full(2)])
 def test_gradients_can_be_used_before_the_step(stage: int) -> None:
     run_ranks(2 * REPLICAS, _edited, stage, plain())
-
-
-def _refused() -> list[str]:
-    texts = []
-    for precision in ("fp32", "fp16"):
-        model = made("llama", torch.float32, num_hidden_layers=2)
-        model.lm_head.requires_grad_(False)
-        booster, plugin, model, optimizer = boosted(model, precision=precision)
-        replica, _ = plugin.data_parallel()
-        for step in range(3):
-            model.module.requires_grad_(True) if step == 1 else None  # lm_head is in the last stage alone
-            booster.execute_pipeline(iter([batch_of(0, replica)]), model, exact, optimizer)
-            if step == 1:
-                with pytest.raises((RuntimeError, PeerError)) as error:
-                    optimizer.step()
-                texts.append(str(error.value))
-                model.lm_head.requires_grad_(False)
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
-        booster.close()
-    return texts
-
-
-def test_a_step_that_one_stage_refuses_is_an_error_on_all() -> None:
-    for rank, texts in enumerate(run_ranks(2, _refused)):
-        for text in texts:
-            assert "lm_head.weight has requires_grad=True but was frozen" in text
-            assert ("step() was refused on rank 1" in text) == (rank == 0)
 
 
 def _of_unequal_rows(stage: int) -> str:

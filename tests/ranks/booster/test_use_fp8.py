@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 from torch import Tensor
 
 from shardwise.booster import Booster
@@ -119,28 +118,3 @@ def test_losses_fall_as_without(name: str, tmp_path: Path) -> None:
     for one, other in zip(plain, eight, strict=True):
         assert abs(one - other) < 0.05 * one
     assert plain != eight
-
-
-def adapters() -> None:
-    model = made("llama", torch.float32, **SIZES)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16", use_fp8=True))
-    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], lora_alpha=8)
-    model = booster.enable_lora(model, lora_config=config)
-    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    with pytest.warns(UserWarning, match=r"8 layers stay as they are \(.*lora_A"):
-        model, optimizer, *_ = booster.boost(model, optimizer)
-    products = Products()
-    losses = []
-    for _ in range(3):
-        with mock.patch.object(float8, "product", products):
-            loss = model(**texts(dist.get_rank())).loss
-            booster.backward(loss, optimizer)
-        losses.append(loss.item())
-        optimizer.step()
-    assert products.count > 0
-    assert losses[-1] < losses[0]
-    booster.close()
-
-
-def test_adapters_stay_as_they_are() -> None:
-    run_ranks(2, adapters)

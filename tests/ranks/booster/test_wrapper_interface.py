@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.testing import assert_close, run_ranks
@@ -84,28 +82,6 @@ def _states(name: str) -> dict[str, Any]:
     return found
 
 
-def _read_without_a_pass(how: str) -> list[dict[str, torch.Tensor]]:
-    """What the user's own parameters are after a step that leaves gathers under way, and when these were waited for."""
-    booster, model, wrapped, _ = _run(LowLevelZeroPlugin(stage=1, precision="fp32", overlap_allgather=True))
-    wrapped.step()
-    found = []
-    for wait in (False, True):
-        if wait and how == "the name of ColossalAI":
-            model._force_wait_all_gather()
-        with model.gathered() if wait and how == "gathered" else nullcontext():
-            found.append({name: each.detach().clone() for name, each in model.unwrap().named_parameters()})
-    whole = model.state_dict()
-    booster.close()
-    return [*found, {name: whole[name].clone() for name in found[0]}]
-
-
-@pytest.mark.parametrize("how", ["the name of ColossalAI", "gathered"])
-def test_what_a_step_left_under_way_can_be_waited_for(how: str) -> None:
-    for before, found, expected in run_ranks(RANKS, _read_without_a_pass, how):
-        assert_close(found, expected, rtol=0.0, what="the user's own parameters")
-        assert any(not torch.equal(before[name], value) for name, value in found.items())
-
-
 def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     entries = {f"{i}.{key}": value for i, entry in state["state"].items() for key, value in entry.items()}
     return {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
@@ -155,24 +131,3 @@ def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for() -> None
         assert scale == 1024.0 and skipped
         assert said.startswith("clip_grad_by_norm(1.0): the norm of the gradients is inf")
         assert norm == math.inf
-
-
-def _engine_of_deepspeed() -> list[str]:
-    model, optimizer, _ = start()
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
-    engine, wrapped, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    assert wrapped.unwrap() is optimizer and engine.optimizer is wrapped and engine.optimizer.cur_scale == 1.0
-    said = []
-    for owner in (engine, wrapped):
-        with pytest.raises(AttributeError) as error:
-            _ = owner.nothing_like_it
-        assert error.value.name == "nothing_like_it" and not hasattr(owner, "nothing_like_it")
-        said.append(str(error.value))
-    engine.destroy()
-    return said
-
-
-def test_what_an_engine_lacks_is_its_own_fault() -> None:
-    for engine, optimizer in run_ranks(RANKS, _engine_of_deepspeed):
-        assert engine.startswith("DeepSpeedEngine has no attribute 'nothing_like_it'")
-        assert optimizer == "DeepSpeedOptimizer has no attribute 'nothing_like_it', nor has the AdamW in it"

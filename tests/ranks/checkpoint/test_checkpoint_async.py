@@ -21,6 +21,7 @@ from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.support.checkpoint_setup import Held
+from tests.support.counters import forget_peak, resident_bytes
 from tests.support.engine_setup import one_mesh
 
 
@@ -70,55 +71,9 @@ def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     run_ranks(2, train_meanwhile, str(tmp_path))
 
 
-def without_threads(root: str) -> None:
-    with one_mesh(zero(3)) as mesh, pytest.MonkeyPatch.context() as patch:
-        model = nn.Linear(64, 64)
-        session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
-        files, start = Held(), threading.Thread.start
-        files.go.set()
-        saver = Checkpointer(session, files)
-
-        def refused(thread: threading.Thread) -> None:
-            if thread.name == "shardwise checkpoint" and mesh.rank == 1:
-                raise RuntimeError("can't start new thread")
-            start(thread)
-
-        patch.setattr(threading.Thread, "start", refused)
-        saver.save(root, "a", use_async=True)
-        files.fail = mesh.rank == 1
-        saver.save(root, "b", use_async=True)  # waits for the first
-        with pytest.raises(CheckpointError, match=r"asynchronous save failed: .*rank 1.*ENOSPC"):
-            saver.wait_for_saves()
-        files.fail = False
-        saver.save(root, "c")
-        saver.close()
-        session.close()
-        assert not verify(os.path.join(root, "a")) and not verify(os.path.join(root, "c"))
-
-
-def test_a_rank_that_gets_no_thread_writes_by_itself(tmp_path: Path) -> None:
-    run_ranks(2, without_threads, str(tmp_path))
-    assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == ["a", "c", "latest"]
-
-
 # ---- what a load costs
 
 WIDTH = 3000
-
-
-def _resident(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-
-
-def _forget_peak() -> bool:
-    """The highest resident memory so far is what there is now; ``False``: this kernel cannot say so."""
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    except OSError:
-        return False
-    return True
 
 
 def large(root: str, load: bool) -> tuple[int, int, int]:
@@ -143,10 +98,10 @@ def large(root: str, load: bool) -> tuple[int, int, int]:
 
         restore.NativeSource = Counting  # type: ignore[misc]
         try:
-            is_new = _forget_peak()
-            before = _resident("VmRSS")
+            is_new = forget_peak()
+            before = resident_bytes("VmRSS")
             saver.load(root)
-            rise = _resident("VmHWM") - before if is_new else 0
+            rise = resident_bytes("VmHWM") - before if is_new else 0
         finally:
             restore.NativeSource = NativeSource  # type: ignore[misc]
         session.close()

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory, sync_path
-from shardwise.core.checkpoint.directory import CheckpointRoot, scan
+from shardwise.core.checkpoint.atomic import sync_path
 from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
@@ -39,43 +38,6 @@ def test_a_soak_names_what_grows() -> None:
         assert grown.startswith(name), grown
     early = [{**steady, "memory": steady["memory"] - (100 << 20) // (1 + cycle)} for cycle in range(50)]
     assert soak.judge(early[10:]) != [], "what still rises in the second fifth is found"
-
-
-def test_a_kill_between_two_renames_loses_nothing(tmp_path: Path) -> None:
-    """Where names cannot be exchanged, the old checkpoint steps aside; if its successor never comes, it is found."""
-
-    class Dying(FileSystem):
-        renames = 0
-
-        def exchange(self, one: str, other: str) -> bool:
-            return False
-
-        def rename(self, old: str, new: str) -> None:
-            self.renames += 1
-            if self.renames > 1:
-                raise KeyboardInterrupt  # as good as dead: nothing is put back either
-            super().rename(old, new)
-
-    root = str(tmp_path)
-    session = build(nn.Linear(3, 2), None, zero(3))
-    Checkpointer(session).save(root, "same", user_state=1)
-    owner = CheckpointRoot(root, Dying())
-    owner._files.renames = 0
-    owner.prepare("same")
-    (Path(owner.hidden) / "x").write_text("x")
-    with pytest.raises(KeyboardInterrupt):
-        owner.commit(b"{}")
-    assert not (tmp_path / "same").exists()
-    (found,) = scan(root)
-    assert found.tag == "same" and verify(found.path) == []
-    restored = Checkpointer(session).load(root)
-    assert restored is not None and restored.user_state == 1
-    assert owner._directory is not None and owner._directory._lock is not None
-    os.close(owner._directory._lock)  # as the system does it with what a dead process had open
-    Checkpointer(session).save(root, "other", user_state=2)
-    assert sorted(os.listdir(root)) == ["latest", "other", "same"]
-    assert verify(tmp_path / "same") == []
-    session.close()
 
 
 @pytest.mark.parametrize("use_async", [False, True])
@@ -143,32 +105,6 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(tmp_path
     restored = saver.load(elsewhere, "best")
     assert restored is not None and restored.user_state == 1
     session.close()
-
-
-def test_a_link_to_a_model_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
-    (tmp_path / "best").mkdir()
-    (tmp_path / "best" / "notes").write_text("mine")
-    (tmp_path / "model").symlink_to(tmp_path / "best")
-    for text in ("one", "two"):
-        with atomic_directory(tmp_path / "model", lambda name: name == "weights") as fresh:
-            (fresh / "weights").write_text(text)
-    assert sorted(os.listdir(tmp_path)) == ["best", "model"] and not (tmp_path / "model").is_symlink()
-    assert sorted(os.listdir(tmp_path / "model")) == ["notes", "weights"]
-    assert os.listdir(tmp_path / "best") == ["notes"]
-
-
-def test_a_path_that_goes_back_through_a_link_is_where_the_system_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "far" / "inner").mkdir(parents=True)
-    (tmp_path / "link").symlink_to("far/inner")
-    monkeypatch.chdir(tmp_path / "far" / "inner")
-    for path in (tmp_path / "link" / ".." / "model", Path("."), tmp_path / "link" / ".."):
-        with atomic_directory(path, lambda name: name == "weights") as fresh:
-            (fresh / "weights").write_text("new")
-    assert sorted(os.listdir(tmp_path)) == ["far", "link"]
-    assert sorted(os.listdir(tmp_path / "far")) == ["inner", "model", "weights"]
-    assert os.listdir(tmp_path / "far" / "model") == os.listdir(tmp_path / "far" / "inner") == ["weights"]
 
 
 def test_wrong_uses_are_errors(tmp_path: Path) -> None:

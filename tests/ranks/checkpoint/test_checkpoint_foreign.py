@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +21,6 @@ from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import Session, build
-from tests.support.launching import forked, start
 from tests.support.sets import full
 
 
@@ -94,49 +90,6 @@ def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
     assert restored is not None and restored.user_state == 3
     saver.save(tmp_path, "other", keep=1)
     assert sorted(os.listdir(tmp_path)) == ["latest", "other"], "keep removes a checkpoint with all that is in it"
-
-
-def test_files_that_change_during_a_save_are_kept_as_they_are_last(session: Session, tmp_path: Path) -> None:
-    """Between the moment at which they are taken along and that at which the directory is replaced."""
-
-    class Busy(FileSystem):
-        armed = False
-
-        def exchange(self, one: str, other: str) -> bool:
-            if self.armed:
-                late = Path(other)
-                (late / "new").write_text("new")
-                (late / "logs" / "new").write_text("new")
-                (late / "folder" / "inner").mkdir(parents=True)
-                (late / "folder" / "inner" / "new").write_text("new")
-                (late / "appended").open("a").write(" and more")
-                (late / "partial").write_text("replaced")
-                os.utime(late / "partial", (2e9, 2e9))
-                os.rename(late / "partial", late / "replaced")
-                (late / "gone-in-a-moment").write_text("")
-                (late / "gone-in-a-moment").unlink()
-            return super().exchange(one, other)
-
-    files = Busy()
-    saver, best = Checkpointer(session, files), tmp_path / "best"
-    saver.save(tmp_path, "best")
-    (best / "logs").mkdir()
-    (best / "appended").write_text("first")
-    (best / "replaced").write_text("old")
-    files.armed = True
-    saver.save(tmp_path, "best")
-    found = {name: content for name, (_, content) in user_files(best).items()}
-    assert found == {
-        "appended": b"first and more",
-        "replaced": b"replaced",
-        "new": b"new",
-        "logs": None,
-        "logs/new": b"new",
-        "folder": None,
-        "folder/inner": None,
-        "folder/inner/new": b"new",
-    }
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest"]
 
 
 class Killed(BaseException):
@@ -213,53 +166,6 @@ def test_a_kill_at_any_call_loses_neither_checkpoint_nor_files(
     assert at > 20 and 0 < visible < at // every, (at, visible)
 
 
-def test_what_a_killed_save_left_goes_without_what_is_the_users(session: Session, tmp_path: Path) -> None:
-    """What appeared in the old directory just before a kill is in the one that stepped aside, and comes back."""
-    saver = Checkpointer(session)
-    saver.save(tmp_path, "best", user_state=1)
-    aside = tmp_path / f".best.replaced-{'0' * 16}"
-    (tmp_path / "best").rename(aside)
-    (aside / "late").write_text("late")
-    saver.save(tmp_path, "other", user_state=2)
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"] and verify(tmp_path / "best") == []
-    shutil.copytree(tmp_path / "best", aside)
-    (aside / "logs").mkdir()
-    (aside / "logs" / "late").write_text("late")
-    saver.save(tmp_path, "other", user_state=3)
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
-    assert (tmp_path / "best" / "logs" / "late").read_text() == (tmp_path / "best" / "late").read_text() == "late"
-    unfinished = tmp_path / f".new.saving-{'1' * 16}"  # of a tag that never was
-    (unfinished / "logs").mkdir(parents=True)
-    saver.save(tmp_path, "other")
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"]
-
-
-def test_what_a_save_had_not_moved_when_it_was_killed_is_moved_by_the_next(session: Session, tmp_path: Path) -> None:
-    """Files that appear in the old directory after the others were taken along, where names are exchanged."""
-
-    class Dying(FileSystem):
-        def exchange(self, one: str, other: str) -> bool:
-            done = super().exchange(one, other)
-            if done:
-                for name in ("early", "tokens"):
-                    Path(one, name).write_text(name)
-            return done
-
-        def rename(self, old: str, new: str) -> None:
-            if os.path.basename(old) == "tokens":
-                raise KeyboardInterrupt  # as good as dead
-            super().rename(old, new)
-
-    Checkpointer(session).save(tmp_path, "best")
-    with pytest.raises(KeyboardInterrupt):
-        Checkpointer(session, Dying()).save(tmp_path, "best")
-    (left,) = tmp_path.glob(".best.saving-*")
-    assert (left / "tokens").exists()
-    Checkpointer(session).save(tmp_path, "other")
-    assert sorted(os.listdir(tmp_path)) == ["best", "latest", "other"] and verify(tmp_path / "best") == []
-    assert [(tmp_path / "best" / name).read_text() for name in ("early", "tokens")] == ["early", "tokens"]
-
-
 def _refusing(path: str, place: str) -> None:
     raise PermissionError(1, "Operation not permitted", path)
 
@@ -285,87 +191,6 @@ def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(ses
     assert sorted(os.listdir(tmp_path)) == ["best", "latest"] and sorted(os.listdir(best / "logs")) == ["mine"]
     restored = saver.load(tmp_path, "best")
     assert restored is not None and restored.user_state == 1
-
-
-def _as_another_user(root: Path, answers: Connection) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # what it imports may be where the other user cannot read
-        rehearsal = build(nn.Linear(3, 2), None, zero(3))
-        for _ in range(2):
-            Checkpointer(rehearsal).save(folder, "best")
-        Checkpointer(rehearsal).load(folder, "best")
-        rehearsal.close()
-    os.umask(0o022)
-    os.setgid(65534)
-    os.setuid(65534)
-    session = build(nn.Linear(3, 2), None, zero(3))
-    saver, best = Checkpointer(session), root / "best"
-    saver.save(root, "best", user_state=1)
-    (best / "own").write_text("own")
-    (best / "own").chmod(0)
-    (best / "ended").mkdir()
-    (best / "ended" / "a").write_text("a")
-    (best / "ended").chmod(0o500)
-    saver.save(root, "best", user_state=2)
-    kept = [*os.listdir(root), *os.listdir(best), *os.listdir(best / "ended")]
-    (best / "closed").mkdir()
-    (best / "closed").chmod(0)
-    error = ""
-    try:
-        saver.save(root, "best", user_state=3)
-    except CheckpointError as raised:
-        error = str(raised)
-    restored = saver.load(root, "best")
-    answers.send((sorted(kept), error, restored is not None and restored.user_state, sorted(os.listdir(root))))
-    session.close()
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
-def test_files_that_this_user_cannot_read_are_kept_or_named() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o777)
-        answer, answers = multiprocessing.Pipe(duplex=False)
-        process = start(forked(_as_another_user, Path(folder, "run"), answers))
-        answers.close()
-        assert answer.poll(120), "no answer within 120 s"
-        kept, error, version, there = answer.recv()
-        process.join()
-    assert kept == ["a", "best", "ended", "latest", "manifest.json", "own", "pieces-0.safetensors"]
-    assert "best/closed does not belong to the checkpoint and cannot be kept: EACCES" in error
-    assert version == 2 and there == ["best", "latest"]
-
-
-def _is_weights(name: str) -> bool:
-    return name.startswith("model.safetensors")
-
-
-def test_a_save_leaves_alone_what_is_converted_beside_it(session: Session, tmp_path: Path) -> None:
-    with atomic_directory(tmp_path / "hf", _is_weights) as fresh:
-        (fresh / "model.safetensors").write_text("new")
-        Checkpointer(session).save(tmp_path, "a")
-    assert sorted(os.listdir(tmp_path)) == ["a", "hf", "latest"]
-    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
-
-
-def test_a_save_does_not_settle_what_a_killed_conversion_left(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would take old weights for a user's file, and move them beside the new index."""
-
-    def write(name: str) -> None:
-        with atomic_directory(tmp_path / "model", _is_weights) as fresh:
-            (fresh / name).write_text("weights")
-
-    write("model.safetensors")
-    with monkeypatch.context() as patch:
-        patch.setattr("shardwise.core.checkpoint.atomic.DISK.exchange", lambda one, other: False)
-        patch.setattr("shardwise.core.checkpoint.atomic._settle", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            write("model.safetensors.index.json")
-    Checkpointer(session).save(tmp_path, "a")
-    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
-    write("model.safetensors.index.json")
-    assert sorted(os.listdir(tmp_path)) == ["a", "latest", "model"]
-    assert os.listdir(tmp_path / "model") == ["model.safetensors.index.json"]
 
 
 def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats.huggingface import write_huggingface
@@ -28,12 +25,10 @@ from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import differences, everything
-from tests.support.cut_setup import VOCABULARY, made
+from tests.support.cut_setup import made
 from tests.support.engine_setup import sharded
 from tests.support.sets import campaign, full
-from tests.support.tensor_cases import decoder
-from tests.support.tensor_runs import adam, flat, plan_of, train, training
-from tests.support.tensor_setup import Exact
+from tests.support.tensor_runs import flat, plan_of, train, training
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 States = tuple[dict[str, Any], dict[str, Any]]
@@ -197,106 +192,6 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4 small")])
 def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
     assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
-
-
-def llama(words: int = VOCABULARY) -> LlamaForCausalLM:
-    """Six heads that read two key heads; a vocabulary of 29."""
-    torch.manual_seed(3)
-    config = decoder(
-        "Llama", attention_bias=True, attn_implementation="eager", tie_word_embeddings=True, vocab_size=words
-    )
-    model: LlamaForCausalLM = LlamaForCausalLM(config).double()
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.3)
-    return model
-
-
-@contextmanager
-def llama_run(tp: int, words: int = VOCABULARY) -> Iterator[Session]:
-    model = llama(words)
-    plan = zero(3).but(tp=tp, tensor=TensorPlan(vocabulary_multiple=4, parallel_output=False))
-    with sharded(model, adam(model), plan) as session:
-        yield session
-
-
-def llama_trained(session: Session, first: int, last: int) -> None:
-    for step in range(first, last):
-        ids = torch.randint(0, VOCABULARY, (4, 3, 7), generator=torch.Generator().manual_seed(step))
-        for each in ids.chunk(session.mesh.size)[session.mesh.rank]:
-            with Exact():
-                loss = session.module(input_ids=each, labels=each).loss
-            session.backward(loss * session.mesh.size / 4)
-        for optimizer in session.optimizers:
-            optimizer.step()
-
-
-def llama_saved(root: str, tp: int) -> States:
-    with llama_run(tp) as session:
-        llama_trained(session, 0, 2)
-        saver, files = Checkpointer(session), PortableFiles()
-        saver.save(root, "here")
-        model = session.module.unwrap()
-        write = partial(write_huggingface, path=f"{root}/model", size_per_shard=0.01, config=model.config)
-        files.save_model(EngineRun(session), write, "save the model")
-        state = everything(session)
-        llama_trained(session, 2, 4)
-        assert not parts_are_of(session, everything(session)), "holders of the same have other values"
-        saver.close()
-        files.close()
-        return state, everything(session)
-
-
-def llama_loaded(root: str, tp: int) -> States:
-    with llama_run(tp) as session:
-        saver = Checkpointer(session)
-        saver.load(root)
-        state = everything(session)
-        assert not parts_are_of(session, state)
-        llama_trained(session, 2, 4)
-        saver.close()
-        return state, everything(session)
-
-
-@pytest.mark.parametrize("tp", [*full(4), *campaign(2)])
-def test_a_llama_goes_on_and_from_pretrained_loads_it(tmp_path: Path, tp: int) -> None:
-    """Over four ranks two have the same key head, and keep it the same."""
-    root = str(tmp_path / "root")
-    states = run_ranks(4, llama_saved, root, tp, timeout=240.0)
-    for ranks, other in ((4, 6 - tp), (4, 1), (1, 1)):
-        found = [[each] for each in run_ranks(ranks, llama_loaded, root, other, timeout=240.0)]
-        check(found, [f"tp {other}"], states[0], steps=True)
-    model = LlamaForCausalLM.from_pretrained(f"{root}/model", dtype=torch.float64)
-    assert (model.config.vocab_size, model.config.num_key_value_heads) == (VOCABULARY, 2)
-    assert len(list(Path(root, "model").glob("*.safetensors"))) > 2
-    expected = {n.removeprefix("model/"): v for n, v in states[0][0].items() if n.startswith("model/")}
-    assert not differences(dict(model.state_dict()), expected)
-    wrong = {n for n, v in llama().state_dict().items() if v.shape != expected[n].shape or torch.equal(v, expected[n])}
-    assert not wrong, "a state that steps did not change"
-
-
-def grown(root: str, tp: int, how: str) -> dict[str, Any]:
-    """With a larger vocabulary than was saved."""
-    with llama_run(tp, VOCABULARY + 6) as session:
-        session.checkpoints.load(root, rows={"lm_head.weight": how})
-        state = everything(session)
-        assert not parts_are_of(session, state)
-        return state
-
-
-@pytest.mark.full
-def test_a_vocabulary_grows_under_another_cut(tmp_path: Path) -> None:
-    """New rows are what they are without a cut: kept, or the mean; a rank has some of both, and padding."""
-    root = str(tmp_path / "root")
-    run_ranks(4, llama_saved, root, 2, timeout=240.0)
-    for how in ("keep", "mean"):
-        (plain,) = run_ranks(1, grown, root, 1, how)
-        assert plain["model/lm_head.weight"].shape == (VOCABULARY + 6, 24)
-        kept = torch.equal(
-            plain["model/lm_head.weight"][VOCABULARY:], llama(VOCABULARY + 6).lm_head.weight[VOCABULARY:]
-        )
-        assert kept == (how == "keep")
-        for state in run_ranks(4, grown, root, 4, how, timeout=240.0):
-            assert not differences(state, plain), how
 
 
 # ---- what several ranks hold alike

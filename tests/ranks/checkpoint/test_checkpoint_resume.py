@@ -164,19 +164,12 @@ def test_other_world_sizes_go_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "steps"),
-    [("gpt", "adamw", 1), *campaign(("unused", "two", 2))],
-    ids=["gpt", "unused"],
+    ("model", "optimizer", "steps"), [("gpt", "adamw", 1), *campaign(("unused", "two", 2))], ids=["gpt", "unused"]
 )
 def test_replicas_share_the_writing(tmp_path: Path, model: str, optimizer: str, steps: int) -> None:
     _check(tmp_path / "hybrid", 4, [(model, optimizer, "hybrid", "hybrid")], steps=steps)
     sizes = [file.stat().st_size for file in (tmp_path / "hybrid" / "0" / f"step-{SAVED_AFTER}").glob("pieces-*")]
     assert len(sizes) == 4 and (model != "gpt" or max(sizes) < 2 * min(sizes))
-
-
-def test_ddp_replicas_share_the_writing(tmp_path: Path) -> None:
-    _check(tmp_path, 2, [("gpt", "adamw", "ddp", "ddp")])
-    assert len(list((tmp_path / "0" / f"step-{SAVED_AFTER}").glob("pieces-*"))) == 2
 
 
 @pytest.mark.parametrize("saved", [("zero3",), *full((("disk", "gloo"),))], ids=" ".join)
@@ -253,8 +246,7 @@ AT_OTHER_SIZES = [(*case[:3], 2, 3) for case in PRECISIONS]
 
 
 @pytest.mark.parametrize(
-    ("save", "load", "rtol", "before", "after"),
-    [*PRECISIONS[:2], *full(*PRECISIONS[2:]), *campaign(*AT_OTHER_SIZES)],
+    ("save", "load", "rtol", "before", "after"), [*PRECISIONS[:2], *full(*PRECISIONS[2:]), *campaign(*AT_OTHER_SIZES)]
 )
 def test_any_precision_continues_any_other(
     tmp_path: Path, save: str, load: str, rtol: float, before: int, after: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,57 +85,6 @@ def test_ranks_that_do_not_see_the_directory_are_named_on_every_rank(tmp_path: P
             assert f"{ranks} not see " in said and "on storage that all of them share" in said, said
 
 
-def alone(folder: str, of: list[int]) -> list[str]:
-    with one_mesh(PLANS["zero3"]) as mesh, inside(folder, of[mesh.rank]):
-        run = begin(mesh)
-        said = []
-        for root in ("kept", "none"):
-            try:
-                said.append(str(run.saver.load(root, "auto")))
-            except CheckpointError as error:
-                said.append(str(error))
-        stop(run)
-        return said
-
-
-def test_a_run_does_not_start_anew_where_other_ranks_have_its_checkpoints(tmp_path: Path) -> None:
-    session = build(nn.Linear(3, 2), None, zero(3))
-    Checkpointer(session).save(tmp_path / "host-1" / "kept", "one")
-    session.close()
-    for said in run_ranks(2, alone, str(tmp_path), [0, 1]):
-        assert "rank 1 could not find a checkpoint in kept: it sees checkpoints, and rank 0 sees none" in said[0], said
-        assert said[1] == "None", "there is none anywhere"
-
-
-def copies(folder: str) -> tuple[str, Any]:
-    with one_mesh(PLANS["zero3"]) as mesh, inside(folder, mesh.rank):
-        run = begin(mesh)
-        restored = run.saver.load(ROOT, "auto")
-        try:
-            run.saver.load("other", "one")
-            said = ""
-        except CheckpointError as error:
-            said = str(error)
-        stop(run)
-        return said, restored.user_state if restored is not None else None
-
-
-def saved(folder: str) -> None:
-    with one_mesh(PLANS["zero3"]) as mesh:
-        run = begin(mesh)
-        run.saver.save(f"{folder}/host-0/runs", "one", user_state="copied")
-        run.saver.save(f"{folder}/host-0/other", "one", user_state=0)
-        run.saver.save(f"{folder}/host-1/other", "one", user_state=1)
-        stop(run)
-
-
-def test_each_host_may_load_a_copy_but_not_another_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, saved, str(tmp_path))
-    shutil.copytree(tmp_path / "host-0" / ROOT, tmp_path / "host-1" / ROOT)
-    for said, state in run_ranks(2, copies, str(tmp_path)):
-        assert state == "copied" and "rank 1 of 2 does not see other/one as the other ranks do" in said, said
-
-
 def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
     """Save as ``given``, then all the same: what was raised, what was returned, and what is there."""
     with one_mesh(PLANS["zero3"]) as mesh, inside(folder, 0):
@@ -170,13 +118,6 @@ def test_ranks_that_name_different_checkpoints_save_none(case: str, tmp_path: Pa
     for said, _, there, after in run_ranks(2, differ, str(tmp_path), given):
         assert pytest.raises(AssertionError, match=wanted).matches(AssertionError(said)), said
         assert there == [] and "manifest.json" in after, (there, after)
-
-
-def test_a_link_to_the_directory_is_that_directory(tmp_path: Path) -> None:
-    (tmp_path / "host-0" / "one").mkdir(parents=True)
-    (tmp_path / "host-0" / "two").symlink_to("one")
-    for said, path, there, _ in run_ranks(2, differ, str(tmp_path), [("one", "a", None), ("two", "a", None)]):
-        assert said == "" and os.path.basename(path) == "a" and "a" in there, (said, path, there)
 
 
 @pytest.mark.parametrize("fail", [False, True])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.cli.main import main
-from shardwise.core.checkpoint.formats import detect_format, open_checkpoint
+from shardwise.core.checkpoint.formats import detect_format
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
@@ -118,12 +118,6 @@ def test_a_trainers_directory_goes_on_as_in_torch(trained: Path, ranks: int, sta
         assert torch.equal(drawn, first) == (rank == 0), "the saved generators are rank 0's"
 
 
-def test_an_earlier_checkpoint_of_a_trainer_by_its_tag(trained: Path) -> None:
-    (state, step, tag, _), *_ = run_ranks(1, resumed, str(trained), 2, "checkpoint-2")
-    assert_close(state, plain(trained / "checkpoint-2"), 0.0, "checkpoint-2")
-    assert (step, tag) == (2, "checkpoint-2")
-
-
 def through_booster(path: str) -> dict[str, Tensor]:
     model = gpt2()
     optimizer = adamw(model)
@@ -144,24 +138,6 @@ def test_the_parts_of_a_trainers_directory_one_by_one(trained: Path) -> None:
         assert_close(state, plain(trained / "checkpoint-12"), 1e-6, "Booster")
 
 
-def resumed_in_one_group(path: str) -> tuple[list[str], str]:
-    model = gpt2()
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=1e-2), zero(2))
-    try:
-        session.checkpoints.load(path)
-    except ValueError as error:
-        return [], str(error)
-    finally:
-        session.close()
-    return [], "nothing was refused"
-
-
-def test_other_groups_are_named_by_their_shapes(trained: Path) -> None:
-    """What is said of them is said by group, not of numbers that nothing fits."""
-    (_, message), *_ = run_ranks(1, resumed_in_one_group, str(trained))
-    assert "[10, 18]" in message and "#0" not in message
-
-
 def test_convert_and_inspect_of_a_trainers_directory(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,19 +151,6 @@ def test_convert_and_inspect_of_a_trainers_directory(
     for state, step, *_ in run_ranks(2, resumed, str(target), 3, None):
         assert_close(state, plain(trained / "checkpoint-12"), 0.0, "converted, still numbered")
         assert step == 12
-
-
-def test_names_in_the_optimizers_order_settle_it(trained: Path, tmp_path: Path) -> None:
-    model = gpt2()
-    by_id = {id(p): name for name, p in model.named_parameters()}
-    names = [by_id[id(p)] for group in decayed(model) for p in group["params"]]
-    source = open_checkpoint(trained, parameter_names=names)
-    saved = torch.load(trained / "checkpoint-12" / "optimizer.pt", weights_only=True)["state"]
-    for number, name in enumerate(names):
-        full = f"optimizer/0/{name}/exp_avg"
-        value = source.read(full, 0, source.tensors()[full].numel)
-        assert torch.equal(value, saved[number]["exp_avg"].reshape(-1)), name
-    source.close()
 
 
 # -- accelerate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,11 @@ from torch import Tensor, nn
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointError
-from shardwise.core.engine.fragments import EngineLocalState, TensorShape
 from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks
-from tests.support.checkpoint_setup import SCALER, plans
+from tests.support.checkpoint_setup import plans
 from tests.support.engine_setup import adam, sharded
 from tests.support.sets import full
 
@@ -80,40 +76,6 @@ def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path
             assert all(torch.equal(own[n], masters[n]) for n in facts), tag
 
 
-def lied(directory: str, lie: Callable[[TensorShape], TensorShape]) -> str:
-    """A save whose description says something else than what is written."""
-    net, true = model(), EngineLocalState.model_shapes
-    with sharded(net, adam(net), plans(directory)["bf16"]) as session, pytest.MonkeyPatch.context() as patch:
-        told = {"2.weight"}
-        patch.setattr(
-            EngineLocalState,
-            "model_shapes",
-            lambda held: {n: lie(s) if n in told else s for n, s in true(held).items()},
-        )
-        with pytest.raises(CheckpointError) as raised:
-            session.checkpoints.save(directory, "one")
-        patch.undo()
-        assert not (Path(directory) / "one").exists()
-        session.checkpoints.save(directory, "one")
-        return str(raised.value)
-
-
-def in_bf16(shape: TensorShape) -> TensorShape:
-    return TensorShape(shape.shape, torch.bfloat16)
-
-
-def turned(shape: TensorShape) -> TensorShape:
-    return TensorShape(shape.shape[::-1], shape.dtype)
-
-
-@pytest.mark.parametrize(("lie", "said"), [(in_bf16, "as bfloat16 of shape [7, 9]"), (turned, "shape [9, 7]")])
-def test_a_tensor_that_is_written_as_something_else_than_it_is_called_is_not_saved(
-    lie: Callable[[TensorShape], TensorShape], said: str, tmp_path: Path
-) -> None:
-    for message in run_ranks(2, lied, str(tmp_path), lie):
-        assert "model/2.weight would be saved as float32 of shape [7, 9]" in message and said in message, message
-
-
 def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path: Path) -> None:
     net = model()
     with sharded(net, adam(net), zero(1)) as session:
@@ -122,22 +84,3 @@ def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path
             session.checkpoints.load(tmp_path, "one")
         with pytest.warns(UserWarning, match=r"optimizer 0 \(Adam\): the checkpoint has no optimizers, so its"):
             session.checkpoints.load(tmp_path, "one", strict=False)
-
-
-def test_a_static_loss_scale_is_the_plans(tmp_path: Path) -> None:
-    """That of a run whose scale moved replaced it, for good."""
-    moving = plans(str(tmp_path))["fp16"]
-    fixed = moving.but(scaler=dataclasses.replace(SCALER, initial_scale=64.0, min_scale=64.0, max_scale=64.0))
-    for plan, before, after in ((moving, 256.0, 128.0), (fixed, 64.0, 64.0), (moving, 256.0, 128.0)):
-        net = model()
-        with sharded(net, adam(net), plan) as session:
-            scaler = session.optimizers[0].scaler
-            assert scaler is not None and scaler.scale == before
-            if not (tmp_path / "one").exists():
-                scaler.update(overflow=True)
-                session.checkpoints.save(tmp_path, "one")
-                state = session.optimizers[0].state_dict()
-            session.checkpoints.load(tmp_path, "one")
-            assert scaler.scale == after
-            session.optimizers[0].load_state_dict(state)
-            assert scaler.scale == after

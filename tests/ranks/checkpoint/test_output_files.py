@@ -29,10 +29,7 @@ CHANGES = {
     False: [("one", "one"), ("two", "one"), ("three", "two"), ("", "two")],
 }
 SOME = {True: CHANGES[True][:2], False: CHANGES[False][1::2]}
-OTHERS = {
-    True: [("two", "one"), ("three", "two"), ("", "two")],
-    False: [("one", "two"), ("two", "two"), ("", "one")],
-}
+OTHERS = {True: [("two", "one"), ("three", "two"), ("", "two")], False: [("one", "two"), ("two", "two"), ("", "one")]}
 """What was there and what is written, where names can be exchanged and where not: every change once, and the rest."""
 NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
 NAMES = {"mkdir", "link", "rename", "renameat2", "unlink", "rmdir"}

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from test_checkpoint_shared import ROOT, begin, inside, stop
-from torch import nn
 
-from shardwise.core.checkpoint import bounds, format, schedulers
+from shardwise.core.checkpoint import bounds, format
 from shardwise.core.checkpoint.bounds import MAX_DEPTH
 from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats import output
@@ -20,7 +19,6 @@ from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
 from shardwise.core.checkpoint.formats.output import write_text, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import load_torch
-from shardwise.core.checkpoint.schedulers import read_lr_scheduler, write_lr_scheduler
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.testing import run_ranks
 from tests.support.checkpoint_setup import differences, everything
@@ -110,34 +108,6 @@ def at_the_bound(folder: str) -> None:
 
 def test_what_is_as_large_as_may_be_is_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(1, at_the_bound, str(tmp_path))
-
-
-def refused(write: Callable[[], object], match: str, path: Path, content: bytes = b"before") -> None:
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=match):
-        write()
-    assert path.read_bytes() == content and [each.name for each in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("suffix", [".json", ".pt"])
-def test_a_scheduler_whose_state_no_reader_would_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
-) -> None:
-    class Deep(torch.optim.lr_scheduler.ConstantLR):
-        held = nested(10)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "held": self.held}
-
-    scheduler, path = Deep(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)), tmp_path / f"s{suffix}"
-    write_lr_scheduler(scheduler, path)
-    assert read_lr_scheduler(path).state["held"] == nested(10)
-    Deep.held = nested(MAX_DEPTH)
-    refused(lambda: write_lr_scheduler(scheduler, path), rf"s{suffix} is not saved.*more than 100 levels", path)
-    if suffix == ".json":
-        Deep.held = nested(2)
-        monkeypatch.setattr(schedulers, "MOST_VALUES", 10)
-        refused(lambda: write_lr_scheduler(scheduler, path), "more than 10 values", path)
 
 
 def test_other_files_that_no_reader_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

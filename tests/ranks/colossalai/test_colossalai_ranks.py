@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from shardwise.colossalai.zero import (
 )
 from torch import Tensor, nn
 
-from shardwise import colossalai, deepspeed
+from shardwise import colossalai
 from shardwise.testing import assert_close, run_ranks
 from tests.support.on_ranks import assert_refused, on_ranks
 
@@ -286,34 +285,6 @@ def test_ranks_find_their_groups_and_train_under_every_plugin(tmp_path: Path) ->
     with pytest.raises(ValueError, match="grid of 3"):
         ProcessGroupMesh(3)
     _plugins()
-
-
-@on_ranks(2)
-def test_a_group_may_be_destroyed_at_once(tmp_path: Path) -> None:
-    """The last rank is late in connecting to each new group; none of the others may be back before it."""
-    directory = str(tmp_path)
-    connected, made, last = Path(directory), dist.new_group, dist.get_rank() == dist.get_world_size() - 1
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        group = made(*args, **kwargs)
-        if last:
-            time.sleep(0.1)
-            (connected / str(len(list(connected.iterdir())))).touch()
-        return group
-
-    dist.new_group = late
-    try:
-        manager, mesh = ProcessGroupManager(), ProcessGroupMesh(1, dist.get_world_size())
-        manager.create_process_group("all", list(range(dist.get_world_size())))
-        assert (connected / "0").exists()
-        manager.destroy_all()
-        mesh.get_group_along_axis(1)
-        assert (connected / "1").exists()
-        mesh.destroy_mesh_process_groups()
-        deepspeed.comm.new_group(range(dist.get_world_size()))
-        assert (connected / "2").exists()
-    finally:
-        dist.new_group = made
 
 
 def meet(rank: int, world_size: int, port: int, directory: str) -> None:

@@ -185,11 +185,6 @@ def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
     check_trained(ranks, cases)
 
 
-def test_some_sums_are_clipped_and_no_mean_would_be() -> None:
-    norms = [norm for accumulation in (1, 2) for norm in plain(3, accumulation, "fp32", CLIP_SUMS, True).norms]
-    assert max(norms) > CLIP_SUMS > min(norms) and max(norms) / 3 < CLIP_SUMS
-
-
 def test_what_is_no_sum_and_no_mean() -> None:
     with pytest.raises(ValueError, match="gradient_allreduce_op='max': give one of 'mean', 'sum'"):
         deepspeed.to_plan({"gradient_allreduce_op": "max"}, 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.testing import assert_close
-from tests.support.ds_setup import ds_config, optimizer_block, start
+from tests.support.ds_setup import ds_config, optimizer_block
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
@@ -77,69 +77,3 @@ def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None
     assert len(texts(caught)) == (dist.get_rank() == 0)
     begin = "initialize() of a Net that already has an engine: that engine and its"
     assert all(text.startswith(begin) for text in texts(caught))
-
-
-def asked(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
-    """What utilities say of a model's parameters, and whether they know the weights of ``engine``."""
-    model = engine.module
-    assert isinstance(model, Net)
-    param = model.inner.weight
-    with deepspeed.zero.GatheredParameters([param, model.inner.bias]):
-        gathered, frozen = param.detach().float().clone(), model.inner.bias.detach().float().clone()
-    state = engine.state_dict()
-    half = param.dtype
-    assert torch.equal(gathered, state["inner.weight"].to(half).float())
-    assert torch.equal(frozen, state["inner.bias"].to(half).float())
-    found: dict[str, Any] = {
-        "value": deepspeed.utils.safe_get_full_fp32_param(param),
-        "mean": deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg"),
-    }
-    assert found["mean"] is not None and torch.equal(found["value"], state["inner.weight"])
-    return found
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("stage", "half", "ends", "ranks"),
-    [
-        *full((1, True, True, 1), (2, True, False, 1)),
-        (3, True, False, 1),
-        (1, True, True, 2),
-        *full((2, True, False, 2), (3, True, False, 2)),
-    ],
-)
-def test_utilities_answer_for_the_newer_engine(stage: int, half: bool, ends: bool, ranks: int) -> None:
-    """An engine, of which the program keeps its optimizer, and another one of the same model."""
-    model, kept = Net(), []
-    for _ in range(3):
-        engine = start(model, config(stage, half))
-        kept.append(engine)
-        other = Net()
-        other.load_state_dict(engine.state_dict())
-        train(engine, 2 * len(kept))
-        found = asked(engine)
-        with deepspeed.zero.GatheredParameters([model.inner.weight], modifier_rank=0):
-            model.inner.weight.data.fill_(0.5)
-        assert torch.equal(engine.state_dict()["inner.weight"], torch.full((6, 6), 0.5))
-        alone = deepspeed.initialize(model=other, config=config(stage, half))[0]
-        train(alone, 2 * len(kept))
-        assert_close(found, asked(alone), 0.0, "as of an engine whose model had none before")
-        alone.destroy()
-        if ends:
-            engine.destroy()
-    if ends and stage < 3:
-        assert deepspeed.utils.safe_get_full_fp32_param(model.inner.weight) is None
-        with deepspeed.zero.GatheredParameters([model.inner.weight], modifier_rank=0):
-            model.inner.weight.data.zero_()
-        assert not model.inner.weight.any()
-
-
-@on_ranks(2)
-def test_destroy_is_advised_where_it_leaves_the_values() -> None:
-    for stage in (0, 2, 3):
-        model = Net()
-        deepspeed.initialize(model=model, config=config(stage, False))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            deepspeed.initialize(model=model, config=config(stage, False))[0].destroy()
-        assert ["destroy()" in text for text in texts(caught)] == [stage < 3] * (dist.get_rank() == 0)

@@ -5,7 +5,6 @@ Under fp16 torch's own ``GradScaler`` scales the loss of the reference, and skip
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
@@ -108,28 +107,6 @@ def test_as_plain_torch_under_autocast(dtype: str, stage: int) -> None:
     assert_close(close(engine), expected, LIMIT, f"stage {stage}, {dtype}")
     first = Net().state_dict()
     assert max(float((expected[name] - first[name]).abs().max()) for name in expected) > 100 * LIMIT, "it has trained"
-
-
-def outside(stage: int) -> list[str]:
-    """Without the block an autocast around a pass changes nothing, as under DeepSpeed; with one warning."""
-    engine = engine_at(stage, {"enabled": False, "dtype": "bfloat16"})
-    batch = batches()[0][0][dist.get_rank()]
-    expected = engine(*batch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                assert torch.equal(engine(*batch), expected)
-            assert engine.module.seen == [torch.float32] * 3
-    engine.destroy()
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize("stage", [*full(1), 3])
-def test_an_autocast_of_the_program_has_no_say(stage: int) -> None:
-    first, second = run_ranks(RANKS, outside, stage)
-    assert len(first) == 1 and "around a forward pass of the engine has no effect" in first[0]
-    assert second == [], "one rank warns"
 
 
 @on_ranks(1)

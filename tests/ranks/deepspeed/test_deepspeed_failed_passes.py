@@ -81,48 +81,6 @@ def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> N
     close(engine)
 
 
-class Uncounted:
-    """A schedule that does not say how often it was stepped."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-
-
-@on_ranks(2)
-def test_a_step_that_cannot_be_told_steps_the_schedule_once() -> None:
-    engine = started(1, passes=1)
-    engine.lr_scheduler = schedule = Uncounted()
-    with (
-        mock.patch.object(engine.monitor, "enabled", True),
-        mock.patch.object(engine.monitor, "write_events", side_effect=OSError("the monitor's disk is full")),
-    ):
-        engine.backward(loss(engine, 1))
-        with pytest.raises(OSError, match="monitor"):
-            engine.step()
-    make(engine, 2)
-    assert (schedule.steps, engine.global_steps) == (2, 2)
-    close(engine)
-
-
-@on_ranks(2)
-def test_a_step_that_raised_and_is_called_again_counts_once() -> None:
-    """A step that raises before its update counts nothing."""
-    engine = started(2)
-    make(engine, 1, 2, 3)
-    engine.backward(loss(engine, 4))
-    hook = engine.optimizer.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            engine.step()
-    hook.remove()
-    engine.step()
-    assert seen(engine) == [-RATE * 2.5, RATE / 2, 1.0, PASSES, PASSES * engine.dp_world_size, 0.0]
-    close(engine)
-
-
 @on_ranks(2)
 def test_an_update_counts_whatever_is_raised_behind_it() -> None:
     """An exception behind the update, as Ctrl-C is raised when it is over."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,24 +98,6 @@ def test_a_loop_gathers_each_parameter_once(live: int) -> None:
         expected_step = net()
         plain_step(expected_step, RANKS)
         assert_close(engine.state_dict(), expected_step.state_dict(), 1e-5, "a step behind the loop")
-
-
-@on_ranks(2)
-def test_what_else_is_gathered_stays() -> None:
-    """What a forward pass has left gathered stays so, and so does what is resident."""
-    with engine_of(3, live=10**9, persist=WIDTH) as (engine, model):
-        last = model[2].bias
-        assert last.ds_persist
-        with torch.no_grad():
-            engine(inputs(0))
-        params = list(model.parameters())
-        assert all(whole(params))
-        engine.session.reset_traffic()
-        with Gathered([model[0].bias, last]):
-            assert all(whole(params))
-        assert whole(params) == [True, False, True, True]
-        with torch.no_grad():
-            assert torch.equal(engine(inputs(0)), net()(inputs(0)))
 
 
 # ---- changes
@@ -228,142 +209,4 @@ def test_blocks_inside_each_other() -> None:
                 raise wrong
             assert not any(whole(params))
         assert_close(engine.state_dict(), expected, 0.0, "a block that failed")
-        one_step(engine)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage3", [True, *full(False)], ids=["DeepSpeed", "session"])
-def test_a_block_keeps_its_own_changes_alone(stage3: bool) -> None:
-    """A block that keeps what is written to its parameters keeps nothing of a block around it."""
-    with engine_of(3) as (engine, model):
-        a, b, *_ = model.parameters()
-        outer = Gathered([a]) if stage3 else engine.session.gathered([a])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with outer, torch.no_grad():
-                a.data.fill_(7.0)
-                if stage3:
-                    with Gathered([b], modifier_rank=0):
-                        b.data.fill_(2.0)
-                else:
-                    with engine.session.gathered([b], write_back=True):
-                        b.fill_(2.0)
-                        engine.state_dict()
-        expected = net().state_dict()
-        expected["0.bias"].fill_(2.0)
-        assert_close(engine.state_dict(), expected, 0.0, "only what the inner block has")
-        one_step(engine)
-
-
-class Reads(nn.Module):
-    """Has the weight of another layer in its forward pass, by a block around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.sizes: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        # Not read by name, which would gather them.
-        given = [next(self.second.parameters()), list(self.first.parameters())[1]]
-        with Gathered(given):
-            x = torch.tanh(x) * self.second.bias  # which is gathered beside them
-            self.sizes.append(sum(float(each.data.norm()) for each in given))
-        return self.second(x)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("live", [0, *full(10**9)])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("disk", [False, True])
-def test_blocks_and_passes(checkpointing: bool, live: int, disk: bool, tmp_path: Path) -> None:
-    # All ranks agree on the gathers of a disk.
-    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}} if disk else {}
-    expected = Reads()
-    with engine_of(3, Reads(), live=live, **zero) as (engine, model):
-        if checkpointing:
-            forward = model.forward
-            model.forward = lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)
-        for step in range(2):
-            loss, losses = one_step(engine, step), plain_step(expected, 2, step)
-            assert abs(loss - losses[dist.get_rank()]) <= 1e-5 * loss
-        times = 2 if checkpointing else 1
-        assert len(model.sizes) == 2 * times
-        for step, size in enumerate(model.sizes[::times]):
-            assert abs(size - expected.sizes[2 * step]) <= 1e-5 * size
-        assert_close(engine.state_dict(), expected.state_dict(), 1e-5, "blocks in a forward pass")
-        with Gathered([model.second.weight]):
-            loss = engine(inputs(dist.get_rank(), 2)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        plain_step(expected, 2, 2)
-        assert_close(engine.state_dict(), expected.state_dict(), 1e-5, "a forward pass in a block")
-
-
-# ---- ranks and engines
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_with_other_parameters_are_told(stage: int) -> None:
-    told = "^the ranks disagree on which parameters to gather: 2.bias is on rank 1 and not on rank 0"
-    with engine_of(stage) as (engine, model):
-        one, inside = [[model[0].weight], [model[0].weight, model[2].bias]][dist.get_rank()], False
-        with pytest.raises(ValueError, match=told), Gathered(one, modifier_rank=0):
-            inside = True
-        assert inside is (stage < 3)
-        for order in (1, -1):  # a set has no order
-            with Gathered(list(model.parameters())[:: order if dist.get_rank() else 1], modifier_rank=1):
-                if dist.get_rank() == 1:
-                    model[0].bias.data.fill_(float(order))
-            assert bool((engine.state_dict()["0.bias"] == order).all())
-        if stage < 3:
-            with Gathered(one):  # nothing is gathered, and nothing changed
-                pass
-        one_step(engine)
-
-
-@on_ranks(2)
-def test_parameters_of_two_engines() -> None:
-    with engine_of(3) as (engine, model), engine_of(3) as (other, second):
-        with Gathered([model[0].bias, second[2].bias], modifier_rank=1):
-            assert whole(list(model.parameters())) == [False, True, False, False]
-            assert whole(list(second.parameters())) == [False, False, False, True]
-            if dist.get_rank() == 1:
-                model[0].bias.data.fill_(1.0)
-                second[2].bias.data.fill_(2.0)
-        assert not any(whole([*model.parameters(), *second.parameters()]))
-        for each, name, value in ((engine, "0.bias", 1.0), (other, "2.bias", 2.0)):
-            expected = net().state_dict()
-            expected[name].fill_(value)
-            assert_close(each.state_dict(), expected, 0.0, name)
-        mine = [second[0].bias] if dist.get_rank() else [second[0].weight]
-        with pytest.raises(ValueError, match="disagree on which parameters"), Gathered([model[0].bias, *mine]):
-            pass
-        assert not any(whole([*model.parameters(), *second.parameters()])), "the first one's block has ended"
-        one_step(engine)
-        one_step(other)
-
-
-# ---- states
-
-
-@on_ranks(2)
-def test_states_in_blocks(tmp_path: Path) -> None:
-    directory = str(tmp_path)
-    with engine_of(3) as (engine, model):
-        engine.save_checkpoint(directory, "one")
-        with Gathered(model[0].parameters()):
-            own = {name: value.clone() for name, value in model[0].state_dict().items()}
-            refusals: list[Callable[[], object]] = [model.state_dict, lambda: model[0].load_state_dict(own)]
-            for refused in refusals:
-                with pytest.raises(RuntimeError, match="of the sharded"):
-                    refused()
-            assert_close(engine.state_dict(), net().state_dict(), 0.0, "the engine's state, in a block")
-            with pytest.raises(RuntimeError, match="inside gathered"):
-                deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(model, directory)
-        expected = {name.removeprefix("0."): v for name, v in net().state_dict().items() if name.startswith("0.")}
-        assert_close(own, expected, 0.0, "a module's own state")
         one_step(engine)

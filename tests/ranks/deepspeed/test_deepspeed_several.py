@@ -81,30 +81,3 @@ def test_one_loss_of_several_engines(precision: str, stage: int) -> None:
     for engine, want in zip(made, plain(DTYPES[precision]), strict=True):
         rtol = 1e-6 if precision == "fp32" else 2e-3
         assert_close(close(engine), want, rtol=rtol, what=f"{precision}, stage {stage}")
-
-
-@on_ranks(2)
-def test_a_loss_of_what_engines_return_has_to_be_scaled() -> None:
-    """What a loss of the engines' own outputs gets, before and after one that may come unscaled."""
-    made, rank = engines("fp16", 2), torch.distributed.get_rank()
-    found = []
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="Loss scaling is required") as error:
-            combined(made, torch.float16, 0, rank).backward()
-        found.append(str(error.value))
-        for engine in made:
-            engine.zero_grad()
-            with torch.no_grad():
-                engine(batch(0, rank)[0].half())  # of an evaluation nothing has to be scaled
-            loss = nn.functional.mse_loss(engine(batch(0, rank)[0].half()).float(), batch(0, rank)[1])
-            engine.scale(loss).backward()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            combined([engine.module for engine in made], torch.float16, 0, rank).backward()
-        for engine in made:
-            engine.step()
-    needs = [engine.optimizer.needs_scaler() for engine in made]
-    for engine in made:
-        close(engine)
-    assert needs == [True, True]
-    assert all("call backward(loss) of the optimizer" in text for text in found)

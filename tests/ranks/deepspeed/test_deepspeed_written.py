@@ -90,23 +90,6 @@ def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
     engine.destroy()
 
 
-def test_a_norm_that_is_set_where_updates_make_it() -> None:
-    """In one process, where a norm that nothing depends on is made by the update."""
-    weights, norms = plain(LIMITS, (0, 1), ranks=1)
-    state, seen = limited(1, 0.0, 0)
-    assert_close(state, weights, rtol=1e-6, what="one process")
-    assert seen == pytest.approx(norms, rel=1e-5)
-    engine = start(1)
-    passes(engine, 0, 0)
-    late = engine.optimizer._late_norm
-    assert late.collects
-    engine.optimizer.clip_grad = 0.1  # updates keep nothing for a norm that nobody asks them for
-    before = len(late._shares)
-    passes(engine, 1, 0)
-    assert not late.collects and len(late._shares) == before > 0
-    engine.destroy()
-
-
 @on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("stage", "whose"),

@@ -10,14 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
-from shardwise.deepspeed.zero_to_fp32 import (
-    convert_zero_checkpoint_to_fp32_state_dict,
-    load_state_dict_from_zero_checkpoint,
-)
+from shardwise.deepspeed.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from shardwise.testing import assert_close
 from tests.support.ds_setup import ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks
-from tests.support.sets import full
 
 RANKS = 2
 
@@ -50,22 +46,3 @@ def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
     with deepspeed.zero.GatheredParameters(engine.module), pytest.raises(RuntimeError, match="would bypass shards"):
         load_state_dict_from_zero_checkpoint(engine.module, folder, "first")
     engine.destroy()
-
-
-@on_ranks(RANKS, timeout=300.0)
-@pytest.mark.parametrize("rounds", [2, *full(10)])
-def test_ranks_convert_into_one_directory_at_once(rounds: int, tmp_path: Path) -> None:
-    """Ranks that make a directory under one name wait for each other; each leaves it whole."""
-    folder = str(tmp_path)
-    engine = engine_at(2)
-    train(engine, 0)
-    engine.save_checkpoint(folder, "one")
-    expected = engine.state_dict()
-    engine.destroy()
-    for _ in range(rounds):
-        dist.barrier()
-        convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/fp32")
-        written = torch.load(f"{folder}/fp32/pytorch_model.bin", weights_only=True)
-        assert_close(written, dict(expected), 0.0, "written by either")
-    dist.barrier()
-    assert not [each.name for each in Path(folder).iterdir() if each.name.startswith(".")]

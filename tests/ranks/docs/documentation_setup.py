@@ -74,14 +74,6 @@ def _other_names(names: Names) -> None:
     names["session"] = build(model, torch.optim.AdamW(model.parameters()), zero(2))
 
 
-def _session(names: Names) -> None:
-    from shardwise.plan import zero
-    from shardwise.session import build
-
-    _training(names)
-    names["session"] = build(names["model"], names["optimizer"], zero(2))
-
-
 def _renamed(names: Names) -> None:
     state, then = names["session"].module.state_dict(), names["rows then"]
     torch.testing.assert_close(state["embed.weight"][:8], then)

@@ -25,7 +25,7 @@ from shardwise.core.checkpoint.formats import (
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import register_backend
-from shardwise.core.memory.disk import DiskError, Medium, register_medium
+from shardwise.core.memory.disk import DiskError, register_medium
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.tensor import Axis, cut_model, register_architecture
 from shardwise.plan import DiskPlan, Plan, TensorPlan, on_device, zero
@@ -35,7 +35,7 @@ from tests.recipes.half_plugin import HalfPlugin
 from tests.recipes.npz_format import FORMAT
 from tests.recipes.plain_backend import PlainGroup, make_group
 from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
-from tests.recipes.zlib_medium import CompressedMemory, open_compressed
+from tests.recipes.zlib_medium import open_compressed
 from tests.support import tensor_setup
 from tests.support.scope import Scope
 from tests.support.sets import full
@@ -155,25 +155,6 @@ def test_a_backend_of_others_trains_as_plain(stage: int) -> None:
         assert name != "PlainGroup"
 
 
-def on_one_rank_only() -> str:
-    put_back = register_backend("cpu", make_group) if dist.get_rank() == 1 else lambda: None
-    try:
-        Mesh.create(zero(3).mesh, torch.device("cpu"), zero(3).comm)
-    except ValueError as error:
-        return str(error)
-    finally:
-        put_back()
-    return ""
-
-
-def test_ranks_with_other_backends_are_told() -> None:
-    for message in run_ranks(2, on_one_rank_only):
-        assert "different backends" in message and "make_group for cpu" in message
-        assert "register the same on all" in message
-    with pytest.raises(TypeError, match="give a function"):
-        register_backend("cpu", None)  # type: ignore[arg-type]
-
-
 # ---- a plugin
 
 
@@ -265,52 +246,6 @@ def test_a_tier_that_one_rank_does_not_know_is_an_error_on_all() -> None:
     own, peers = run_ranks(2, unknown)
     assert own.startswith("ValueError: medium='zlib': give one of ['file'], or register it on every rank")
     assert peers.startswith("DiskError: ") and "rank 0: ValueError: medium='zlib': give one of ['file']" in peers
-
-
-class Breaks(CompressedMemory):
-    """Takes nothing more once it is broken."""
-
-    broken = False
-
-    def write(self, offset: int, memory: memoryview) -> None:
-        if self.broken:
-            raise RuntimeError("the other machine is gone")
-        super().write(offset, memory)
-
-
-def breaks_in_the_last_step() -> tuple[str, dict[str, torch.Tensor]]:
-    """What the step says that one rank's medium fails in, and the end after a repair and a load."""
-    medium = Breaks()
-
-    def open(plan: DiskPlan, rank: int) -> Medium:
-        return medium
-
-    take_back = register_medium("breaks", open)
-    try:
-        session = session_of(elsewhere("breaks", "step"), make())
-    finally:
-        take_back()
-    train(session, 0, STEPS - 1)
-    saved = session.module.state_dict(), session.optimizer.state_dict()
-    medium.broken = session.mesh.rank == 1
-    with pytest.raises(DiskError) as error:
-        train(session, STEPS - 1, STEPS)
-    medium.broken = False
-    session.optimizer.zero_grad()
-    session.module.load_state_dict(saved[0])
-    session.optimizer.load_state_dict(saved[1])
-    train(session, STEPS - 1, STEPS)
-    state = session.module.state_dict()
-    session.close()
-    return str(error.value), state
-
-
-def test_a_tier_of_others_that_fails_is_told_on_all_ranks() -> None:
-    expected = plainly(2)
-    for message, state in run_ranks(2, breaks_in_the_last_step):
-        assert "rank 1: DiskError: writing record" in message and "in breaks:nowhere" in message
-        assert "RuntimeError: the other machine is gone" in message and "load a checkpoint" in message
-        torch.testing.assert_close(state, expected, atol=1e-6, rtol=1e-5)
 
 
 # ---- an architecture

@@ -93,33 +93,3 @@ def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
             assert norms == pytest.approx(expected_norms, rel=RTOL), clip
             for state, wanted in zip(states, expected, strict=True):
                 assert_close(state, wanted, RTOL, clip)
-
-
-@on_ranks(RANKS)
-@pytest.mark.parametrize("name", ["zero1", *full("zero3")])
-def test_nothing_is_clipped_between_passes(name: str) -> None:
-    """Between the passes of an update nothing is clipped, of several models together as of one."""
-    plan = PLANS[name]
-    from shardwise.huggingface import ShardwiseAccelerator
-
-    with launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        accelerator = ShardwiseAccelerator(plan=plan, cpu=True, gradient_accumulation_steps=2)
-        first, second, factor = pair()
-        first, one, second, two = accelerator.prepare(
-            first, torch.optim.SGD(first.parameters(), lr=0.5), second, torch.optim.SGD(second.parameters(), lr=0.5)
-        )
-        params, synced = [*first.parameters(), *second.parameters()], []
-        for _ in range(2):
-            with accelerator.accumulate(first, second):
-                inputs, targets = (torch.stack(each) for each in zip(*points()[:4], strict=True))
-                accelerator.backward(nn.functional.mse_loss(second(first(inputs)) * factor.detach(), targets))
-                norm = accelerator.clip_grad_norm_(params, 1e-3)
-                accelerator.clip_grad_value_(params, 1e-3)
-                largest = max(float(p.grad.abs().max()) for p in params)
-                synced += [accelerator.sync_gradients, bool(norm > 1e-3), largest > 1e-3]
-                for each in (one, two):
-                    each.step()
-                    each.zero_grad()
-        accelerator.close()
-    assert synced == [False, True, True, True, True, False]

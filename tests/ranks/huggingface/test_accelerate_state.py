@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -93,77 +92,6 @@ def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: 
     assert found == [7.5, 15.5, 23.5]
     assert left == [True] * 3
     assert saved == 1
-
-
-@on_ranks(RANKS)
-def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
-    """Freed models that are prepared again, by themselves or by their optimizer, or used as they are, go on."""
-    folder = str(tmp_path / "state")
-    with launched(), quiet():
-        accelerator = accelerator_of(scaled())
-        first, one = prepared(accelerator, 8.0)
-        second, two = prepared(accelerator, 16.0)
-        session = accelerator.session_of(first)
-        accelerator.free_memory()
-        assert accelerator.session_of(first) is session
-        accelerator.prepare(one)
-        step(accelerator, first, one)  # alone: the second has no part in it
-        assert accelerator.prepare(second) is second
-        accelerator.free_memory()
-        accelerator.prepare(second)
-        step(accelerator, second, two)
-        accelerator.save_state(folder)
-        accelerator.free_memory(second, two)
-        assert accelerator.session_of(second) is None
-        step(accelerator, first, one)  # the only one that is left, though nobody has prepared it again
-        values = [float(weight_of(first)[0, 0])]
-        fresh = accelerator_of(scaled())
-        third, _ = prepared(fresh, 0.0)
-        fresh.load_state(folder)
-        values.append(float(weight_of(third)[0, 0]))
-        for each in (accelerator, fresh):
-            each.close()
-    values, saved = values, len(list(Path(folder).glob("shardwise_*")))
-    assert values == [7.0, 15.5]
-    assert saved == 1
-
-
-@on_ranks(RANKS)
-def test_a_state_without_the_models_that_go_on_says_so(tmp_path: Path) -> None:
-    """What is said of states behind ``free_memory`` of one of two models, and how many models each has."""
-    folder = str(tmp_path)
-    with launched(), quiet(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        accelerator = accelerator_of(zero(3))
-        generator, one = prepared(accelerator, 8.0)
-        critic, two = prepared(accelerator, 16.0)
-        accelerator.save_state(f"{folder}/0")
-        accelerator.free_memory(critic, two)
-        for number in (1, 2):  # said once
-            accelerator.save_state(f"{folder}/{number}")
-        accelerator.prepare(generator, one)
-        accelerator.save_state(f"{folder}/3")
-        accelerator.close()
-        saved = [len(list(Path(folder, str(number)).glob("shardwise_*"))) for number in range(4)]
-    said, saved = [str(each.message) for each in seen if "save_state" in str(each.message)], saved
-    assert saved == [2, 0, 0, 1]
-    assert len(said) == 1 and "no model is prepared any more" in said[0] and "prepare(...)" in said[0], said
-
-
-@on_ranks(RANKS, timeout=120.0)
-def test_a_trainer_that_makes_its_model_anew_trains_twice(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from shardwise.huggingface import ShardwiseTrainer
-    from tests.support.huggingface_setup import arguments, gpt2, rows
-
-    with launched(), quiet():
-        # Trainer turns fp16 off on a CPU, so the plan says it.
-        args = arguments(str(tmp_path), 4, eval_strategy="no", save_strategy="no", max_steps=2)
-        plan = zero(3, torch.float16)
-        trainer = ShardwiseTrainer(model_init=gpt2, args=args, plan=plan, train_dataset=rows()[:24])
-        losses = [trainer.train().training_loss for _ in range(2)]
-        trainer.accelerator.close()
-    assert losses[0] == losses[1] > 0
 
 
 # ---- hooks
@@ -277,40 +205,3 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
     assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
     assert "rank 1 could not run the hooks of load_state: another model" in others
     assert value == "0.5"
-
-
-@on_ranks(RANKS)
-@pytest.mark.parametrize("where", [*full(0), 1])
-def test_hooks_that_one_rank_has(where: int, tmp_path: Path) -> None:
-    """What saves runs there; what loads would change that rank's part alone, so nothing is loaded."""
-    counts = [int(rank == where) for rank in range(RANKS)]
-    folder, calls = str(tmp_path / "state"), list[int]()
-    with launched(), quiet():
-        accelerator = accelerator_of(zero(3))
-        model, optimizer = made(accelerator, 1.0)
-
-        def save(models: list[Any], weights: list[Any], path: str) -> None:
-            calls.append(len(models))
-            models[0].save_pretrained(f"{path}/unet")
-            weights.pop()
-
-        def load(models: list[Any], path: str) -> None:
-            calls.append(len(models))
-
-        if accelerator.process_index == where:
-            accelerator.register_save_state_pre_hook(save)
-        accelerator.save_state(folder)
-        step(accelerator, model, optimizer)
-        accelerator.load_state(folder)
-        values = [float(model.state_dict()["inner.weight"][4, 2])]
-        step(accelerator, model, optimizer)
-        if accelerator.process_index == where:
-            accelerator.register_load_state_pre_hook(load)
-        with pytest.raises(ValueError) as error:
-            accelerator.load_state(folder)
-        values.append(float(model.state_dict()["inner.weight"][4, 2]))
-        accelerator.close()
-    assert calls == [1] * counts[dist.get_rank()] and values == [1.0, 0.5]
-    assert f"load_state with {counts} hooks on ranks 0 to 1" in str(error.value) and "on every rank" in str(error.value)
-    saved = torch.load(tmp_path / "state" / "unet")
-    assert torch.equal(saved["inner.weight"], torch.ones(5, 3))

@@ -82,19 +82,3 @@ def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -
     assert found["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
     if bf16:  # the file has the masters' values, and they are loaded
         assert any(not torch.equal(each, each.bfloat16().float()) for each in found["saved"].values())
-
-
-@on_ranks(RANKS, timeout=120.0)
-@pytest.mark.full
-def test_the_best_prompts_are_loaded(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    with launched(), quiet():
-        trainer = trainer_of(folder, zero(3), prompts=True)
-        trainer.train()
-        trainer.save_model(f"{folder}/model")
-        dist.barrier()
-        paths = (str(trainer.state.best_model_checkpoint), f"{folder}/checkpoint-4", f"{folder}/model")
-        best, last, saved = (file_of(path)["prompt_embeddings"] for path in paths)
-        trainer.accelerator.close()
-    assert bool(best.isfinite().all()) and not torch.equal(best, last)
-    assert torch.equal(saved, best)

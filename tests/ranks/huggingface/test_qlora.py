@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
-from shardwise.core.deferred import deferred_init
 from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import told
@@ -221,27 +220,6 @@ def test_the_page_says_how(tmp_path: Path) -> None:
     session.mesh.close()
 
 
-def test_biases_are_what_their_first_pass_would_make_of_them() -> None:
-    from bitsandbytes.nn import Linear4bit
-
-    def net() -> nn.Module:
-        torch.manual_seed(0)
-        layers = [Linear4bit(64, 64, compute_dtype=torch.bfloat16), nn.Linear(64, 64)]
-        return nn.Sequential(*layers).to("cpu").train()
-
-    x, plain, model = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)), net(), net()
-    with silent():
-        session = shardwise.shard(model, torch.optim.SGD(model[1].parameters(), lr=0.1), stage=3)
-        assert torch.equal(session.module(x), plain(x))
-    assert model[0].bias.dtype is plain[0].bias.dtype is torch.bfloat16
-    session.close()
-    session.mesh.close()
-    waits = nn.Sequential(Linear4bit(64, 64))
-    assert "0.weight (Params4bit, (64, 64)) is still torch.float32" in told(
-        lambda: shardwise.shard(waits, stage=3), ValueError
-    )
-
-
 def boosted(where: str, bits: int) -> None:
     """Packed by the Booster: the weights are those that ``from_pretrained`` packs, and it trains as these do."""
     from accelerate.utils import BnbQuantizationConfig
@@ -284,38 +262,6 @@ def boosted(where: str, bits: int) -> None:
     booster.close()
 
 
-def told_by_the_booster(where: str) -> None:
-    from accelerate.utils import BnbQuantizationConfig
-    from peft import LoraConfig
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    booster, lora = Booster(plugin=LowLevelZeroPlugin(precision="fp32")), LoraConfig(target_modules=TARGETS)
-    with deferred_init():
-        lazy = LlamaForCausalLM(AutoConfig.from_pretrained(where))
-    wrong: list[tuple[nn.Module, Any, Any, type[Exception], str]] = [
-        (lazy, None, True, ValueError, "quantize=True of a LlamaForCausalLM without values: load them"),
-        (nn.Sequential(nn.Conv1d(1, 1, 1)), None, True, ValueError, "Sequential has no linear layer to pack"),
-        (nn.Linear(2, 2), {"load_in_4bit": True}, True, TypeError, "bnb_quantization_config={'load_in_4bit': True}"),
-        (nn.Linear(2, 2), None, "nf4", TypeError, "quantize='nf4': give True or False"),
-    ]
-    for model, config, quantize, error, said in wrong:
-        with pytest.raises(error, match=said):
-            booster.enable_lora(model, None, lora, config, quantize)
-    own = LlamaForCausalLM.from_pretrained(where)
-    with pytest.warns(UserWarning, match="no effect without quantize=True"):
-        adapted = booster.enable_lora(own, None, lora, BnbQuantizationConfig(load_in_8bit=True))
-    assert all(each.is_floating_point() for each in adapted.parameters())
-    kept = LlamaForCausalLM.from_pretrained(where)
-    config = BnbQuantizationConfig(load_in_4bit=True, skip_modules=["lm_head", "self_attn"])
-    booster.enable_lora(kept, None, lora, config, quantize=True)
-    names = [name for name, each in kept.named_parameters() if each.dtype is torch.uint8]
-    assert len(names) == 3 * LAYERS and all("mlp" in name for name in names)
-
-
 @pytest.mark.parametrize("bits", [4, *full(8)])
 def test_the_booster_packs(bits: int, tmp_path: Path) -> None:
     run_ranks(2, boosted, base(str(tmp_path)), bits, timeout=200.0)
-
-
-def test_what_the_booster_says_of_packing(tmp_path: Path) -> None:
-    told_by_the_booster(base(str(tmp_path)))

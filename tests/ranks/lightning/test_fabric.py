@@ -253,24 +253,6 @@ def formats() -> None:
         strategy("fully_sharded", precision=own_class())
 
 
-def scaled() -> None:
-    """Two models with a loss scale each: ``backward`` has to be told whose loss it gets."""
-    import shardwise.fabric
-
-    own = fabric(
-        strategy("colossalai", precision=shardwise.fabric.ShardedPrecision("16-mixed"), initial_scale=2.0**30), FABRIC
-    )
-    model = net(dtype=torch.float32)
-    model, _ = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    other = net(seed=5, dtype=torch.float32)
-    other, more = own.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="2 models under loss scales of their own"):
-        own.backward(model(torch.ones(2, WIDTH)).sum())
-    own.backward(other(torch.ones(2, WIDTH)).sum(), model=other)
-    more.step()
-    own.strategy.unshard()
-
-
 def two_models() -> None:
     """A generator and a discriminator as Fabric's examples train them, each with its optimizer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -377,23 +359,6 @@ def around(directory: str) -> None:
     own.strategy.unshard()
 
 
-def first_pass_in_a_step() -> None:
-    """The model is sharded inside ``step(closure)``."""
-    own, expected, given, batch = fabric(strategy("deepspeed_1"), FABRIC), net(), net(), batches(0)[0]
-    model, optimizer = own.setup_module(given), own.setup_optimizers(adam(given.parameters()))
-
-    def closure() -> Tensor:
-        loss = error(model, batch)
-        own.backward(loss)
-        return loss
-
-    error(expected, batch).backward()
-    assert abs(float(optimizer.step(closure)) - float(error(expected, batch))) <= EXACT
-    adam(expected.parameters()).step()
-    same(model.state_dict(), expected)
-    own.strategy.unshard()
-
-
 def of_deepspeed(directory: str) -> None:
     """Whole, in one file, through a plugin; and what a configuration of DeepSpeed says that Fabric does not do."""
     path = Path(directory)
@@ -453,10 +418,10 @@ def test_programs_equal_plain_pytorch(ranks: int, part: Callable[[], None]) -> N
     run_ranks(ranks, part)
 
 
-@pytest.mark.parametrize("part", [*full(formats), scaled])
-def test_number_formats(part: Callable[[], None]) -> None:
-    """16 and 64 bits, and a loss scale on a CPU; a precision plugin that would be lost is refused."""
-    run_ranks(2, part)
+@pytest.mark.full
+def test_number_formats() -> None:
+    """16 and 64 bits; a precision plugin that would be lost is refused."""
+    run_ranks(2, formats)
 
 
 @pytest.mark.parametrize("part", [*full(saved), with_trainer])
@@ -468,10 +433,6 @@ def test_checkpoints_go_between_strategies(part: Callable[[str], None], tmp_path
 def test_what_else_programs_do(tmp_path: Path) -> None:
     """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
     run_ranks(2, around, str(tmp_path))
-
-
-def test_first_pass_in_a_step() -> None:
-    run_ranks(2, first_pass_in_a_step)
 
 
 @pytest.mark.full

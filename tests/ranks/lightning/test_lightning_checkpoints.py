@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning_cases import KINDS, MAIN, STOCK, kinds, rows, strategy
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
-from tests.support.lightning_setup import OUT, WIDTH, Toy, close, data, since, toy, trainer, weights
+from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights
 from tests.support.sets import campaign, full
 
 RANKS = 2
@@ -100,53 +99,6 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
         assert int(one["steps"]) == EPOCHS * -(-5 // accumulate)
         assert any("exp_avg" in name for name in one)
         assert differences(one, other) == []
-
-
-class _Resumable:
-    """A loader that can go on in the middle of an epoch; each rank makes its own rows."""
-
-    def __init__(self, batches: int) -> None:
-        generator = torch.Generator().manual_seed(50 + dist.get_rank())
-        inputs = torch.randn(batches, 4, WIDTH, generator=generator)
-        self.batches = [(rows, torch.sin(rows[:, :OUT])) for rows in inputs]
-        self.at = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(self.at % len(self.batches), len(self.batches)):
-            self.at = index + 1
-            yield self.batches[index]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-def _within(kind: str, folder: str) -> list[str]:
-    warnings.simplefilter("ignore")
-    saver = _saver(folder, filename="{step}", every_n_train_steps=2)
-    straight = trainer(strategy(kind), enable_checkpointing=True, callbacks=[saver], **_settings(2, epochs=2))
-    straight.fit(toy(schedule=True), _Resumable(7))
-    expected = everything(straight)
-    close(straight)
-    resumed = trainer(strategy(kind), **_settings(2, epochs=2))
-    resumed.fit(toy(schedule=True, seed=77), _Resumable(7), ckpt_path=f"{folder}/step=2.ckpt")
-    found = everything(resumed)
-    close(resumed)
-    assert int(found["steps"]) == 8
-    return differences(found, expected)
-
-
-@pytest.mark.parametrize("kind", rows(MAIN, [], ["deepspeed_3"]))
-def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    """From the second of four steps, the last of which is one left-over batch."""
-    if not since(2, 5) and run_ranks(RANKS, _within, STOCK, str(tmp_path / "stock")) != [[]] * RANKS:
-        pytest.skip("this version of Lightning goes on at another batch, under ddp too")
-    assert run_ranks(RANKS, _within, kind, str(tmp_path)) == [[]] * RANKS
 
 
 # ---- ModelCheckpoint
@@ -339,70 +291,6 @@ def test_a_file_of_stock_ddp_is_resumed_by_each(chosen: slice, straight_stock: l
 @pytest.mark.campaign
 def test_checkpoints_go_from_each_to_each(straight_stock: list[Whole], tmp_path: Path) -> None:
     _check_exchange(ALL_PAIRS, tmp_path, straight_stock)
-
-
-def _plain() -> nn.Module:
-    return nn.ModuleDict({"net": toy().net})
-
-
-def _boosted() -> Any:
-    from shardwise.booster import Booster
-    from shardwise.booster.plugin import GeminiPlugin
-
-    model = _plain()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
-    booster = Booster(plugin=GeminiPlugin(precision="fp32", chunk_config_dict={RANKS: {"chunk_size": 70}}))
-    return booster, *booster.boost(model, optimizer)[:2]
-
-
-def _held(model: Any, optimizer: Any) -> Whole:
-    found = dict(model.state_dict())
-    for param, entries in optimizer.state_dict()["state"].items():
-        found |= {f"optimizer 0/{param}/{k}": torch.as_tensor(v).clone() for k, v in entries.items()}
-    return found
-
-
-def _values(found: Whole) -> Whole:
-    return {name: value for name, value in found.items() if "/" in name or name.startswith("net")}
-
-
-def _to_booster(kind: str, path: str) -> list[str]:
-    warnings.simplefilter("ignore")
-    made = trainer(strategy(kind), **_settings(epochs=1))
-    made.fit(toy(), data(5))
-    made.save_checkpoint(path)
-    expected = _values(everything(made))
-    close(made)
-    booster, model, optimizer = _boosted()
-    booster.load_checkpoint(path, model, optimizer)
-    return differences(_held(model, optimizer), expected)
-
-
-def _from_booster(kind: str, folder: str) -> list[str]:
-    warnings.simplefilter("ignore")
-    booster, model, optimizer = _boosted()
-    inputs, targets = next(iter(data(1)))
-    booster.backward(nn.functional.mse_loss(model.net(inputs), targets), optimizer)
-    optimizer.step()
-    path = booster.save_checkpoint(folder, model, optimizer)
-    expected = _held(model, optimizer)
-    seen: Whole = {}
-
-    class Watch(LIGHTNING.load("callbacks.Callback")):  # type: ignore[misc]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            seen.update(everything(trainer))
-
-    made = trainer(strategy(kind), callbacks=[Watch()])
-    made.fit(toy(seed=31), data(1), ckpt_path=path)
-    close(made)
-    return differences(_values(seen), expected)
-
-
-@pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_checkpoints_are_exchanged_with_the_booster(kind: str, tmp_path: Path) -> None:
-    """Both write the same directories; weights and optimizer state, by name."""
-    assert run_ranks(RANKS, _to_booster, kind, str(tmp_path / "one.ckpt")) == [[]] * RANKS
-    assert run_ranks(RANKS, _from_booster, kind, str(tmp_path / "booster")) == [[]] * RANKS
 
 
 # ---- what does not fit

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import Recipe, check_same, ended, run
+from lightning_cases import Recipe, ended, run
 from torch import Tensor
 
 from shardwise.strategies.colossalai import ColossalAI
@@ -149,23 +147,6 @@ def test_what_has_no_effect_is_said_once() -> None:
         _made(placement_policy="const")
 
 
-def _said(precision: str) -> list[str]:
-    made = trainer(_made(hysteresis=3), precision=precision)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        made.fit(toy(), data(1))
-        made.fit_loop.max_epochs = 2
-        made.fit(toy(), data(1))
-    close(made)
-    return [str(each.message) for each in caught if "without effect" in str(each.message)]
-
-
-def test_scaler_arguments_outside_fp16_are_named_by_rank_0_once() -> None:
-    first, second = run_ranks(RANKS, _said, "bf16-mixed")
-    assert first == ["hysteresis=3 without effect: the loss scale is for fp16, and the precision is bf16-mixed"]
-    assert second == []
-
-
 # ---- fp16
 
 
@@ -270,60 +251,6 @@ def test_reduce_gives_its_result_to_every_rank() -> None:
 
 
 # ---- steps and state
-
-
-class _Calls(Toy):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        strategy = self.trainer.strategy  # type: ignore[attr-defined]
-        (optimizer,) = strategy.optimizers
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)  # type: ignore[attr-defined]
-            return loss
-
-        if self.way == "one":
-            strategy.optimizer_step(optimizer, 0, closure)
-        elif self.way == "one, model":
-            strategy.optimizer_step(optimizer, 0, closure, self)
-        elif self.way == "two, model":
-            strategy.optimizer_step(optimizer, closure, self)
-        elif self.way == "named":
-            strategy.optimizer_step(optimizer, closure=closure, model=self)
-        else:
-            strategy.optimizer_step(optimizer, closure)
-
-
-def _called(way: str) -> Any:
-    model = toy(body=_Calls)
-    model.way = way
-    made = trainer(_made())
-    made.fit(model, data(3))
-    return ended(made)
-
-
-@pytest.mark.full
-def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
-    expected = run_ranks(RANKS, _called, "two")
-    assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0
-    for way in ("one", "one, model", "two, model", "named"):
-        check_same(run_ranks(RANKS, _called, way), expected, 0.0)
-    trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
-    assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
-
-
-def _step_without() -> None:
-    made = _ready()
-    with pytest.raises(TypeError, match=re.escape("optimizer_step(closure=None)")):
-        made.strategy.optimizer_step(made.optimizers[0], 0)
-    close(made)
-
-
-def test_optimizer_step_without_a_closure_is_refused() -> None:
-    run_ranks(RANKS, _step_without)
 
 
 def _states() -> tuple[dict[str, list[int]], bool]:

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
 from shardwise.strategies.precision import ShardedPrecision
 from shardwise.testing import run_ranks
 from tests.support.lightning_deepspeed_setup import BUCKET, RANKS, Options, noted, rank, strategy
-from tests.support.lightning_setup import OUT, WIDTH, Toy, close, data, fit, stock, toy, trainer, weights, worst
+from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, trainer, weights, worst
 from tests.support.sets import full
 
 
@@ -183,58 +182,6 @@ def test_contradictions_are_clear_errors_and_the_norm_of_a_config_wins(task: Cal
     run_ranks(RANKS, task, timeout=120.0)
 
 
-class Changing(Toy):
-    """Writes into the configuration that its strategy has: before the setup of the model, or in its first step."""
-
-    when, changes = "", {}  # type: ignore[var-annotated]
-
-    def _change(self, when: str) -> None:
-        if when == self.when:
-            self.trainer.strategy.config.update(self.changes)  # type: ignore[attr-defined]
-
-    def configure_optimizers(self) -> Any:
-        self._change("setup")
-        return super().configure_optimizers()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._change("training")
-
-
-def edited() -> None:
-    tight, loose = (fit(stock(), toy(), gradient_clip_val=norm) for norm in (0.02, 0.0))
-    assert worst(tight, loose) > 1e-3
-    for given in ({"config": {"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0}}, {"stage": 1}):
-        own = strategy(**given)
-        own.config["gradient_clipping"] = 0.02
-        assert worst(fit(own, toy()), tight) <= 1e-6
-    own = strategy(stage=1)
-    own.config["zero_optimization"]["stage"] = 3
-    assert own.zero_stage_3
-    own.config = {**own.config, "gradient_clipping": 0.02}  # another object
-    made = trainer(own)
-    made.fit(toy(), data())
-    assert own.session.plan.shard.gathered_fraction < 1.0 and worst(weights(made), tight) <= 1e-6
-    # In force it shows what came from Trainer, which is nobody's change when another run begins with other things.
-    made.fit_loop.max_epochs, made.gradient_clip_val = 2, 0.5
-    del own.config["gradient_clipping"]
-    made.fit(made.lightning_module, data())
-    assert own.config["gradient_clipping"] == 0.5 and own.session.plan.grad.max_norm == 0.0
-    close(made)
-    for when, expected in (("setup", tight), ("training", loose)):
-        Changing.when, Changing.changes = when, {"gradient_clipping": 0.02}
-        assert worst(fit(strategy(stage=2), toy(body=Changing)), expected) <= 1e-6, when
-    own = strategy(stage=2)
-    own.config["gradient_accumulation_steps"] = 3
-    with pytest.raises(Exception, match=r"gradient_accumulation_steps=3 .*accumulate_grad_batches=1"):
-        fit(own, toy())
-
-
-@pytest.mark.full
-def test_what_is_written_into_the_config_of_a_strategy_counts_until_the_model_is_sharded() -> None:
-    """Lightning hands that object to DeepSpeed."""
-    run_ranks(RANKS, edited, timeout=120.0)
-
-
 def by_config() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}}
     schedule = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.7}}
@@ -324,30 +271,3 @@ def test_progress_is_logged_by_rank_0() -> None:
     (lines, size), (others, _) = run_ranks(RANKS, told)
     assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"]
     assert (size, others) == ("4", [])
-
-
-def logs() -> dict[str, list[str]]:
-    found = {}
-    cases: dict[str, tuple[Options, Any]] = {
-        "quiet": ({"logging_level": 30}, data()),
-        "progress": ({}, data(12)),
-        "no batch sampler": (
-            {"config": TOLD},
-            DataLoader([(torch.ones(2, WIDTH), torch.ones(2, OUT))] * 8, batch_size=None),
-        ),
-        "told": ({"logging_batch_size_per_gpu": 32}, data(12)),
-    }
-    for name, (arguments, loader) in cases.items():
-        found[name], size = logged(arguments, loader)
-        found[f"{name}, batch"] = [size]
-    return found
-
-
-@pytest.mark.full
-def test_progress_is_logged_whatever_the_loader() -> None:
-    """A loader without a batch sampler ended in an AttributeError."""
-    first, second = run_ranks(RANKS, logs, timeout=120.0)
-    assert not any(lines for name, lines in second.items() if "batch" not in name), "rank 0 logs"
-    assert first["quiet"] == [] and first["progress"] == ["step=10, lr=[0.05]"]
-    assert (first["no batch sampler, batch"], first["told, batch"]) == (["1"], ["32"])
-    assert len(first["no batch sampler"]) == 2

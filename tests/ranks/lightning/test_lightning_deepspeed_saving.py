@@ -19,38 +19,6 @@ from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, tra
 from tests.support.sets import full
 
 
-def save_after_test(directory: str) -> None:
-    model = toy()
-    made = trainer(strategy(stage=3))
-    made.fit(model, data())
-    session = made.strategy.session
-    fitted = weights(made)
-    made.test(model, data(), verbose=False)
-    assert made.strategy.session is session, "one engine, not one more for evaluation"
-    made.validate(model, data(), verbose=False)
-    predicted = made.predict(model, data())
-    path = f"{directory}/after.ckpt"
-    made.save_checkpoint(path)
-    with pytest.raises(TypeError, match="storage_options"):
-        made.strategy.save_checkpoint({}, path, storage_options={"a": 1})
-    again = trainer(strategy(stage=1))
-    again.test(toy(seed=9), data(), ckpt_path=path, verbose=False)
-    assert all(map(torch.equal, weights(again).values(), fitted.values()))
-    found = again.predict(again.lightning_module, data(), ckpt_path=path)
-    assert all(map(torch.allclose, found, predicted))
-    close(again)
-    made.fit_loop.max_epochs = 2
-    made.fit(model, data())  # and trains on
-    assert made.global_step == 8
-    close(made)
-
-
-@pytest.mark.full
-def test_saving_after_test_and_one_engine_for_all_of_a_run(tmp_path: Path) -> None:
-    """Lightning made a second engine for evaluation, after which nothing could be saved (its issues 15247, 17523)."""
-    run_ranks(RANKS, save_after_test, str(tmp_path), timeout=120.0)
-
-
 def _faults(variant: Callable[..., str], run: Callable[[str], Any]) -> None:
     """Of the entries of a file."""
     faults: list[tuple[Options, str]] = [

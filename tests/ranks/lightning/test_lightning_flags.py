@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning_cases import STOCK, THREE, Ended, check_same, ended, kinds, off, rows, strategy
-from torch import Tensor, nn
+from lightning_cases import STOCK, THREE, Ended, ended, kinds, off, rows, strategy
+from torch import nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
@@ -148,118 +147,6 @@ def test_init_module(kind: str, tmp_path: Any) -> None:
         assert (found["dtype"], found["steps"]) == ("torch.bfloat16", 4)
 
 
-# ---- the batch size
-
-
-class _Sized(Toy):
-    batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return data(2, batch_size=self.batch_size)
-
-
-def _tuned(kind: str) -> tuple[str, str, float]:
-    warnings.simplefilter("ignore")
-    model = toy(body=_Sized)
-    with pytest.raises(ValueError) as by_tuner:
-        LIGHTNING.load("tuner.Tuner")(trainer(strategy(kind))).scale_batch_size(model)
-    finder = LIGHTNING.load("callbacks.BatchSizeFinder")()
-    with pytest.raises(LIGHTNING.load("utilities.exceptions.MisconfigurationException")) as by_callback:
-        trainer(strategy(kind), callbacks=[finder]).fit(model)
-    assert model.batch_size == 2
-    after = trainer(strategy(kind))
-    after.fit(model)
-    expected = trainer(strategy(STOCK))
-    expected.fit(toy(body=_Sized))
-    return str(by_tuner.value), str(by_callback.value), off(ended(after), ended(expected))
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
-def test_the_batch_size_finder_is_refused_with_its_reason(kind: str) -> None:
-    """Lightning's own rule for every distributed strategy, ``ddp`` included."""
-    for by_tuner, by_callback, difference in run_ranks(RANKS, _tuned, kind):
-        assert "the batch size is currently not supported with distributed strategies" in by_tuner
-        assert "The Batch size finder is not supported with distributed strategies" in by_callback
-        assert difference <= 1e-6, "the model trains on as if nobody had asked"
-
-
-# ---- sync_batchnorm
-
-
-class _Normed(Toy):
-    def build(self) -> None:
-        super().build()
-        assert isinstance(self.net, nn.Sequential)
-        self.net[1] = nn.BatchNorm1d(HIDDEN)
-
-
-class _OverRanks(torch.autograd.Function):
-    """The mean over ranks, of values and of gradients."""
-
-    @staticmethod
-    def forward(_: Any, value: Tensor) -> Tensor:
-        total = value.clone()
-        dist.all_reduce(total)
-        return total / dist.get_world_size()
-
-    @staticmethod
-    def backward(_: Any, grad: Tensor) -> Tensor:
-        return _OverRanks.forward(None, grad)
-
-
-class _Together(nn.BatchNorm1d):
-    """Over the batches of all ranks, with a collective in both passes, as torch's SyncBatchNorm has them."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        mean = _OverRanks.apply(inputs.mean(0))
-        variance = _OverRanks.apply((inputs - mean).square().mean(0))
-        return (inputs - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
-
-
-def _as(kind: type[nn.BatchNorm1d], given: nn.BatchNorm1d) -> nn.BatchNorm1d:
-    made = kind(HIDDEN)
-    made.weight, made.bias = given.weight, given.bias
-    return made
-
-
-def _synchronised(kind: str, plugin: bool) -> tuple[Ended, bool]:
-    class Sync(LIGHTNING.load("plugins.layer_sync.LayerSync")):  # type: ignore[misc]
-        def apply(self, model: Any) -> Any:
-            model.net[1] = _as(_Together, model.net[1])
-            return model
-
-        def revert(self, model: Any) -> Any:
-            model.net[1] = _as(nn.BatchNorm1d, model.net[1])
-            return model
-
-    model = toy(body=_Normed, optimizer="sgd")  # Adam would make much of the last bit
-    made = trainer(strategy(kind), max_epochs=2, plugins=[Sync()] if plugin else [])
-    made.fit(model, data(3))
-    return ended(made), type(model.net[1]) is nn.BatchNorm1d
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
-def test_layers_may_be_synchronised_by_a_plugin(kind: str, oracle: Callable[..., list[Any]]) -> None:
-    """The way that ``sync_batchnorm`` takes on GPUs: layers with collectives in forward and in backward."""
-    found, expected = run_ranks(RANKS, _synchronised, kind, True), oracle(_synchronised, True)
-    check_same([one for one, _ in found], [one for one, _ in expected])
-    assert all(reverted for _, reverted in found)
-    alone, _ = oracle(_synchronised, False)[0]
-    name = "net.0.weight"
-    assert float((alone.weights[name] - found[0][0].weights[name]).abs().max()) > 1e-4, "the plugin has an effect"
-
-
-@pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_buffers_are_each_ranks_own(kind: str, oracle: Callable[..., list[Any]]) -> None:
-    """As under DeepSpeed and FairScale. ``ddp`` begins every forward with those of rank 0, which has the same here."""
-    found, expected = run_ranks(RANKS, _synchronised, kind, False), oracle(_synchronised, False)
-    (first, _), (second, _) = found
-    assert off(first, expected[0][0]) <= 1e-6
-    for name, value in second.weights.items():
-        differs = float((value - first.weights[name]).abs().max())
-        assert differs > 1e-2 if "running" in name else differs == 0.0, name
-
-
 # ---- precision
 
 
@@ -299,11 +186,3 @@ MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
 def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
     """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""
     assert run_ranks(RANKS, _throughput, kind, precision) == [[flops] * 3] * RANKS
-
-
-def _throughput_in_bf16() -> list[float]:
-    return _throughput("fully_sharded", "32-true", compute_dtype=torch.bfloat16)
-
-
-def test_throughput_follows_compute_dtype() -> None:
-    assert run_ranks(RANKS, _throughput_in_bf16) == [[2] * 3] * RANKS

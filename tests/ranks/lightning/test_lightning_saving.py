@@ -6,7 +6,6 @@ import functools
 import inspect
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
-from shardwise.core.comm import PeerError
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, to_single_file
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
@@ -68,29 +66,6 @@ def test_random_numbers_and_loss_scale_are_restored(tmp_path: Path) -> None:
     for difference, (scale, again, calls) in run_ranks(RANKS, resumed, str(tmp_path)):
         assert scale == again and calls == 10
         assert difference == 0.0 or not since(2, 5), "older versions draw once more when a run resumes"
-
-
-class Hyper(Toy):
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.save_hyperparameters()  # type: ignore[attr-defined]
-
-
-def save(path: str) -> dict[str, Tensor]:
-    made = trainer(Strategy(bucket_cap_mb=0))
-    made.fit(toy(body=Hyper, seed=8), data())
-    made.save_checkpoint(f"{path}/directory.ckpt")
-    found = weights(made)
-    close(made)
-    return found
-
-
-def test_single_file_for_load_from_checkpoint(tmp_path: Path) -> None:
-    found, _ = run_ranks(RANKS, save, str(tmp_path))
-    written = to_single_file(tmp_path / "directory.ckpt", tmp_path / "one.ckpt")
-    assert written["global_step"] == 4 and written["hyper_parameters"] == {"seed": 8}
-    model = type(toy(body=Hyper)).load_from_checkpoint(tmp_path / "one.ckpt")
-    assert model.seed == 8 and all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
 
 
 class Described(Toy):
@@ -248,62 +223,6 @@ def asynchronous(path: str) -> tuple[float, list[bool]]:
 
 def test_asynchronous_saving(tmp_path: Path) -> None:
     assert run_ranks(RANKS, asynchronous, str(tmp_path)) == [(0.0, [True, True])] * RANKS
-
-
-def finder(path: str, make: Callable[[], Any]) -> tuple[list[str], dict[str, Tensor]]:
-    """The learning-rate finder saves, trains, restores and removes."""
-    made = trainer(
-        make(),
-        callbacks=[LIGHTNING.load("callbacks.LearningRateFinder")(num_training_steps=5, update_attr=False)],
-        default_root_dir=path,
-        enable_checkpointing=True,
-    )
-    made.fit(toy(), data(8))
-    found = weights(made)
-    close(made)
-    return [p.name for p in Path(path).glob(".lr_find*")], found
-
-
-def unsearched() -> dict[str, Tensor]:
-    return fit(stock(), toy(), loader=data(8))
-
-
-@pytest.mark.full
-def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
-    expected = run_ranks(RANKS, finder, str(tmp_path), stock)[0][1]
-    for left, found in run_ranks(RANKS, finder, str(tmp_path), Strategy):
-        assert left == [] and worst(found, expected) <= 1e-6
-    # Before 2.5 Lightning goes on after the batches of the search, under ddp too.
-    assert worst(expected, run_ranks(RANKS, unsearched)[0]) <= 1e-6 or not since(2, 5)
-
-
-class SavingAlone(Toy):
-    """Saves on the first rank alone, where every rank has to. What follows on the others is ours: behind a batch
-    Lightning has a collective of its own, which nobody can tell of this."""
-
-    path = ""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.is_global_zero:  # type: ignore[attr-defined]
-            self.trainer.save_checkpoint(self.path)  # type: ignore[attr-defined]
-
-
-def alone(path: str) -> tuple[str, float]:
-    made, model = trainer(Strategy(), max_epochs=2), toy(body=SavingAlone)
-    type(model).path = path
-    with pytest.raises(PeerError) as error:
-        made.fit(model, data())
-    total = torch.ones(1)
-    dist.all_reduce(total)  # the program's own group works as before
-    return str(error.value), total.item()
-
-
-def test_a_save_on_the_first_rank_alone_is_told_at_once(tmp_path: Path) -> None:
-    path = str(tmp_path / "alone.ckpt")
-    for told, total in run_ranks(RANKS, alone, path):
-        assert f"rank 0: what saving needs (1 values) while saving checkpoint {path}; rank 1: " in told, told
-        assert "every rank has to make such a call" in told and total == 2, told
-    assert not Path(path).exists()
 
 
 class Unsaveable(Toy):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import KINDS, MAIN, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
+from lightning_cases import KINDS, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
@@ -36,11 +36,6 @@ def accumulation_changes(kind: str) -> Ended:
     return run(kind, Recipe(epochs=3), callbacks=[scheduler])
 
 
-def validation_within_an_accumulation(kind: str) -> Ended:
-    """After every second batch, when three make a step."""
-    return run(kind, Recipe(accumulate=3), val_check_interval=2)
-
-
 def saving_within_an_accumulation(kind: str) -> Ended:
     """After every second batch, when three make a step: the gradients so far stay."""
     with tempfile.TemporaryDirectory() as folder:
@@ -49,13 +44,6 @@ def saving_within_an_accumulation(kind: str) -> Ended:
         found = run(kind, recipe, callbacks=[saver], enable_checkpointing=True, val_check_interval=2)
         dist.barrier()
     assert len(saver.best_k_models) >= 2
-    return found
-
-
-def early_stopping(kind: str) -> Ended:
-    stopping = callback("EarlyStopping", monitor="val_loss", min_delta=1.0, patience=1)
-    found = run(kind, Recipe(epochs=9), callbacks=[stopping])
-    assert stopping.stopped_epoch == 1 and found.global_step == 10
     return found
 
 
@@ -101,22 +89,6 @@ class _WarmsUp(Toy):
 
 def own_optimizer_step(kind: str) -> Ended:
     return run(kind, Recipe(), toy(body=_WarmsUp))
-
-
-class _Plateau(Toy):
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-    def on_train_epoch_end(self) -> None:
-        self.log("lr", self.optimizers().param_groups[0]["lr"])  # type: ignore[attr-defined]
-
-
-def a_plateau(kind: str) -> Ended:
-    found = run(kind, Recipe(batches=2, epochs=4), toy(body=_Plateau))
-    assert found.metrics["lr"] < 0.05, "the rate fell"
-    return found
 
 
 class _Adversaries(Toy):
@@ -198,14 +170,11 @@ SCENARIOS: dict[str, Scenario] = {
     each.__name__: each
     for each in (
         accumulation_changes,
-        validation_within_an_accumulation,
         saving_within_an_accumulation,
-        early_stopping,
         fit_twice,
         own_backward,
         own_clipping,
         own_optimizer_step,
-        a_plateau,
         two_optimizers_by_hand,
         compiled,
         evaluated_first,
@@ -234,14 +203,12 @@ def oracle() -> Callable[[str], list[Ended]]:
 DEFAULT = {
     "colossalai": {
         "accumulation_changes",
-        "early_stopping",
         "own_backward",
         "own_optimizer_step",
-        "a_plateau",
         "two_optimizers_by_hand",
         "evaluated_first",
     },
-    "deepspeed_1": {"validation_within_an_accumulation", "saving_within_an_accumulation", "two_optimizers_by_hand"},
+    "deepspeed_1": {"saving_within_an_accumulation", "two_optimizers_by_hand"},
     "deepspeed_3": {
         "accumulation_changes",
         "fit_twice",
@@ -253,8 +220,8 @@ DEFAULT = {
 }
 assert set().union(*DEFAULT.values()) == set(SCENARIOS)
 QUICK = {
-    "colossalai": ["early_stopping", "own_optimizer_step", "evaluated_first"],
-    "deepspeed_1": ["validation_within_an_accumulation", "saving_within_an_accumulation"],
+    "colossalai": ["own_optimizer_step", "evaluated_first"],
+    "deepspeed_1": ["saving_within_an_accumulation"],
     "deepspeed_3": ["accumulation_changes", "own_backward", "two_optimizers_by_hand"],
 }
 
@@ -336,46 +303,6 @@ def test_a_hook_that_builds_again_does_not_lose_the_training(kind: str) -> None:
     for difference, said in run_ranks(RANKS, _rebuilt, kind):
         assert difference == 0.0
         assert any("built modules again" in message for message in said)
-
-
-class _LooksAtSteps(Toy):
-    def on_fit_start(self) -> None:
-        self.planned = self.trainer.estimated_stepping_batches  # type: ignore[attr-defined]
-
-
-def _planned(kind: str) -> tuple[float, int, str]:
-    made = trainer(strategy(kind), max_epochs=2, accumulate_grad_batches=3, precision="bf16-mixed")
-    model = toy(body=_LooksAtSteps)
-    made.fit(model, data(5))
-    close(made)
-    return model.planned, made.global_step, made.precision_plugin.precision
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_2", "colossalai", of=MAIN))
-def test_a_schedule_is_as_long_as_the_training(kind: str) -> None:
-    """``estimated_stepping_batches`` rounds up where DeepSpeed's steps were rounded down."""
-    assert run_ranks(RANKS, _planned, kind) == [(4, 4, "bf16-mixed")] * RANKS
-
-
-class _OwnLoader(Toy):
-    def train_dataloader(self) -> Any:
-        return data(2, batch_size=3)
-
-
-def _batch_sizes() -> list[Any]:
-    found = []
-    for model, loader in ((toy(), data(2, batch_size=3)), (toy(body=_OwnLoader), None)):
-        made = trainer(strategy("deepspeed_2"))
-        made.validate(model, data(1, seed=1), verbose=False)
-        made.fit(model, loader)
-        found.append(made.strategy.config["train_micro_batch_size_per_gpu"])
-        close(made)
-    return found
-
-
-def test_the_batch_size_is_known_when_validation_came_first() -> None:
-    """It stayed at the 1 that the first call could see."""
-    assert run_ranks(RANKS, _batch_sizes) == [[3, 3]] * RANKS
 
 
 # ---- decisions that ranks must share

@@ -85,41 +85,6 @@ def test_a_full_bucket_makes_room() -> None:
     assert order == ["-", "-", "a", "b", "-", "c", "-", "e", "-", "d"]
 
 
-@on_ranks(2)
-def test_callbacks_may_bring_more() -> None:
-    """One refills the bucket that was flushed to make room, one waits for flush."""
-    order: list[str] = []
-    bucketer = limited()
-
-    def bring(name: str, numel: int) -> Callable[[Tensor], None]:
-        def told(result: Tensor) -> None:
-            assert result.tolist() == expected(result.numel())
-            order.append(name)
-            if numel:
-                bucketer.reduce_scatter_async(inputs(numel), callback_fn=bring(name.upper(), 0))
-
-        return told
-
-    bucketer.reduce_scatter_async(inputs(6), callback_fn=bring("a", 7))
-    bucketer.reduce_scatter_async(inputs(5), callback_fn=bring("b", 2))
-    bucketer.flush()
-    bucketer.free()
-    assert order == ["a", "A", "b", "B"]
-
-
-@on_ranks(2)
-def test_no_buckets() -> None:
-    for size in (0, -1):
-        seen: list[int] = []
-        bucketer = ReduceScatterBucketer(bucket_size_mb=size)
-        for numel in (3, 0, 2):
-            bucketer.reduce_scatter_async(inputs(numel), callback_fn=lambda result, seen=seen: seen.append(len(result)))
-        assert seen == [3, 0, 2]
-        bucketer.flush()
-        bucketer.free()
-        assert seen == [3, 0, 2]
-
-
 @on_ranks(3)
 def test_a_group_of_some_ranks_beside_all() -> None:
     pair = dist.new_group([0, 2])
@@ -155,11 +120,3 @@ def test_wrong_uses_are_errors_and_leave_it_usable() -> None:
     bucketer.free()
     bucketer.reduce_scatter_async([one, one])  # the memory comes again
     bucketer.flush()
-
-
-def test_without_ranks_it_is_one() -> None:
-    seen: list[Tensor] = []
-    bucketer = ReduceScatterBucketer()
-    bucketer.reduce_scatter_async([torch.arange(3.0)], callback_fn=seen.append)
-    bucketer.flush()
-    assert seen[0].tolist() == [0.0, 1.0, 2.0]

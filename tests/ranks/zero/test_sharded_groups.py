@@ -19,10 +19,7 @@ from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.comm import PeerError
-from shardwise.core.mesh import Mesh
-from shardwise.plan import zero
-from shardwise.session import build
-from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, assert_close, train_plain
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from tests.support.groups_setup import (
     GROUPS,
@@ -40,11 +37,9 @@ from tests.support.groups_setup import (
     waits_at_most,
     whole_loss,
 )
-from tests.support.models import MODELS
 from tests.support.on_ranks import assert_refused, on_ranks
 from tests.support.sets import full
-from tests.support.sharded_setup import STRATEGIES, adam
-from tests.support.tier_setup import with_tiers
+from tests.support.sharded_setup import adam
 
 RTOL = 1e-6
 
@@ -82,16 +77,6 @@ def test_each_group_trains_its_own_model(name: str, count: int) -> None:
     check(name, RECIPES[:count])
 
 
-@on_ranks(4, timeout=600.0)
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", list(GROUPS))
-def test_every_habit_in_groups(name: str) -> None:
-    ways = [(strategy, shard, gloo) for strategy in STRATEGIES for shard in (True, False) for gloo in (True, False)]
-    # Not gpt: the gradient of a key's bias is rounding alone, and Adam makes steps of it.
-    for case in ("tied", "odd_sizes", "zero_sized", "checkpointed", "residual"):
-        check(name, [(case, *way, {}) for way in ways])
-
-
 # ---- checkpoints
 
 
@@ -117,39 +102,6 @@ def test_one_group_saves_and_another_loads(tmp_path: Path) -> None:
         assert model.session.checkpoints.load(f"{tmp_path}/first", tag) is not None
         assert_close(model.state_dict(), before[0], 0.0, "loaded")
     model.close()
-
-
-@on_ranks(4)
-def test_groups_share_a_disk_directory(tmp_path: Path) -> None:
-    """Groups whose shards and states are on a disk, in the same directory."""
-    folder = str(tmp_path)
-    number, group = join(GROUPS["strided"])
-    plan = with_tiers(zero(3), "all_disk", folder)
-    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, group)
-    module = MODELS["mlp"].factory()
-    session = build(module, adam(module), plan, mesh)
-    assert session.optimizer is not None
-    for step in steps_of("mlp", number, 2):
-        session.backward(MODELS["mlp"].loss(session.module, step[0][mesh.rank]))
-        session.optimizer.step()
-    state = session.module.state_dict()
-    session.close()
-    mesh.close()
-    assert_close(state, plain("mlp", number, 2), RTOL, f"group {number}")
-
-
-def traced(folder: str) -> None:
-    _, group = join(GROUPS["pairs"])
-    model, optimizer = made(group, "residual", "bucket", tensor_placement_policy="auto")
-    train(model, optimizer, "residual", steps_of("residual", 0, 2))
-    model.dump_memory_stats(f"{folder}/stats.log")
-    model.close()
-
-
-@pytest.mark.full
-def test_traces_of_groups_have_names_of_their_own(tmp_path: Path) -> None:
-    run_ranks(4, traced, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["stats.log", "stats.log.rank2"]
 
 
 # ---- errors
