@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from demo.model import ByteGPT, ModelSize
+from page_blocks import fences
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
@@ -65,6 +66,23 @@ def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
     first, second = run_ranks(RANKS, _readme, "+")
     assert_close(first, second, rtol=0.0, what="parameters of the two ranks")
     assert any(not torch.equal(first[name], plain[name]) for name in plain)
+
+
+def _quickstart(epochs: int) -> list[str]:
+    """The page's blocks as one program; the epochs that this rank printed."""
+    program = "\n".join(fence.text for fence in fences("docs/quickstart.md") if fence.language == "python")
+    assert "else 0, 3):" in program
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program.replace("else 0, 3):", f"else 0, {epochs}):"), names)
+    names["session"].close()
+    return re.findall(r"^epoch (\d)", out.getvalue(), re.MULTILINE)
+
+
+@pytest.mark.full
+def test_the_quickstart_resumes_when_it_is_started_again() -> None:
+    assert run_ranks(RANKS, _quickstart, 3) == [["0", "1", "2"], []]
+    assert run_ranks(RANKS, _quickstart, 5) == [["3", "4"], []]
 
 
 def test_every_example_is_run_by_a_test() -> None:
