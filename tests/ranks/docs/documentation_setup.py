@@ -404,6 +404,7 @@ PAGES: dict[str, list[Block]] = {
         ),
     ],
     "docs/from-torch.md": [
+        Block(first="import torch", how="shown", why="test_examples.py runs both sides of it"),
         Block(first="import torch", before=_blocks, after=_trained_in_half),
         Block(first="import torch.distributed", after=_in_dcp),
     ],

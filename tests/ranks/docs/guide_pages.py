@@ -90,13 +90,11 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="mpirun -np 16", how="shown", why=CLUSTER),
     ],
     "docs/index.md": [
-        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
         Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
+        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
     ],
     "docs/differences.md": [Block(first="session = shardwise.shard(", before=_tokens, after=_trained)],
-    "docs/troubleshooting.md": [
-        Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)
-    ],
+    "docs/troubleshooting.md": [Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
     "docs/quickstart.md": [
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),

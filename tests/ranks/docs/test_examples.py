@@ -13,10 +13,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 from demo.model import ByteGPT, ModelSize
 from page_blocks import fences
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from shardwise.testing import assert_close, run_ranks
 
@@ -40,9 +41,9 @@ def printed(name: str) -> tuple[str, dict[str, Any]]:
     return out.getvalue(), names
 
 
-def _side(sign: str) -> str:
-    """One side of the difference that README.md shows: its lines without a sign, and those with ``sign``."""
-    (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+def _side(sign: str, page: str = "README.md") -> str:
+    """One side of the difference that a page shows: its lines without a sign, and those with ``sign``."""
+    (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in ("", " ", sign))
 
 
@@ -66,6 +67,21 @@ def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
     first, second = run_ranks(RANKS, _readme, "+")
     assert_close(first, second, rtol=0.0, what="parameters of the two ranks")
     assert any(not torch.equal(first[name], plain[name]) for name in plain)
+
+
+def _from_ddp(sign: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
+    names: dict[str, Any] = {"model": torch.nn.Linear(8, 8), "loader": batches, "criterion": mse_loss}
+    exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # ranks have one
+    dist.barrier()
+    return dict(names["session"].module.state_dict() if sign == "+" else torch.load("weights.pt"))
+
+
+def test_the_ddp_program_trains_as_before() -> None:
+    before, after = run_ranks(RANKS, _from_ddp, "-"), run_ranks(RANKS, _from_ddp, "+")
+    assert_close(after[0], before[0], rtol=1e-5, what="parameters")
 
 
 def _quickstart(epochs: int) -> list[str]:
