@@ -153,7 +153,8 @@ arch: $(VENV)/.dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_structure.py tests/test_foreign_names.py
 
 # Warnings are errors: links and anchors that lead nowhere, pages that the navigation leaves out, docstrings that cannot
-# be read, anything that a reader's browser would fetch from elsewhere. It is in build/site, to be opened as files.
+# be read, anything that a reader's browser would fetch from elsewhere. It is in build/site, to be opened as files;
+# search needs a server: python -m http.server -d build/site.
 site: $(VENV)/.docs
 	@NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/python -m mkdocs build --strict
 

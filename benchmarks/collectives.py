@@ -25,7 +25,7 @@ from benchmarks.table import replace_section
 Call = Callable[[], None]
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 VARIANTS = ("gloo", "point to point", "shared memory")
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks.parts import VOCABULARY, made
 from benchmarks.table import MIB, replace_section
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 RANKS = 2
 NUMBERS = ("fp32", "bf16", "fp8")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")

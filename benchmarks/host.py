@@ -31,7 +31,7 @@ from tests.support.alike import alike_mesh
 
 __all__ = ["Row", "main", "measure", "table"]
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 WIDTH, WARM_UP = 16, 3
 Step = Callable[[], None]
 

@@ -29,7 +29,7 @@ from benchmarks.launch import JobFailed, Outcome, Running, environment, launcher
 from benchmarks.table import NAMES, TOLERANCE, losses_differ, replace_section
 from tests.support.hosts import ADDRESSES, TwoHosts
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 SYSTEMS = ("sw_zero3", "sw_zero2", "ddp", "fsdp2", "ds2", "ds3")
 TIMEOUT_S = 600.0
 # After a change of the wire. TCP's BBR sends as much as fits the shortest trip of the last ten seconds.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.parts import VOCABULARY, made, timed
 from benchmarks.table import replace_section
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 RANKS = 4
 
 

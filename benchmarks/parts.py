@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.table import replace_section
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 VOCABULARY = 512
 
 

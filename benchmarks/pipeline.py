@@ -28,7 +28,7 @@ from shardwise.core.parallel.pipeline import (
 )
 from shardwise.core.parallel.pipeline.schedule import Span, bubble_fraction, expected_bubble
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 WIDTH = 8
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.table import replace_section
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 MIB = 1024**2
 VOCABULARY, WIDTH = 256, 32
 

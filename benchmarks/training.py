@@ -1,7 +1,8 @@
 """``python -m benchmarks.training``: train one GPT under every system side by side and print a table of ratios.
 
 Every system is a set of processes with one thread a rank. One of our plans and its peers live at the same time and
-train a few steps in turns, so that a slow moment of the machine meets all of them. See ``docs/benchmarks.md``.
+train a few steps in turns, so that a slow moment of the machine meets all of them. See
+``docs/inside/benchmark-tables.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from benchmarks.launch import JobFailed, Outcome, Running, available_bytes
 from benchmarks.systems import PEERS, SHARDWISE
 from benchmarks.table import PAIRS, cells, measured_table, ratio_table, replace_section
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "benchmark-tables.md"
 ROOM = 1.25
 """A further peer starts beside the others if this many times what the largest took is free."""
 

@@ -71,13 +71,9 @@ class Session:
         optimizer: the first optimizer, or ``None``.
         optimizers: all optimizers.
         plan, mesh: the arguments of the build.
-        values: access to all parameter values.
-        params: the sharded parameters, in the model's order.
-        events: listeners by name; see :mod:`shardwise.core.base.events`.
-        ledger: accounts of device memory.
         pipeline: runs the passes of steps if the model has pipeline stages; otherwise ``None``.
-        checkpoints: ``save`` and ``load`` everything; ``wait`` for an asynchronous save. All ranks write files, which
-            load with any number of ranks, parallelism, stage, packing, tier and precision.
+        checkpoints: ``save`` and ``load`` everything; ``wait_for_saves`` for asynchronous saves. All ranks write files,
+            which load with any number of ranks, parallelism, stage, packing, tier and precision.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:

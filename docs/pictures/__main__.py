@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from shardwise.core.grads.grads import REDUCTION, Reduction
 from shardwise.core.shards.chunk import RESIDENCY, Residency
 
-__all__ = ["PICTURES", "chunk_life", "divided", "gradient_life", "main", "one_step", "three_memories"]
+__all__ = ["PICTURES", "benchmarks", "chunk_life", "divided", "gradient_life", "main", "one_step", "three_memories"]
 
 FOLDER = Path(__file__).parent
 FONT = "font-family='sans-serif'"
@@ -173,7 +174,29 @@ def three_memories() -> str:
     return _picture(1000, 280, "Three memories", parts)
 
 
+def benchmarks() -> str:
+    """Speed and memory of each system in fp32, from the tables."""
+    tables = (FOLDER.parent / "inside" / "benchmark-tables.md").read_text("utf-8")
+    row = r"^\| small \| 4 \| fp32 \| ((?:shardwise|torch|DeepSpeed) [^|]+?) \| (\d+)[^|]*\|[^|]*\| (\d+)"
+    rows = sorted(
+        (system.replace("zero", "ZeRO-"), int(speed), int(memory))
+        for system, speed, memory in re.findall(row, tables, re.MULTILINE)
+    )
+    parts = []
+    for left, title, column in ((40, "tokens a second (more is better)", 1), (500, "MiB a rank (less is better)", 2)):
+        parts.append(_text(left + 150, 28, title, 14, SOFT, "start"))
+        most = max(each[column] for each in rows)
+        for place, each in enumerate(rows):
+            y, width = 44 + 30 * place, round(200 * each[column] / most)
+            fill = UPDATE if each[0].startswith("shardwise") else SHARD
+            parts.append(_text(left + 140, y + 16, each[0], 13, INK, "end"))
+            parts.append(f"<rect x='{left + 150}' y='{y}' width='{width}' height='22' rx='3' fill='{fill}'/>")
+            parts.append(_text(left + 158 + width, y + 16, str(each[column]), 13, INK, "start"))
+    return _picture(960, 60 + 30 * len(rows), "Speed and memory of six systems", parts)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
+    "benchmarks.svg": benchmarks,
     "chunk-life.svg": chunk_life,
     "divided.svg": divided,
     "gradient-life.svg": gradient_life,

@@ -22,8 +22,8 @@ SECTION = re.compile(r"^(?:Args|Attributes):\n(?:(?:    .*)?(?:\n|\Z))+", re.MUL
 
 
 def plain(text: str) -> str:
-    """References to other names are these names."""
-    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    """References to other names are these names; those to notes in the code are left out."""
+    return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", re.sub(r"\s*See \[Note: [^\]]*\]\.", "", text))
 
 
 def apart(text: str) -> str:

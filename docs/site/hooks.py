@@ -26,7 +26,9 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between docs/ and the root, which are right in the repository, are right in the site."""
+    """Links between docs/ and the root are right in the site, too; search lists pages for maintainers last."""
+    if page.file.src_uri.startswith("inside/"):
+        page.meta["search"] = {"boost": 0.2}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)

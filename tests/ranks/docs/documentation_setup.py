@@ -396,6 +396,7 @@ PAGES: dict[str, list[Block]] = {
         ),
     ],
     "docs/from-torch.md": [
+        Block(first="import torch", how="shown", why="test_examples.py runs both sides of it"),
         Block(first="import torch", before=_blocks, after=_trained_in_half),
         Block(first="import torch.distributed", after=_in_dcp),
     ],
@@ -414,7 +415,7 @@ PAGES: dict[str, list[Block]] = {
             after=foreign_pages.in_fabric,
         )
     ],
-    "docs/memory-trace.md": [
+    "docs/memory-profiling.md": [
         Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
         Block(first="import torch"),
     ],
@@ -423,7 +424,7 @@ PAGES: dict[str, list[Block]] = {
         Block(first="from shardwise.nn.optimizer import CPUAdam", before=_sharded),
         Block(first="with ZeroInitContext(", before=_groups),
     ],
-    "docs/testing.md": [
+    "docs/checking-correctness.md": [
         Block(first="# ranks.py", how="main"),
         Block(first="from operator import add", how="main"),
         Block(first="shardwise.testing.pool.RankError:", how="shown", why=AN_ERROR),

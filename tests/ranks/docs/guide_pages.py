@@ -78,7 +78,7 @@ GUIDE: dict[str, list[Block]] = {
         *(Block(first=first, how="shown", why=FINETUNE) for first in EXCERPTS),
         Block(first="shardwise run --nproc 2 examples/finetune.py --lora", how="shown", why=FINETUNE),
     ],
-    "docs/clusters.md": [
+    "docs/multi-node.md": [
         Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),
         Block(first="torchrun --nnodes 2", how="shown", why=CLUSTER),
         Block(first="shardwise run --nnodes 2", how="shown", why=CLUSTER),
@@ -90,24 +90,22 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="mpirun -np 16", how="shown", why=CLUSTER),
     ],
     "docs/index.md": [
-        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
         Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
+        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
     ],
-    "docs/limits.md": [
-        Block(first="from shardwise import build", before=_tokens, after=_trained),
-        Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named),
-    ],
+    "docs/differences.md": [Block(first="session = shardwise.shard(", before=_tokens, after=_trained)],
+    "docs/troubleshooting.md": [Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
     "docs/quickstart.md": [
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),
-        Block(first="from transformers import AutoConfig", after=quick_pages.written),
+        Block(first="from pathlib import Path", after=quick_pages.written),
         Block(first="from shardwise import", after=quick_pages.described),
         Block(first="import shardwise", after=quick_pages.too_large),
         Block(first="session.checkpoints.load(", after=quick_pages.loaded),
         Block(first="from torch.utils.data import", before=quick_pages.listening, after=quick_pages.learnt),
         Block(first="DeviceMemoryError:", how="shown", why=AN_ERROR),
         Block(first="from shardwise import tiers_text", after=quick_pages.on_the_host),
-        Block(first="restored = session.checkpoints.load(", after=quick_pages.resumed),
+        Block(first="epoch 3: loss", how="shown", why="test_examples.py starts the joined program twice"),
         Block(first="from shardwise import", after=quick_pages.exported),
     ],
 }

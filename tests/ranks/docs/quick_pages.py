@@ -18,7 +18,6 @@ __all__ = [
     "listening",
     "loaded",
     "on_the_host",
-    "resumed",
     "too_large",
     "written",
 ]
@@ -64,11 +63,6 @@ def on_the_host(names: Names) -> None:
     held = names["held"]
     assert held.tier_bytes("host") > 8 * held.tier_bytes("device")
     assert names["rank"] != 0 or "host" in names["shown"][-1]
-
-
-def resumed(names: Names) -> None:
-    """It goes on in the epoch after the last one."""
-    assert names["restored"].data_position == {"epoch": 3} and names["epoch"] == 3
 
 
 def exported(names: Names) -> None:

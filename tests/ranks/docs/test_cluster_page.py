@@ -84,7 +84,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 def block(first: str, number: int = 0) -> str:
     """A block of the page, for as many ranks as fit here and at a port of its own."""
-    found = [fence.text for fence in fences("docs/clusters.md") if fence.first.startswith(first)][number]
+    found = [fence.text for fence in fences("docs/multi-node.md") if fence.first.startswith(first)][number]
     for printed, instead in SMALLER:
         found = found.replace(printed, instead)
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -13,9 +13,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 from demo.model import ByteGPT, ModelSize
+from page_blocks import fences
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from shardwise.testing import assert_close, run_ranks
 
@@ -39,9 +41,9 @@ def printed(name: str) -> tuple[str, dict[str, Any]]:
     return out.getvalue(), names
 
 
-def _side(sign: str) -> str:
-    """One side of the difference that README.md shows: its lines without a sign, and those with ``sign``."""
-    (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+def _side(sign: str, page: str = "README.md") -> str:
+    """One side of the difference that a page shows: its lines without a sign, and those with ``sign``."""
+    (lines,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
     return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in ("", " ", sign))
 
 
@@ -65,6 +67,38 @@ def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
     first, second = run_ranks(RANKS, _readme, "+")
     assert_close(first, second, rtol=0.0, what="parameters of the two ranks")
     assert any(not torch.equal(first[name], plain[name]) for name in plain)
+
+
+def _from_ddp(sign: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    batches = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
+    names: dict[str, Any] = {"model": torch.nn.Linear(8, 8), "loader": batches, "criterion": mse_loss}
+    exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # ranks have one
+    dist.barrier()
+    return dict(names["session"].module.state_dict() if sign == "+" else torch.load("weights.pt"))
+
+
+def test_the_ddp_program_trains_as_before() -> None:
+    before, after = run_ranks(RANKS, _from_ddp, "-"), run_ranks(RANKS, _from_ddp, "+")
+    assert_close(after[0], before[0], rtol=1e-5, what="parameters")
+
+
+def _quickstart(epochs: int) -> list[str]:
+    """The page's blocks as one program; the epochs that this rank printed."""
+    program = "\n".join(fence.text for fence in fences("docs/quickstart.md") if fence.language == "python")
+    assert "else 0, 3):" in program
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(program.replace("else 0, 3):", f"else 0, {epochs}):"), names)
+    names["session"].close()
+    return re.findall(r"^epoch (\d)", out.getvalue(), re.MULTILINE)
+
+
+@pytest.mark.full
+def test_the_quickstart_resumes_when_it_is_started_again() -> None:
+    assert run_ranks(RANKS, _quickstart, 3) == [["0", "1", "2"], []]
+    assert run_ranks(RANKS, _quickstart, 5) == [["3", "4"], []]
 
 
 def test_every_example_is_run_by_a_test() -> None:
