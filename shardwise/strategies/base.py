@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 
 from shardwise.core.deferred import deferred_init
+from shardwise.core.mesh.launch import check_joined
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.strategies.namespace import Namespace, build
@@ -62,6 +63,10 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self._live: Live | None = None
         self._saving = Saving(self)
         super().__init__(**lightning)
+
+    def _configure_launcher(self) -> None:
+        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
+        super()._configure_launcher()
 
     # ---- hooks for subclasses
 
