@@ -288,6 +288,15 @@ REFUSED = {
 }
 
 
+UNFREEZING = {"unfreeze_and_add_param_group", "make_trainable", "add_param_group"}
+
+
+def _only_freezes(callback: Any) -> bool:
+    """Return whether a ``BaseFinetuning`` names nothing that unfreezes; if it does so elsewhere, that is the error."""
+    code = getattr(getattr(callback, "finetune_function", None), "__code__", None)
+    return code is not None and not UNFREEZING & {*code.co_names}
+
+
 def check_callbacks(namespace: Namespace, trainer: Any) -> None:
     """Check the callbacks of a run that trains.
 
@@ -299,7 +308,7 @@ def check_callbacks(namespace: Namespace, trainer: Any) -> None:
     for path, (reason, instead) in REFUSED.items():
         refused = namespace.find(path)  # some versions do not have it
         for callback in trainer.callbacks if refused is not None else ():
-            if isinstance(callback, refused):
+            if isinstance(callback, refused) and not _only_freezes(callback):
                 raise NotImplementedError(
                     f"{type(callback).__name__} with {type(trainer.strategy).__name__}: {reason}. Instead, {instead}"
                 )
