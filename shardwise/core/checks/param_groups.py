@@ -40,7 +40,7 @@ def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping
             for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
                 if isinstance(each, torch.Tensor) or value is default or value == default:
                     continue
-                if not (isinstance(each, Real) and (low <= each < high or each == high == math.inf)):
+                if not (isinstance(each, Real) and (low <= float(each) < high or each == high == math.inf)):
                     bounds = "a number" if low < 0 else f"numbers in [{low:g}, {high:g})"
                     raise ValueError(f"{name} has {option}={value!r} in param group {position}: give {bounds}")
 

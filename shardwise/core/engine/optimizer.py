@@ -134,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     @param_groups.setter
