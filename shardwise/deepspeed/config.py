@@ -299,13 +299,30 @@ def _is_on(value: Any, off: Any = None) -> bool:
     return value if isinstance(value, bool) else value not in (None, 0, off, [], {})
 
 
+NAMES_ELSEWHERE = {
+    **dict.fromkeys(("max_grad_norm", "max_norm", "clip_grad_norm", "gradient_clip_val"), "gradient_clipping"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "train_micro_batch_size_per_gpu"),
+    **dict.fromkeys(("global_batch_size", "batch_size"), "train_batch_size"),
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "initial_scale": "fp16.initial_scale_power",
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.params.lr"),
+    **{name: f"optimizer.params.{name}" for name in ("betas", "eps", "weight_decay", "momentum")},
+}
+"""Keys by the names of other libraries' options: transformers, accelerate, Lightning, Megatron, ColossalAI."""
+
+
 def _unknown(path: str, value: Any, section: str, names: Iterable[str]) -> str:
     name = path.rpartition(".")[2]
     message = f"{path}={short_repr(value)} is not a key of the DeepSpeed configuration"
+    if name in NAMES_ELSEWHERE:
+        return f"{message}; did you mean {NAMES_ELSEWHERE[name]!r}?"
     near = difflib.get_close_matches(name, list(names), 1, 0.5)
     inside = [key for key in [*KEYS, *ALIASES] if key.rpartition(".")[2] == name]
     if inside:
         return f"{message}; {name!r} belongs in {inside[0].rpartition('.')[0] or 'the top level'!r}"
+    by_name = {key.rpartition(".")[2]: key for key in KEYS}
+    if not difflib.get_close_matches(name, near, 1, 0.85):  # perhaps a key of another section
+        near = [by_name[each] for each in difflib.get_close_matches(name, list(by_name), 1, 0.85)] or near
     where = f" of {section!r}" if section else ""
     return f"{message}; " + (f"did you mean {near[0]!r}?" if near else f"known keys{where}: {', '.join(names)}")
 

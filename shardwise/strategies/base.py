@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 
 from shardwise.core.deferred import deferred_init
+from shardwise.core.mesh.launch import check_joined
 from shardwise.plan import Plan
 from shardwise.session import Session
 from shardwise.strategies.namespace import Namespace, build
@@ -62,6 +63,10 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self._live: Live | None = None
         self._saving = Saving(self)
         super().__init__(**lightning)
+
+    def _configure_launcher(self) -> None:
+        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
+        super()._configure_launcher()
 
     # ---- hooks for subclasses
 
@@ -283,6 +288,15 @@ REFUSED = {
 }
 
 
+UNFREEZING = {"unfreeze_and_add_param_group", "make_trainable", "add_param_group"}
+
+
+def _only_freezes(callback: Any) -> bool:
+    """Return whether a ``BaseFinetuning`` names nothing that unfreezes; if it does so elsewhere, that is the error."""
+    code = getattr(getattr(callback, "finetune_function", None), "__code__", None)
+    return code is not None and not UNFREEZING & {*code.co_names}
+
+
 def check_callbacks(namespace: Namespace, trainer: Any) -> None:
     """Check the callbacks of a run that trains.
 
@@ -294,7 +308,7 @@ def check_callbacks(namespace: Namespace, trainer: Any) -> None:
     for path, (reason, instead) in REFUSED.items():
         refused = namespace.find(path)  # some versions do not have it
         for callback in trainer.callbacks if refused is not None else ():
-            if isinstance(callback, refused):
+            if isinstance(callback, refused) and not _only_freezes(callback):
                 raise NotImplementedError(
                     f"{type(callback).__name__} with {type(trainer.strategy).__name__}: {reason}. Instead, {instead}"
                 )

@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.write import agree
 from shardwise.core.deferred import deferred_init
+from shardwise.core.mesh.launch import check_joined
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
@@ -58,6 +59,10 @@ class FabricStrategy(_Base):  # type: ignore[misc]
         self._saving = FabricSaving(self)
         super().__init__(**lightning)
         self._backward_sync_control = _Syncing(self)
+
+    def _configure_launcher(self) -> None:
+        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
+        super()._configure_launcher()
 
     # ---- hooks for subclasses
 

@@ -198,6 +198,9 @@ def _prepare(where: Rendezvous) -> io.TextIOWrapper:
     threading.Thread(target=_leave_with_parent, args=(where.directory,), daemon=True).start()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=where.timeout_seconds)
+    from shardwise.core.mesh.launch import forget_launcher
+
+    forget_launcher()
     dist.init_process_group(
         where.backend, store=_store(where, timeout), rank=where.rank, world_size=where.world_size, timeout=timeout
     )

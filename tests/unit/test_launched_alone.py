@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -48,6 +50,30 @@ def by_lightning(model: nn.Module) -> None:
     sessions.shard(model, [sgd(model)], zero(2), CPU)
 
 
+def by_trainer(model: nn.Module) -> None:
+    lightning = pytest.importorskip("lightning")
+    from shardwise.lightning import DDPFullyShardedStrategy
+
+    lightning.Trainer(strategy=DDPFullyShardedStrategy(), accelerator="cpu", devices=1, logger=False)
+
+
+def by_fabric(model: nn.Module) -> None:
+    fabric = pytest.importorskip("lightning.fabric")
+    from shardwise.fabric import DDPFullyShardedStrategy
+
+    fabric.Fabric(strategy=DDPFullyShardedStrategy(), accelerator="cpu", devices=1)
+
+
+def by_huggingface(model: nn.Module) -> None:
+    transformers = pytest.importorskip("transformers")
+    from shardwise.huggingface import ShardwiseTrainer
+
+    with accelerate_reset(), tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(folder, report_to=[], max_steps=1)
+        data = [{"input": torch.ones(3)}] * 2
+        ShardwiseTrainer(model=model, args=arguments, train_dataset=data, plan=zero(2)).train()
+
+
 def by_the_older_interface(_: nn.Module) -> None:
     strategy = TensorShardStrategy()
     with ZeroInitContext("cpu", strategy, shard_param=True, convert_fp16=False):
@@ -57,12 +83,18 @@ def by_the_older_interface(_: nn.Module) -> None:
 
 def by_accelerate(model: nn.Module) -> None:
     pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     from shardwise.huggingface import ShardwiseAccelerator
 
-    try:
+    with accelerate_reset():
         ShardwiseAccelerator(plan=zero(2), cpu=True).prepare(model, sgd(model))
+
+
+@contextmanager
+def accelerate_reset() -> Iterator[None]:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    try:
+        yield
     finally:
         GradientState._reset_state()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -80,6 +112,15 @@ def launched() -> Iterator[None]:
 
 
 DOORS: list[Callable[[nn.Module], None]] = [by_build, by_replicated_build, by_deepspeed, by_lightning]
+DOORS += [by_trainer, by_fabric, by_huggingface]
+MEETING = [by_booster, by_the_older_interface, by_accelerate]
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -91,7 +132,17 @@ def test_ranks_that_have_not_met_do_not_train_alone(door: Callable[[nn.Module], 
     assert model.weight.grad is not None, "the model is as it was"
 
 
-@pytest.mark.parametrize("door", [by_booster, by_the_older_interface, by_accelerate])
+@pytest.mark.parametrize("door", [*DOORS, by_booster, by_the_older_interface])
+def test_a_process_group_of_one_rank_is_no_excuse(
+    door: Callable[[nn.Module], None], launched: None, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 .* rank 1 would train alone"):
+        door(nn.Linear(3, 2))
+    monkeypatch.delenv("RANK")  # a leftover WORLD_SIZE says nothing where there is a process group
+    by_lightning(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("door", MEETING)
 def test_these_make_the_ranks_meet_themselves(door: Callable[[nn.Module], None], launched: None) -> None:
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         door(nn.Linear(3, 2))

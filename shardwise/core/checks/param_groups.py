@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import is_
 from typing import Any
 
@@ -13,12 +14,35 @@ from torch import nn
 __all__ = ["ParamGroups", "check_modes", "same_value"]
 
 UNSHARDABLE_MODES = ("differentiable", "capturable")
+BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
+"""What torch's constructors demand; without the upper limit, unless it is infinite."""
+
+
+def _host_value(value: object) -> object:
+    """Return the number in a tensor of the host; to read one of a device would wait for it."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu else value
 
 
 def _is_nan(value: object) -> bool:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        value = value.item()
+    value = _host_value(value)
     return isinstance(value, float) and math.isnan(value)
+
+
+def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Check what a program or a schedule has written. An optimizer's own defaults are valid, whatever they are.
+
+    Raises:
+        ValueError: an option is out of bounds, or not a number.
+    """
+    for position, group in enumerate(groups):
+        for option in BOUNDS.keys() & group.keys():
+            (low, high), value, default = BOUNDS[option], group[option], defaults.get(option)
+            for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
+                if isinstance(each, torch.Tensor) or value is default or value == default:
+                    continue
+                if not (isinstance(each, Real) and (low <= float(each) < high or each == high == math.inf)):
+                    bounds = "a number" if low < 0 else f"numbers in [{low:g}, {high:g})"
+                    raise ValueError(f"{name} has {option}={value!r} in param group {position}: give {bounds}")
 
 
 def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -101,10 +125,12 @@ class ParamGroups:
 
         Raises:
             RuntimeError: see :meth:`order`.
-            ValueError: see :func:`check_modes`.
+            ValueError: see :func:`check_modes`; or an option is out of bounds.
         """
         self.order()
-        check_modes(f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups)
+        name, groups = f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups
+        check_modes(name, groups)
+        _check_bounds(name, groups, self._optimizer.defaults)
 
     @property
     def now(self) -> list[dict[str, Any]]:

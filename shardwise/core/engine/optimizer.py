@@ -133,8 +133,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # The user's own objects, so that learning-rate schedulers built on either optimizer act on both.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups  # with other parameters the next step is an error
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -139,7 +139,11 @@ class Values:
             opened = True
             state_dicts.keeps_loads = write_back
             self._writing = (*writing, among) if write_back else writing
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                self._note_dtype(error)
+                raise
             if guards.given_back:  # inside the block
                 return
             if write_back:
@@ -183,6 +187,16 @@ class Values:
         return [chunk for chunk in self.shards.chunks if chunk.resident or blocks.holds(chunk.spec.unit)]
 
     @torch.no_grad()
+    def _note_dtype(self, error: RuntimeError) -> None:
+        """Add what to do to torch's error about operands of two dtypes: a moving average in fp32 of 16-bit values."""
+        dtypes = {param.dtype for param in self.shards.params if param.dtype.itemsize < 4}
+        if "expected dtype" in str(error) and dtypes:
+            error.add_note(
+                f"Inside gathered() parameters have the compute dtype, {dtypes.pop()}. For a moving average "
+                "(AveragedModel) of the fp32 values load session.module.state_dict() into a copy that was made before "
+                "shard(), and average that copy."
+            )
+
     def _take_assigned(self) -> None:
         """Take ``parameter.data = values`` in the block for a write (``vector_to_parameters`` does it)."""
         for chunk in self._in_blocks():

@@ -28,6 +28,7 @@ __all__ = [
     "LaunchFacts",
     "check_joined",
     "default_device",
+    "forget_launcher",
     "init_distributed",
     "launched_as",
     "own_device",
@@ -297,22 +298,36 @@ def _warn_of_tasks() -> None:
         )
 
 
-def check_joined() -> None:
-    """Check that ``torch.distributed`` is initialised if a launcher started several processes.
+def check_joined(size: int | None = None) -> None:
+    """Check that the processes that a launcher started train together.
+
+    Args:
+        size: number of processes that will train together; ``None``: as many as the default process group has.
 
     Raises:
-        RuntimeError: it is not, so each process would train alone.
+        RuntimeError: the launcher started several, but there is no process group, or one of a single rank.
     """
-    if dist.is_available() and dist.is_initialized():
-        return  # regardless of variables that a launcher has set: Lightning's own sets WORLD_SIZE and no RANK
+    initialized = dist.is_available() and dist.is_initialized()
+    if size is None and initialized:
+        size = dist.get_world_size()
+    if size is not None and (size > 1 or "RANK" not in os.environ):
+        return  # WORLD_SIZE alone may be a leftover, or from Lightning's own launcher, which sets no RANK
     facts = LaunchFacts.read()
     if facts.world_size > 1:
+        state = "torch.distributed is not initialised" if size is None else f"the process group has {size} rank"
         raise RuntimeError(
-            f"WORLD_SIZE={facts.world_size} in the environment, but torch.distributed is not initialised, so rank "
+            f"WORLD_SIZE={facts.world_size} in the environment, but {state}, so rank "
             f"{facts.rank} would train alone. Call shardwise.init_distributed() or "
-            "torch.distributed.init_process_group() first; to train in one process, unset WORLD_SIZE, or give "
+            "torch.distributed.init_process_group() for all ranks first (in Lightning: give devices and num_nodes); to "
+            "train in one process, unset RANK and WORLD_SIZE, or give "
             "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm)"
         )
+
+
+def forget_launcher() -> None:
+    """Remove the variables of the launcher that started the parent process, which does not know this process."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 def _device(facts: LaunchFacts, device: torch.device | str | None) -> torch.device:

@@ -132,7 +132,7 @@ class Mesh(_Axes):
             ValueError: this rank is not in ``group``; the plan does not fit the number of ranks, or differs between
                 them; ``comm.shared_memory`` is True and memory cannot be shared; or two ranks would share a GPU
                 under a backend other than gloo. Every rank raises it.
-            RuntimeError: a launcher started several processes, and torch.distributed is not initialised.
+            RuntimeError: a launcher started several processes, and there is no process group, or one of one rank.
         """
         device = own_device(torch.device(device))
         with on_device(device):  # torch makes communicators, and talks through them, for the current GPU

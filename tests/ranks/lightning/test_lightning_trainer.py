@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -58,6 +59,37 @@ def fit_twice(kind: str) -> Ended:
     if kind != STOCK:
         close(made)
     return run(kind, Recipe(epochs=1), model)
+
+
+class _Freezes(LIGHTNING.load("callbacks.BaseFinetuning")):  # type: ignore[misc]
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+class _Unfreezes(_Freezes):
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+def freezing(kind: str) -> Ended:
+    """Resumed once: the callback sets the optimizer's groups again."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    saver = callback("ModelCheckpoint", dirpath=folder[0], filename="one")
+    run(kind, Recipe(epochs=1), callbacks=[saver, _Freezes()], enable_checkpointing=True)
+    dist.barrier()
+    made = trainer(strategy(kind), max_epochs=2, callbacks=[_Freezes()])
+    model = toy()
+    first = model.net[0].weight.detach().clone()
+    made.fit(model, data(), data(2, seed=1), ckpt_path=f"{folder[0]}/one.ckpt")
+    found = ended(made)
+    assert torch.equal(found.weights["net.0.weight"], first)
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return found
 
 
 class _Halved(Toy):
@@ -172,6 +204,7 @@ SCENARIOS: dict[str, Scenario] = {
         accumulation_changes,
         saving_within_an_accumulation,
         fit_twice,
+        freezing,
         own_backward,
         own_clipping,
         own_optimizer_step,
@@ -212,6 +245,7 @@ DEFAULT = {
     "deepspeed_3": {
         "accumulation_changes",
         "fit_twice",
+        "freezing",
         "own_backward",
         "own_clipping",
         "two_optimizers_by_hand",
@@ -374,3 +408,25 @@ def test_weight_averaging_is_right_or_refused(kind: str) -> None:
         assert "StochasticWeightAveraging" in said
         for path, text in said.items():
             assert re.match(rf"{path} with .*Strategy: it averages and exchanges unsharded parameters", text)
+
+
+def _unfreezing(kind: str) -> list[str]:
+    said = []
+    for each in (_Unfreezes(), callback("BackboneFinetuning")):
+        with pytest.raises(NotImplementedError) as caught:
+            made = trainer(strategy(kind), callbacks=[each])
+            made.fit(_with_backbone(), data(1))
+        said.append(str(caught.value))
+    return said
+
+
+def _with_backbone() -> Any:
+    model = toy()
+    model.backbone = nn.Linear(1, 1)
+    return model
+
+
+def test_callbacks_that_unfreeze_are_refused() -> None:
+    for said in run_ranks(1, _unfreezing, "colossalai"):
+        assert ["_Unfreezes" in said[0], "BackboneFinetuning" in said[1]] == [True, True]
+        assert all("it unfreezes parameters during training" in text for text in said)

@@ -294,30 +294,58 @@ def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> N
 # ---- loading
 
 
-def nan_rate(value: Any, update: str) -> tuple[str, bool]:
-    """What a step says of a rate that is no number, and whether the parameters are finite after a right one."""
+def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
+    """What a step says of a wrong option, and whether the parameters are as before it and finite after a right one."""
     plan = zero(3).but(update=update)
     with one_mesh(plan) as mesh:
         model = Late()
         session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
-        group = session.optimizers[0].param_groups[0]
-        right, group["lr"] = group["lr"], value
+        before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
+        right, group[option] = group[option], value
         loss = session.module(rows(mesh.rank, 0), 0, False).square().mean()
         with pytest.raises(ValueError) as error:
             session.backward(loss, retain_graph=True)
             session.optimizers[0].step()
-        group["lr"] = right
+        same = all(bool((before[name] == each).all()) for name, each in session.module.state_dict().items())
+        group[option] = right
         if update == "backward":  # whose pass was refused
             session.backward(loss)
         session.optimizers[0].step()
         finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
         session.close()
-        return str(error.value), finite
+        return str(error.value), same and finite
+
+
+NAN = float("nan")
+WRONG_OPTIONS: list[tuple[str, Any]] = [
+    *(("lr", value) for value in (NAN, torch.tensor(NAN), -1e-3, torch.tensor(-1e-3), "0.1")),
+    *(("betas", value) for value in ((0.9, 1.0), (-0.1, 0.9))),
+    *(("eps", -1e-8), ("weight_decay", None), ("weight_decay", "0.1")),
+]
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-@pytest.mark.parametrize("value", [float("nan"), torch.tensor(float("nan"))])
-def test_a_rate_that_is_not_a_number_is_refused_and_may_be_mended(value: Any, update: str) -> None:
-    ((message, finite),) = run_ranks(1, nan_rate, value, update)
-    assert "lr=nan" in message.replace("tensor(nan)", "nan") and "param group 0" in message
-    assert finite
+@pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
+def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
+    for message, right in run_ranks(2, wrong_option, option, value, update):
+        assert f"{option}={value}" in message or f"{option}={value!r}" in message
+        assert "param group 0: give" in message and right
+
+
+def valid_options() -> bool:
+    """A rate of 0, what the optimizer was made with, and a rate on another device are no errors."""
+    model = Late()
+    own = torch.optim.Adafactor(model.parameters())  # eps is (None, 0.001)
+    session = build(model, own, zero(1))
+    own.param_groups[0].update(lr=0, eps=(None, 0.001))
+    session.backward(session.module(rows(0, 0), 0, False).square().mean())
+    session.optimizers[0].step()
+    with pytest.raises(ValueError, match="eps"):
+        own.param_groups[0]["eps"] = (None, "0.001")
+        session.optimizers[0].step()
+    session.close()
+    return True
+
+
+def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
+    assert run_ranks(1, valid_options) == [True]
