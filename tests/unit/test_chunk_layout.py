@@ -127,6 +127,17 @@ def test_a_unit_is_split_by_dtype_trainability_and_optimizer() -> None:
     check(layout, 3, 2)
 
 
+def test_matrices_are_aligned_and_small_ones_lie_close() -> None:
+    layout = make_layout(
+        [fact("a", 3), fact("b", 5), fact("w", 256), fact("c", 255)], EMPTY, ByNumel(chunk_numel=9999), 1, 1
+    )
+    assert [slot.start for slot in layout.chunks[0].slots] == [0, 3, 16, 272]
+    half = make_layout(
+        [fact("a", 3, dtype=torch.float16), fact("w", 512, dtype=torch.float16)], EMPTY, PACKINGS[0], 1, 1
+    )
+    assert [slot.start for chunk in half.chunks for slot in chunk.slots] == [0, 0]
+
+
 def whole_layout(sizes: list[int], ranks: int, packing: Packing, uneven: bool, replicas: int = 1) -> Layout:
     """Of parameters by name ``block.index``, some of half the width; each lies in one shard."""
     facts = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shardwise.colossalai import shardformer
 from shardwise.compat import UnsupportedName, alias_table
 from shardwise.core.engine.module import ShardedModule
 
@@ -61,3 +62,25 @@ def test_no_name_fails_inside_for_what_it_was_given(value: object, capsys: pytes
             if isinstance(error, TypeError | AttributeError) and re.search(BARE, str(error)):
                 bare[name] = repr(error)
     assert tried > 40 and not bare, (tried, bare)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in shardformer.layer.__all__ if name[0].isupper()))
+def test_layers_by_themselves(name: str) -> None:
+    kind = getattr(shardformer.layer, name)
+    try:
+        make = kind.from_native_module
+    except UnsupportedName as error:
+        assert name in str(error)
+        return
+    with pytest.raises(TypeError, match=r"module=None: give the layer, an nn\.Module"):
+        make(None, process_group=None)
+    layer = nn.LayerNorm(4)
+    if name in ("LayerNorm", "RMSNorm", "DropoutForParallelInput", "DropoutForReplicatedInput"):
+        assert make(layer, process_group=None) is layer
+        with pytest.raises(NotImplementedError, match="skip_bias_add=True is not available yet"):
+            make(layer, skip_bias_add=True)
+        return
+    with pytest.raises(NotImplementedError, match=rf"{name}\.from_native_module\(LayerNorm\) makes no layer by itself"):
+        make(layer, None)
+    with pytest.raises(NotImplementedError, match=rf"{name}\(\.\.\.\) makes no layer by itself: name the class in a"):
+        kind(4, 4)
