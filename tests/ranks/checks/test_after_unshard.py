@@ -1,5 +1,4 @@
-"""What ``unshard()`` has given back stays as it is, whatever is asked of the session; and what others have divided is
-refused before."""
+"""What ``unshard()`` has given back stays as it is, whatever is asked of the session."""
 
 from __future__ import annotations
 

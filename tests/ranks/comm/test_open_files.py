@@ -1,4 +1,4 @@
-"""Connections are open files: how many a mesh takes, and what becomes of the limit (``ulimit -n``)."""
+"""Connections are open files: what becomes of their limit (``ulimit -n``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Training whose ranks exchange 8 bits: the same bits whatever carries them, gradients and parameters within the stated
-bounds of the exact ones, masters that are never rounded, bytes against the formula, overflow, and a loss curve."""
+bounds of the exact ones, masters that are never rounded, bytes against the formula, and overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``.grad`` in half precision, with several optimizers, under the front-ends and with other people's tools."""
+"""``.grad`` in half precision: what torch clips is what the optimizer's own method clips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of waiting share: patience that ends at a chosen place, and a model whose ranks go different ways."""
+"""Patience that ends at a chosen place, and short patience."""
 
 from __future__ import annotations
 

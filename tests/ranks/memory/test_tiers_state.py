@@ -1,4 +1,4 @@
-"""States, write-back, deferred models, schedulers and several optimizers: the same bits in every mix of tiers."""
+"""States, write-back, schedulers and several optimizers: the same bits in every mix of tiers."""
 
 from __future__ import annotations
 

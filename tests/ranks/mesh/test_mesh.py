@@ -1,4 +1,4 @@
-"""The grid of ranks, the choice of groups, and that nothing is left behind."""
+"""The grid of ranks, and the choice of groups."""
 
 from __future__ import annotations
 

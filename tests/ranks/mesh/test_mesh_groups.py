@@ -1,4 +1,4 @@
-"""Meshes over some of the ranks: who is in them, what they send, that they end with nothing left, and their errors."""
+"""Meshes over some of the ranks: who is in them, what they send, and their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models in stages whose data is on the host and on a disk: the same steps and states, and disks that fail."""
+"""Models in stages whose data is on the host and on a disk: the same steps."""
 
 from __future__ import annotations
 

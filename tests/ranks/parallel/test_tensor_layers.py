@@ -1,4 +1,4 @@
-"""Layers cut over an axis against the same model whole, in fp64: loss, all gradients, gradients of gradients, bytes."""
+"""Layers that cannot be cut over an axis are named."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and that versions with a
-fault are found by the comparison with whole models."""
+"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and adapters."""
 
 from __future__ import annotations
 

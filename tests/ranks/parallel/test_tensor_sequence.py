@@ -1,4 +1,4 @@
-"""Sequences of which each rank has some tokens between cut layers: engines, dropout, memory, bytes, refusals.
+"""Sequences of which each rank has some tokens between cut layers: engines, dropout, memory, refusals.
 
 Every architecture is compared in ``test_tensor_architectures.py``."""
 

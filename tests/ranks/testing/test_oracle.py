@@ -1,4 +1,4 @@
-"""The unsharded oracle against torch's DistributedDataParallel, and its two paths against each other."""
+"""The unsharded oracle against torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
