@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin
+from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from shardwise.core.checkpoint import CheckpointDamage, portable
 from shardwise.plan import zero
 from shardwise.session import build
@@ -275,6 +275,40 @@ def _everything(writer: str, reader: str, folder: str) -> None:
 )
 def test_everything_is_saved_and_restored(writer: str, reader: str, tmp_path: Path) -> None:
     run_ranks(RANKS, _everything, writer, reader, str(tmp_path))
+
+
+def _loss_scale(folder: str) -> list[tuple[float, float]]:
+    """fp16: our scale, and torch's under DDP, through every kind of file and into each other."""
+    runs = {}
+    for name, booster in (
+        ("zero", Booster(plugin=LowLevelZeroPlugin(stage=2, initial_scale=512.0, growth_interval=100))),
+        ("ddp", Booster(mixed_precision="fp16", plugin=PLUGINS["ddp"]())),
+    ):
+        model = nn.Linear(4, 2)
+        boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        booster.backward(boosted(torch.ones(1, 4)).float().mean(), optimizer)
+        optimizer.step()
+        runs[name] = (booster, boosted, optimizer)
+
+    def scale(name: str) -> float:
+        scaler = runs[name][2].scaler
+        return float(scaler.get_scale() if name == "ddp" else scaler.scale)
+
+    found = []
+    for writer, reader, shard in (("zero", "ddp", True), ("ddp", "zero", False), ("zero", "ddp", False)):
+        path = Path(folder) / f"{writer}-{shard}"
+        wanted = scale(writer)
+        runs[writer][0].save_optimizer(runs[writer][2], path, shard=shard)
+        runs[reader][0].load_optimizer(runs[reader][2], path)
+        found.append((scale(reader), wanted))
+        if reader == "ddp":
+            runs["ddp"][2].scaler.update(64.0 * len(found))
+    return found
+
+
+def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
+    for found in run_ranks(RANKS, _loss_scale, str(tmp_path)):
+        assert found[0] == (512.0, 512.0) and found[1] == (64.0, 64.0) and found[2] == (64.0, 64.0)
 
 
 def _not_boosted_together() -> None:

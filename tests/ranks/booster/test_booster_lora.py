@@ -15,9 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.cli.main import main
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.testing import run_ranks
 from tests.support.booster_setup import SMALL
@@ -210,6 +212,57 @@ def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -
         reduced = sum(value for kind, value in found.items() if kind.startswith(("reduce", "all_reduce")))
         assert reduced <= found.get("trainable", 0)
         assert reduced > 0 or not found
+
+
+def llama(folder: str, seed: int) -> Any:
+    """With four tokens more than the model in ``folder``; their rows follow from ``seed``."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(24, mean_resizing=False)
+    return model
+
+
+def _with_new_tokens(name: str, tied: bool, folder: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if dist.get_rank() == 0:
+        torch.manual_seed(1)
+        base = LlamaForCausalLM(LlamaConfig(vocab_size=20, tie_word_embeddings=tied, **sizes))
+        base.save_pretrained(f"{folder}/base")
+    dist.barrier()
+    booster = Booster(plugin=PLUGINS[name]())
+    tokens = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 22], task_type="CAUSAL_LM")
+    peft: Any = booster.enable_lora(llama(f"{folder}/base", 2), lora_config=tokens)
+    if dist.get_rank() == 0:
+        peft.save_pretrained(f"{folder}/theirs")
+    optimizer = torch.optim.AdamW([p for p in peft.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer, *_ = booster.boost(peft, optimizer)
+    booster.save_lora_as_pretrained(model, f"{folder}/first", use_safetensors=True)
+    theirs, first = (load_file(f"{folder}/{each}/adapter_model.safetensors") for each in ("theirs", "first"))
+    # Of a tied head peft writes the tokens a second time where the vocabulary was resized, and does not read them.
+    assert set(theirs) - set(first) <= {"base_model.model.lm_head.token_adapter.trainable_tokens_delta"}
+    assert set(first) <= set(theirs) and all(torch.equal(first[key], theirs[key]) for key in first)
+    assert sum("embed_tokens" in key for key in first) == 2 and any("lm_head" in key for key in first)
+    ids = torch.tensor([[1, 3, 22, 23, 5]])
+    for _ in range(2):
+        booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    booster.save_lora_as_pretrained(model, f"{folder}/after")
+    session = vars(model)["_shardwise_session"]
+    session.checkpoints.save(f"{folder}/runs", "native")
+    if dist.get_rank() == 0:
+        assert main(["checkpoint", "convert", f"{folder}/runs/native", f"{folder}/converted", "--to", "peft"]) == 0
+        for each in ("after", "converted"):
+            again = PeftModel.from_pretrained(llama(f"{folder}/base", 99), f"{folder}/{each}")
+            with torch.no_grad():
+                torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "tied"), [("zero2", False), *full(("gemini", True))])
+def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) -> None:
+    ranks(_with_new_tokens, name, tied, str(tmp_path))
 
 
 def _refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,35 @@ def test_tied_names_are_one_parameter(saved: Any) -> None:
     check(dict(model.state_dict()), weights, here, "mean")
 
 
+@pytest.mark.parametrize("words", [17, 5])
+def test_state_that_is_not_by_elements_starts_anew(words: int, tmp_path: Path) -> None:
+    """Adafactor's rows and columns; other parameters go on with theirs."""
+
+    def start(rows: int, steps: int) -> tuple[Net, torch.optim.Optimizer]:
+        model = Net(rows, 1)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        for _ in range(steps):
+            model(torch.arange(rows)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = start(OLD, 2)
+    expected = copy.deepcopy(optimizer.state[model.body.weight])
+    Checkpointer(TorchRun(model, optimizer)).save(tmp_path)
+    model, optimizer = start(words, 1)
+    restored = Checkpointer(TorchRun(model, optimizer)).load(
+        tmp_path, rows={"embed.weight": "zero", "head.bias": "zero"}
+    )
+    assert restored is not None
+    whole, by_rows = restored.resized
+    assert whole.endswith("is dropped") and "starts anew" not in by_rows
+    assert not optimizer.state[model.embed.weight]
+    assert str(optimizer.state[model.body.weight]) == str(expected)
+    model(torch.arange(words)).square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.embed.weight]["row_var"].shape == (words, 1)
+
+
 def into_booster(path: str, kind: str, words: int) -> dict[str, Tensor]:
     booster = Booster(plugin=PLUGINS[kind]())
     plain = Net(words, 2)
@@ -229,6 +260,29 @@ def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: i
     with pytest.raises(ValueError, match="missing from the checkpoint: optimizer 0"):
         loader.load(tmp_path, **fit)
     assert loader.load(tmp_path, strict=False, **fit) is not None
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_names_of_which_none_fits_are_told(saved: Any, whole: bool) -> None:
+    """As under a prefix: with ``strict=False`` nothing at all is loaded."""
+    path, weights, _ = saved
+    booster, plain = Booster(), nn.ModuleDict({"model": Net(OLD, 2)})
+    model: Any
+    model, optimizer, *_ = booster.boost(plain, adamw(plain))
+
+    def load(**fit: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if whole:
+                booster.load_checkpoint(path, model, optimizer, strict=False, **fit)
+            else:
+                booster.load_model(model, path, strict=False, **fit)
+        return [str(each.message) for each in caught if "no parameter of the model" in str(each.message)]
+
+    (told,) = load()
+    assert "model.embed.weight" in told and "it has body.bias" in told
+    assert load(rename={"^": "model."}) == []
+    assert torch.equal(plain["model"].body.weight, weights["body.weight"])  # type: ignore[union-attr,arg-type]
 
 
 def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

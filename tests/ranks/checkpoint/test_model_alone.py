@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import zero
 from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import run_ranks
-from tests.support.checkpoint_setup import plans
+from tests.support.checkpoint_setup import SCALER, plans
 from tests.support.engine_setup import adam, sharded
 from tests.support.sets import full
 
@@ -84,3 +85,22 @@ def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path
             session.checkpoints.load(tmp_path, "one")
         with pytest.warns(UserWarning, match=r"optimizer 0 \(Adam\): the checkpoint has no optimizers, so its"):
             session.checkpoints.load(tmp_path, "one", strict=False)
+
+
+def test_a_static_loss_scale_is_the_plans(tmp_path: Path) -> None:
+    """That of a run whose scale moved replaced it, for good."""
+    moving = plans(str(tmp_path))["fp16"]
+    fixed = moving.but(scaler=dataclasses.replace(SCALER, initial_scale=64.0, min_scale=64.0, max_scale=64.0))
+    for plan, before, after in ((moving, 256.0, 128.0), (fixed, 64.0, 64.0), (moving, 256.0, 128.0)):
+        net = model()
+        with sharded(net, adam(net), plan) as session:
+            scaler = session.optimizers[0].scaler
+            assert scaler is not None and scaler.scale == before
+            if not (tmp_path / "one").exists():
+                scaler.update(overflow=True)
+                session.checkpoints.save(tmp_path, "one")
+                state = session.optimizers[0].state_dict()
+            session.checkpoints.load(tmp_path, "one")
+            assert scaler.scale == after
+            session.optimizers[0].load_state_dict(state)
+            assert scaler.scale == after

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed
 from test_deepspeed import RANKS, batches, close, config, net, train
+from torch import nn
 
 from shardwise import deepspeed
 from shardwise.core.comm import PeerError
@@ -32,6 +33,38 @@ def test_initialize_inside_zero_init() -> None:
     deepspeed.comm.all_gather_into_tensor(ranks, torch.tensor([float(rank)], device=engine.device))
     assert ranks.tolist() == list(range(RANKS))
     train(engine, batches(1), rank)
+    close(engine)
+
+
+class Written(nn.Module):
+    """Writes to its parameters while it is built, as a model for zero.Init does."""
+
+    def __init__(self, written: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.empty(6))
+        with deepspeed.zero.GatheredParameters([self.first.weight, self.scale], modifier_rank=0), torch.no_grad():
+            self.first.weight[1:3].mul_(written)
+            self.first.weight[0] = torch.randn(5)
+            self.scale[:4].fill_(written)
+            self.scale[4:] = self.second.bias[:2]
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x)) * self.scale[:3])
+
+
+@on_ranks(RANKS)
+def test_parameters_that_are_written_to_inside_zero_init() -> None:
+    torch.manual_seed(3)
+    plain = Written(1).state_dict()
+    torch.manual_seed(3)
+    with deepspeed.zero.Init(config_dict_or_path=config(3)):
+        model = Written(torch.distributed.get_rank() + 1)
+    assert model.last.weight.is_meta and not model.scale.is_meta
+    engine = deepspeed.initialize(model=model, config=config(3))[0]
+    # The first rank's, which are those of plain torch, as are random numbers after them.
+    assert_close(engine.state_dict(), plain, 0.0, "parameters that a constructor wrote to")
     close(engine)
 
 

@@ -111,3 +111,23 @@ def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, 
     for one, other in zip(alone, [*every[0][:2], sums[0]], strict=False):
         assert torch.allclose(one, other, rtol=limit, atol=limit)  # type: ignore[arg-type]
     assert not torch.allclose(every[0][1], every[1][1], rtol=limit, atol=limit)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("ahead", [*full(0), 50_000_000])
+def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) -> None:
+    weights = []
+    for live in (0, 1000):
+        torch.manual_seed(0)
+        limits = {"stage3_max_live_parameters": live, "stage3_prefetch_bucket_size": ahead}
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+        model[2].requires_grad_(False)
+        engine = start(model, ds_config(3, 3, limits, gradient_accumulation_steps=2))
+        for micro in range(6):
+            engine.backward(engine(input_of(torch.distributed.get_rank(), micro)).square().mean())
+            available = [param.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE for param in model.parameters()]
+            assert (engine.session.memory().gathered_bytes > 0) is (live > 0)
+            assert live or not any(available)
+            engine.step()
+        weights.append(close(engine)["4.weight"])
+    assert torch.equal(*weights)

@@ -94,6 +94,39 @@ def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: 
     assert saved == 1
 
 
+@on_ranks(RANKS)
+def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
+    """Freed models that are prepared again, by themselves or by their optimizer, or used as they are, go on."""
+    folder = str(tmp_path / "state")
+    with launched(), quiet():
+        accelerator = accelerator_of(scaled())
+        first, one = prepared(accelerator, 8.0)
+        second, two = prepared(accelerator, 16.0)
+        session = accelerator.session_of(first)
+        accelerator.free_memory()
+        assert accelerator.session_of(first) is session
+        accelerator.prepare(one)
+        step(accelerator, first, one)  # alone: the second has no part in it
+        assert accelerator.prepare(second) is second
+        accelerator.free_memory()
+        accelerator.prepare(second)
+        step(accelerator, second, two)
+        accelerator.save_state(folder)
+        accelerator.free_memory(second, two)
+        assert accelerator.session_of(second) is None
+        step(accelerator, first, one)  # the only one that is left, though nobody has prepared it again
+        values = [float(weight_of(first)[0, 0])]
+        fresh = accelerator_of(scaled())
+        third, _ = prepared(fresh, 0.0)
+        fresh.load_state(folder)
+        values.append(float(weight_of(third)[0, 0]))
+        for each in (accelerator, fresh):
+            each.close()
+    values, saved = values, len(list(Path(folder).glob("shardwise_*")))
+    assert values == [7.0, 15.5]
+    assert saved == 1
+
+
 # ---- hooks
 
 

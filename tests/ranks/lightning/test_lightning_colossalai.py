@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import Recipe, ended, run
+from lightning_cases import Recipe, check_same, ended, run
 from torch import Tensor
 
 from shardwise.strategies.colossalai import ColossalAI
@@ -248,6 +248,49 @@ def test_reduce_gives_its_result_to_every_rank() -> None:
         assert found["default"] == found["op"] == [3.0, 6.0]
         assert found["mean"] == [1.5, 3.0] and found["max"] == [2.0, 4.0] and found["text"] == "left"
         assert found["given"] == [1.0 + rank, 2.0 + 2 * rank], "the input is left as it is"
+
+
+class _Calls(Toy):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        strategy = self.trainer.strategy  # type: ignore[attr-defined]
+        (optimizer,) = strategy.optimizers
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)  # type: ignore[attr-defined]
+            return loss
+
+        if self.way == "one":
+            strategy.optimizer_step(optimizer, 0, closure)
+        elif self.way == "one, model":
+            strategy.optimizer_step(optimizer, 0, closure, self)
+        elif self.way == "two, model":
+            strategy.optimizer_step(optimizer, closure, self)
+        elif self.way == "named":
+            strategy.optimizer_step(optimizer, closure=closure, model=self)
+        else:
+            strategy.optimizer_step(optimizer, closure)
+
+
+def _called(way: str) -> Any:
+    model = toy(body=_Calls)
+    model.way = way
+    made = trainer(_made())
+    made.fit(model, data(3))
+    return ended(made)
+
+
+@pytest.mark.full
+def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
+    expected = run_ranks(RANKS, _called, "two")
+    assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0
+    for way in ("one", "one, model", "two, model", "named"):
+        check_same(run_ranks(RANKS, _called, way), expected, 0.0)
+    trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
+    assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
 
 
 # ---- steps and state

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,33 @@ def asynchronous(path: str) -> tuple[float, list[bool]]:
 
 def test_asynchronous_saving(tmp_path: Path) -> None:
     assert run_ranks(RANKS, asynchronous, str(tmp_path)) == [(0.0, [True, True])] * RANKS
+
+
+def finder(path: str, make: Callable[[], Any]) -> tuple[list[str], dict[str, Tensor]]:
+    """The learning-rate finder saves, trains, restores and removes."""
+    made = trainer(
+        make(),
+        callbacks=[LIGHTNING.load("callbacks.LearningRateFinder")(num_training_steps=5, update_attr=False)],
+        default_root_dir=path,
+        enable_checkpointing=True,
+    )
+    made.fit(toy(), data(8))
+    found = weights(made)
+    close(made)
+    return [p.name for p in Path(path).glob(".lr_find*")], found
+
+
+def unsearched() -> dict[str, Tensor]:
+    return fit(stock(), toy(), loader=data(8))
+
+
+@pytest.mark.full
+def test_learning_rate_finder_leaves_nothing_changed(tmp_path: Path) -> None:
+    expected = run_ranks(RANKS, finder, str(tmp_path), stock)[0][1]
+    for left, found in run_ranks(RANKS, finder, str(tmp_path), Strategy):
+        assert left == [] and worst(found, expected) <= 1e-6
+    # Before 2.5 Lightning goes on after the batches of the search, under ddp too.
+    assert worst(expected, run_ranks(RANKS, unsearched)[0]) <= 1e-6 or not since(2, 5)
 
 
 class Unsaveable(Toy):
