@@ -443,11 +443,9 @@ def _name_attention(config: Any) -> Callable[[], bool]:
 
 
 def _uses_cache(body: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether transformers would use a cache, which it does not under gradient checkpointing."""
+    """Return whether the model would make a key-value cache, with which transformers does not look for documents."""
     given = inputs.get("use_cache")
-    config = getattr(body, "config", None)
-    used = bool(getattr(config, "use_cache", False) if given is None else given)
-    return used and not (body.training and getattr(body, "is_gradient_checkpointing", False))
+    return bool(getattr(getattr(body, "config", None), "use_cache", False) if given is None else given)
 
 
 def _packed(positions: Tensor) -> Tensor | None:
