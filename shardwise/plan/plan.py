@@ -277,7 +277,8 @@ class ShardPlan:
         integer("prefetch", self.prefetch, 0, what="a number of units")
         require(self.reduce in ("every", "last"), f"reduce={self.reduce!r}: give 'every' or 'last'")
         groups = f"groups={short_repr(self.groups)}"
-        require(all(isinstance(each, ParamGroupPlan) for each in self.groups), f"{groups}: give ParamGroupPlan objects")
+        fits = isinstance(self.groups, tuple | list) and all(isinstance(each, ParamGroupPlan) for each in self.groups)
+        require(fits, f"{groups}: give a tuple of ParamGroupPlan objects")
         names = [name for group in self.groups for name in group.names]
         require(len(names) == len(set(names)), f"{groups} have a name twice; give each name once")
 

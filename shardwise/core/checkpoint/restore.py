@@ -83,7 +83,7 @@ def restore(
                 raise
             skipped.append(path)
             if rank == 0:
-                print(f"checkpoint skipped: {error}", flush=True)
+                print(f"checkpoint skipped: {str(error).partition('; load another')[0]}", flush=True)
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             if not begun or path in begun:
                 raise
@@ -95,8 +95,10 @@ def restore(
             print(f"not resumed: {root} holds a checkpoint of format {format}; leave 'auto' out to load it", flush=True)
     if skipped:
         listed = ", ".join(skipped)
-        suffix = f"; {_taken_from(begun)}" if begun else ""
-        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}); see the notices above{suffix}")
+        changed = f" (some values of {', '.join(begun)} were already loaded)" if begun else ""
+        raise CheckpointDamage(
+            f"every checkpoint in {root} is damaged ({listed}), see the notices above{changed}; load another copy"
+        )
     return None
 
 

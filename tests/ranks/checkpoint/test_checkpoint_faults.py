@@ -20,7 +20,7 @@ from shardwise import deepspeed
 from shardwise.core.checkpoint.atomic import sync_path
 from shardwise.core.checkpoint.formats.native import verify
 from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import build
@@ -88,6 +88,26 @@ def test_purging_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     assert save("g", 2, saver) == ["e", "f", "g"]
     assert save("f", 2, saver) == ["f", "g"], "what is saved again is whole"
     assert save("h", 2, saver) == ["f", "h"]
+    session.close()
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "pieces-0.safetensors"])
+def test_auto_among_damaged_checkpoints_says_once_what_to_load(
+    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = build(nn.Linear(3, 2), None, zero(3))
+    saver = Checkpointer(session)
+    for tag in "ab":
+        saver.save(tmp_path, tag)
+        damaged = bytearray((tmp_path / tag / file).read_bytes())
+        damaged[-5] ^= 1
+        (tmp_path / tag / file).write_bytes(damaged)
+    capsys.readouterr()
+    with pytest.raises(CheckpointDamage) as error:
+        saver.load(tmp_path, "auto")
+    said = capsys.readouterr().out
+    assert said.count("checkpoint skipped: ") == 2 and "load another" not in said
+    assert str(error.value).count("load ") == 1 and str(error.value).endswith("; load another copy")
     session.close()
 
 

@@ -325,6 +325,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/checkpoint-format.md": [Block(first="import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
         Block(first="from shardwise import build", before=_training, after=_restored),
+        Block(first="from torchdata", how="shown", why="torchdata is not installed with the package"),
         Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
         Block(
             first='booster.save_checkpoint("runs/generator"',

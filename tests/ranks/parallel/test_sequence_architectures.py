@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +132,29 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
 
 def test_what_a_llama_may_be_given() -> None:
     assert set(run_ranks(2, llamas, "ring_attn", 1, timeout=400.0)) == {3 * 1 + 9 + 2}
+
+
+def cached() -> list[int]:
+    """How many warnings about the cache packed rows cause: with a cache, without one, and rows of one document."""
+    counts = []
+    with ring_of_all() as ring:
+        case = CASES["llama"]()[0]
+        for use_cache, packed in ((True, True), (False, True), (True, False)):
+            model = case.made().train()
+            model.config.use_cache = use_cache
+            share = share_sequences(model, SequencePlan(), ring.group, ring.wire)
+            share.install()
+            batch = batch_of(case, padded="", packed=packed)
+            with warnings.catch_warnings(record=True) as caught:
+                for _ in range(2):
+                    model(**batch)
+            share.remove()
+            counts.append(sum("set model.config.use_cache = False" in str(each.message) for each in caught))
+    return counts
+
+
+def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
+    assert run_ranks(2, cached) == [[1, 0, 0]] * 2
 
 
 @pytest.mark.full

@@ -174,8 +174,9 @@ def test_bad_options_say_what_to_do() -> None:
     one = ParamGroupPlan(names=("head",), reshard_after_forward=True)
     with pytest.raises(ValueError, match=r"groups=.* have a name twice"):
         zero(3).but(groups=(one, one))
-    with pytest.raises(ValueError, match=r"groups=\['head'\]: give ParamGroupPlan objects"):
-        zero(3).but(groups=["head"])
+    for groups in (["head"], one, None):
+        with pytest.raises(ValueError, match=r"groups=.*: give a tuple of ParamGroupPlan objects"):
+            zero(3).but(groups=groups)
 
 
 def units_of_groups() -> None:

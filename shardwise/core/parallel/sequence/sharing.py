@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.rng import RankRng, dropouts_of
+from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import Description, Group, P2PChannel, collectively
 from shardwise.core.parallel.sequence.attention import OWN_ATTENTION, Pass, called, original_of, running
 from shardwise.core.parallel.sequence.axis import SequenceAxis
@@ -206,6 +207,12 @@ class Sequences:
         self._parts = parts = Parts(tokens.shape[-1], self.axis.size, zigzag)
         now = self._enter(inputs, tokens, parts)
         if "use_cache" in self._names:
+            if now.packed is not None and _uses_cache(self.body, inputs):
+                warn_user(
+                    "position_ids restart inside a row, so its documents do not attend to each other. Without sequence "
+                    "parallelism transformers masks such a row as one document under use_cache=True: set "
+                    "model.config.use_cache = False for the same losses on any number of ranks"
+                )
             inputs["use_cache"] = False
         rates = self._rates if self.body.training else ()
         self._now = now
@@ -433,6 +440,12 @@ def _name_attention(config: Any) -> Callable[[], bool]:
         return True
 
     return put_back
+
+
+def _uses_cache(body: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the model would make a key-value cache, with which transformers does not look for documents."""
+    given = inputs.get("use_cache")
+    return bool(getattr(getattr(body, "config", None), "use_cache", False) if given is None else given)
 
 
 def _packed(positions: Tensor) -> Tensor | None:
