@@ -85,7 +85,8 @@ def test_both_paths_agree_where_both_apply(name: str, norm_type: float) -> None:
 def test_half_precision_stays_near_fp32(name: str, dtype: torch.dtype) -> None:
     case = MODELS[name]
     batches = make_batches(case, 2, steps=3, micro_batches=2)
-    half = PlainRecipe(param_dtype=dtype, max_norm=1.0, loss_scale=1024.0 if dtype is torch.float16 else 1.0)
+    scale = 1024.0 if dtype is torch.float16 else 1.0
+    half = PlainRecipe(param_dtype=dtype, buffer_dtype=dtype, max_norm=1.0, loss_scale=scale)
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05)
