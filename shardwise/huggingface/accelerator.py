@@ -564,5 +564,5 @@ def with_precision(plan: Plan, mixed_precision: str | None) -> Plan:
         raise ValueError(f"mixed_precision={mixed_precision!r} with a plan of {given}: give one of them")
     if given == dtype:
         return plan
-    formats = replace(zero(1, dtype).precision, buffer_dtype=None, output_dtype=torch.float32)
+    formats = replace(zero(1, dtype).precision, output_dtype=torch.float32)
     return replace(plan, precision=replace(formats, reduce_dtype=plan.precision.reduce_dtype))

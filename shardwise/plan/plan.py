@@ -578,7 +578,7 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
         ),
         precision=PrecisionPlan(
             param_dtype=param_dtype,
-            buffer_dtype=param_dtype,
+            buffer_dtype=None,
             master_weights=True,
             reduce_dtype=None,
             accumulate_dtype=None,

@@ -49,8 +49,9 @@ class PrecisionPlan:
     """Dtypes and the loss scale.
 
     Attributes:
-        param_dtype: cast floating parameters to it for compute; ``None`` keeps each parameter's dtype.
-        buffer_dtype: the same for floating buffers, other than fp64 ones.
+        param_dtype: cast floating parameters to it for compute; ``None`` keeps each parameter's dtype. Parameters of
+            BatchNorm stay fp32 in a 16-bit model if its running statistics do.
+        buffer_dtype: the same for floating buffers, other than fp64 ones. ``None``, the default, keeps their dtypes.
         master_weights: keep fp32 copies of shards whose compute dtype is 16-bit; the optimizer updates the copies.
         reduce_dtype: gradients are reduced in it; ``None``: the parameter's compute dtype.
         accumulate_dtype: gradients, sharded or full, are summed over backward passes in it; they are still reduced in

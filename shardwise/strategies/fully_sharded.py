@@ -235,7 +235,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
         ),
         precision=PrecisionPlan(
             param_dtype=dtype,
-            buffer_dtype=dtype,
+            buffer_dtype=dtype if dtype is torch.float64 else None,
             master_weights=number_format.masters or own_masters,
             reduce_dtype=torch.float32 if arguments.fp32_reduce_scatter else None,
             accumulate_dtype=None,

@@ -31,7 +31,9 @@ class PlainRecipe:
     Attributes:
         max_norm: clip the global gradient norm to it; 0 is off.
         norm_type: p of the norm, including ``math.inf``.
-        param_dtype: dtype of floating-point parameters, buffers and inputs; ``None``: no cast.
+        param_dtype: dtype of floating-point parameters and inputs; ``None``: no cast. Parameters of BatchNorm stay
+            fp32 if its statistics do.
+        buffer_dtype: dtype of floating-point buffers, other than fp64 ones; ``None``: no cast.
         reduce_dtype: dtype of the mean over ranks; ``None``: the parameter's compute dtype.
         accumulate_dtype: dtype of the sum over micro-batches; ``None``: the reduce dtype.
         masters: 16-bit parameters have an fp32 copy, which the optimizer updates; otherwise it updates the parameters.
@@ -44,6 +46,7 @@ class PlainRecipe:
     max_norm: float = 0.0
     norm_type: float = 2.0
     param_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
     masters: bool = True
@@ -119,8 +122,8 @@ def train_plain(
         raise ValueError(f"batches for {sorted(ranks)} ranks in one run; give every micro-batch the same number")
     model = model_factory()
     halves = recipe.param_dtype in _HALF or any(p.dtype in _HALF for p in model.parameters())
-    formats = (recipe.param_dtype, recipe.reduce_dtype, recipe.accumulate_dtype)
-    if not halves and formats == (None, None, None) and recipe.loss_scale == 1.0:
+    formats = (recipe.param_dtype, recipe.buffer_dtype, recipe.reduce_dtype, recipe.accumulate_dtype)
+    if not halves and formats == (None,) * 4 and recipe.loss_scale == 1.0:
         return _train_as_is(model, loss, optimizer_factory(model), batches, recipe)
     owner = _masters(model_factory(), recipe) if recipe.masters else model
     return _train_in_formats(model, loss, owner, optimizer_factory, batches, recipe)
@@ -227,13 +230,19 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_model(model: nn.Module, recipe: PlainRecipe) -> None:
-    """Cast parameters, buffers and (by a hook) floating-point inputs to the compute dtype."""
+    """Cast buffers, and parameters and (by a hook) floating-point inputs to the compute dtype."""
+    for buffer in model.buffers() if recipe.buffer_dtype is not None else ():
+        if buffer.is_floating_point() and buffer.dtype != torch.float64:
+            point(buffer, buffer.detach().to(recipe.buffer_dtype))
     dtype = recipe.param_dtype
     if dtype is None:
         return
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            point(tensor, tensor.detach().to(dtype))
+    for module in model.modules():
+        statistics = module.running_mean if isinstance(module, nn.modules.batchnorm._BatchNorm) else None
+        if statistics is None or statistics.dtype != torch.float32 or dtype not in _HALF:
+            for param in module.parameters(recurse=False):
+                if param.is_floating_point():
+                    point(param, param.detach().to(dtype))
 
     def cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         return _cast_floating(args, dtype), _cast_floating(kwargs, dtype)

@@ -92,6 +92,7 @@ class Setting:
             max_norm=grad.max_norm,
             norm_type=grad.norm_type,
             param_dtype=precision.param_dtype,
+            buffer_dtype=precision.buffer_dtype,
             reduce_dtype=precision.reduce_dtype,
             accumulate_dtype=precision.accumulate_dtype,
             masters=precision.master_weights,

@@ -11,12 +11,14 @@ from torch import nn
 
 from shardwise.core.base.names import StateNames, with_load_hooks
 from shardwise.core.deferred.construction import is_deferred
+from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences
 from shardwise.core.parallel.tensor import Axis, RngAlignment, TPPlan, cut_model
 from shardwise.core.shards.layout import ParamInfo
-from shardwise.plan import Plan
+from shardwise.plan import Plan, PrecisionPlan
+from shardwise.plan.precision import HALF_DTYPES
 
 __all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
 
@@ -80,7 +82,7 @@ class Partition:
             axis = Axis(mesh.tensor, compress)
             self.tp_plan = cut_model(model, axis, plan.tensor)
             self.draws = RngAlignment(model, axis, mesh.device)
-        facts = parameter_facts(every, all_names(model), optimizers, plan, self.tp_plan)
+        facts = parameter_facts(every, model, optimizers, plan, self.tp_plan)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
             raise ValueError(
@@ -194,7 +196,7 @@ def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 def parameter_facts(
     params: Sequence[nn.Parameter],
-    names: dict[int, tuple[str, ...]],
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     plan: Plan,
     tp_plan: TPPlan | None = None,
@@ -204,6 +206,7 @@ def parameter_facts(
     Raises:
         ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
     """
+    names, norm_dtypes = all_names(model), _norm_dtypes(model, plan.precision)
     held: dict[int, tuple[int, int]] = {}
     for optimizer_index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
@@ -221,11 +224,29 @@ def parameter_facts(
     for param in params:
         optimizer_index, group_index = held.get(id(param), (-1, -1))
         dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
+        dtype = norm_dtypes.get(id(param), dtype)
         part = tp_plan.part_of(param) if tp_plan is not None else None
         shape = param.shape if part is None else part.shape
         known = (names[id(param)], shape, dtype, param.requires_grad, optimizer_index, group_index)
         facts.append(ParamInfo(*known, part=part))
     return facts
+
+
+def _norm_dtypes(model: nn.Module, precision: PrecisionPlan) -> dict[int, torch.dtype]:
+    """Return fp32, by ``id``, for parameters of BatchNorm with fp32 statistics in a 16-bit model.
+
+    With 16-bit weights torch's CPU kernel requires 16-bit statistics, and cuDNN does not run.
+    """
+    if precision.param_dtype not in HALF_DTYPES:
+        return {}
+    return {
+        id(param): torch.float32
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.running_mean is not None
+        and dtype_of_buffer(module.running_mean, precision.buffer_dtype) == torch.float32
+        for param in module.parameters(recurse=False)
+    }
 
 
 def _check_load_hooks(model: nn.Module, divided: Callable[[Sequence[nn.Parameter]], bool], why: str) -> None:

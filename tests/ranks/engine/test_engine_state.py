@@ -34,7 +34,8 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.tensor(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + 0.01 * self.offset
+        x = self.first(x)
+        x = x + 0.01 * self.offset.to(x.dtype)
         for block in self.blocks:
             x = torch.tanh(block(x)) * self.frozen
         return x * self.scale
