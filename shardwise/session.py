@@ -25,6 +25,7 @@ from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
@@ -48,6 +49,7 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "build",
+    "estimate_memory",
     "needs_whole_tensors",
     "shard",
     "sharded_of",
