@@ -59,6 +59,13 @@ DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float1
 IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Names of devices in other libraries, which are not meant as directories."""
+ACCUMULATION = "call backward() several times before step(); average='mean' divides the sum by their number"
+ELSEWHERE = dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION)
+ELSEWHERE |= dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip"), "use max_norm=1.0")
+ELSEWHERE |= dict.fromkeys(("mixed_precision", "fp16", "bf16", "dtype"), "use precision='bf16' or 'fp16'")
+ELSEWHERE |= dict.fromkeys(("zero_stage", "sharding_strategy"), "use stage=1, 2 or 3")
+ELSEWHERE |= dict.fromkeys(("cpu_offload", "offload_optimizer"), "use offload='host' or a directory")
+"""Hints for settings of other libraries."""
 BY_MODULE = (
     "a dict by names of modules, such as {'lm_head': False}; for all modules use stage=3 (True) or stage=2 (False)"
 )
@@ -632,6 +639,7 @@ def shard(
         if name not in names:
             near = difflib.get_close_matches(name, names, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(names)}, or a plan for everything else"
+            hint = ELSEWHERE.get(name, hint)
             raise TypeError(f"{name}={value!r:.80} is not a setting of shard(): {hint}")
     if plan is not None and settings:
         raise ValueError(

@@ -128,6 +128,7 @@ BAD = [
     ("--plugin ddp --stage 2", "--stage 2"),
     ("--tp 0", "--tp 0"),
     ("--tp 2 --plugin ddp", "--plugin ddp does not divide"),
+    ("--nproc 4000", "too many ranks for"),
     ("--tp 2 --nproc 3", "--nproc 3 has to be a multiple of 2"),
     ("--pp 4 --nproc 4", "--depth 3 at least as many"),
     ("--steps 0", "--steps 0"),
