@@ -25,6 +25,7 @@ from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
+from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
@@ -48,6 +49,7 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "build",
+    "estimate_memory",
     "needs_whole_tensors",
     "shard",
     "sharded_of",
@@ -57,6 +59,13 @@ DTYPES = {None: None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float1
 IN_LAYERS, EVERYWHERE = ("split_gather",), ("all_to_all", "ring_attn")
 NO_DIRECTORY = re.compile(r"(host|cpu|cuda|gpu|device|ram|memory|disk|nvme|ssd|none|true|false)(:\d+)?", re.IGNORECASE)
 """Names of devices in other libraries, which are not meant as directories."""
+ACCUMULATION = "call backward() several times before step(); average='mean' divides the sum by their number"
+ELSEWHERE = dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), ACCUMULATION)
+ELSEWHERE |= dict.fromkeys(("max_grad_norm", "gradient_clipping", "grad_clip"), "use max_norm=1.0")
+ELSEWHERE |= dict.fromkeys(("mixed_precision", "fp16", "bf16", "dtype"), "use precision='bf16' or 'fp16'")
+ELSEWHERE |= dict.fromkeys(("zero_stage", "sharding_strategy"), "use stage=1, 2 or 3")
+ELSEWHERE |= dict.fromkeys(("cpu_offload", "offload_optimizer"), "use offload='host' or a directory")
+"""Hints for settings of other libraries."""
 BY_MODULE = (
     "a dict by names of modules, such as {'lm_head': False}; for all modules use stage=3 (True) or stage=2 (False)"
 )
@@ -626,6 +635,7 @@ def shard(
         if name not in names:
             near = difflib.get_close_matches(name, names, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(names)}, or a plan for everything else"
+            hint = ELSEWHERE.get(name, hint)
             raise TypeError(f"{name}={value!r:.80} is not a setting of shard(): {hint}")
     if plan is not None and settings:
         raise ValueError(

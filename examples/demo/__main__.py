@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwise import parse_size
+from shardwise.cli.run import threads_per_rank
 
 # By plugin, its ZeRO stages and its number formats; the first of each is the default on a CPU.
 STAGES: dict[str, tuple[int, ...]] = {"low_level_zero": (2, 1), "hybrid_parallel": (1, 2)}
@@ -116,6 +117,9 @@ def config(arguments: list[str]) -> dict[str, Any]:
     for name, (least, most) in ranges.items():
         if not least <= options[name] <= most:
             fail(f"--{name} {options[name]}: give a number from {least} to {most}")
+    most = 4 * threads_per_rank(1)
+    if options["nproc"] > most:
+        fail(f"--nproc {options['nproc']}: too many ranks for {most // 4} cores; give a number of at most {most}")
     width, depth, heads, nproc = (options[name] for name in ("width", "depth", "heads", "nproc"))
     if width % (2 * heads) or parameters(width, depth) > MOST_PARAMETERS:
         fail(f"--width {width} --depth {depth}: give a multiple of 2 x --heads ({2 * heads}), at most 10^12 parameters")

@@ -1,4 +1,4 @@
-"""The ``shardwise`` command: ``run``, ``port``, ``trace``, ``schedule`` and ``checkpoint``.
+"""The ``shardwise`` command: ``run``, ``env``, ``estimate``, ``port``, ``trace``, ``schedule`` and ``checkpoint``.
 
 This package reads arguments, starts and stops processes, and prints; the library does the work. Invalid input ends with
 one line and an exit status (:class:`shardwise.cli.errors.BadInput`). ``--help`` and errors about arguments do not

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from shardwise import __version__
-from shardwise.cli import checkpoint, env, port, run, schedule, trace
+from shardwise.cli import checkpoint, env, estimate, port, run, schedule, trace
 from shardwise.cli.errors import BadInput
 from shardwise.core.base.validate import printable
 
@@ -42,9 +42,10 @@ class OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run|env|port|trace|schedule|checkpoint")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run.add_parser(commands)
     env.add_parser(commands)
+    estimate.add_parser(commands)
     port.add_parser(commands)
     trace.add_parser(commands)
     schedule.add_parser(commands)

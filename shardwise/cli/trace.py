@@ -19,7 +19,7 @@ from shardwise.cli.errors import BadInput, check_writable, writing
 if TYPE_CHECKING:
     from shardwise.core.memory.trace.stats import MemStats
 
-__all__ = ["add_parser", "main"]
+__all__ = ["add_parser", "call", "guarded", "load_module", "main", "make_optimizer", "split_target"]
 
 T = TypeVar("T")
 
@@ -123,9 +123,9 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
     from shardwise.core.memory.trace.tracing import trace_memory
 
-    source, function = _target(options.target)
-    module = _load(source)
-    made = _call(module, function, options.target)
+    source, function = split_target(options.target)
+    module = load_module(source)
+    made = call(module, function, options.target)
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module) or (len(parts) == 3 and not callable(parts[2])):
         kinds = (
@@ -134,7 +134,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
         raise BadInput(f"{options.target} returned {kinds}: return a model, (model, batch) or (model, batch, loss)")
     model, batch, loss = (*parts, None, None)[:3]
     if options.batch is not None:
-        batch = _call(module, options.batch, f"{source}:{options.batch}")
+        batch = call(module, options.batch, f"{source}:{options.batch}")
     if batch is None:
         raise BadInput(f"{options.target} returned no batch: return (model, batch), or name a function with --batch")
     if options.device is not None:
@@ -146,27 +146,27 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
             model, batch = model.to(device), _move(batch, device)
         except (RuntimeError, AssertionError) as problem:
             raise BadInput(f"--device {options.device}: {str(problem).splitlines()[0]}") from None
-    optimizer = _optimizer(options.optimizer, model) if options.optimizer is not None else None
-    return _guarded(
+    optimizer = make_optimizer(options.optimizer, model) if options.optimizer is not None else None
+    return guarded(
         f"the step of {options.target}",
         lambda: trace_memory(model, batch, loss, optimizer=optimizer, capacity_bytes=capacity),
     )
 
 
-def _target(text: str) -> tuple[str, str]:
+def split_target(text: str) -> tuple[str, str]:
     source, _, function = text.rpartition(":")
     if not source or not function.isidentifier():
         raise BadInput(f"{text}: give FILE_OR_MODULE:FUNCTION, such as train.py:build or package.models:tiny")
     return source, function
 
 
-def _load(source: str) -> ModuleType:
+def load_module(source: str) -> ModuleType:
     path = Path(source)
     if path.suffix != ".py" and os.sep not in source:
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
-            return _guarded(f"importing {source}", lambda: importlib.import_module(source), ModuleNotFoundError)
+            return guarded(f"importing {source}", lambda: importlib.import_module(source), ModuleNotFoundError)
         except ModuleNotFoundError as problem:
             missing = problem.name or source
             if source == missing or source.startswith(missing + "."):
@@ -182,11 +182,11 @@ def _load(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     loader = spec.loader
-    _guarded(f"running {source}", lambda: loader.exec_module(module))
+    guarded(f"running {source}", lambda: loader.exec_module(module))
     return module
 
 
-def _call(module: ModuleType, name: str, shown: str) -> Any:
+def call(module: ModuleType, name: str, shown: str) -> Any:
     function = getattr(module, name, None)
     if not callable(function):
         own = ((n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
@@ -201,10 +201,10 @@ def _call(module: ModuleType, name: str, shown: str) -> Any:
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
     if needed:
         raise BadInput(f"{shown}: needs arguments ({', '.join(needed)}); give a function that takes none")
-    return _guarded(f"{shown}()", function)
+    return guarded(f"{shown}()", function)
 
 
-def _guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
+def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
     """Turn errors of the user's code into one line that says where they come from."""
     try:
         return action()
@@ -217,7 +217,7 @@ def _guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T
         raise BadInput(f"{what} raised {type(problem).__name__}: {message}{where}") from problem
 
 
-def _optimizer(name: str, model: Any) -> Any:
+def make_optimizer(name: str, model: Any) -> Any:
     import torch
 
     kind = getattr(torch.optim, name, None)
@@ -227,7 +227,7 @@ def _optimizer(name: str, model: Any) -> Any:
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise BadInput(f"--optimizer {name}: the model has no parameter that needs a gradient; leave it out")
-    return _guarded(f"torch.optim.{name}", lambda: construct(trained))
+    return guarded(f"torch.optim.{name}", lambda: construct(trained))
 
 
 def _move(value: Any, device: Any) -> Any:

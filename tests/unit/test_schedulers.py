@@ -30,7 +30,7 @@ def test_the_original_step_trains_nothing_before_and_after_close() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     session = build(model, optimizer, zero(2))
-    with pytest.raises(RuntimeError, match="boost/build returned"):
+    with pytest.raises(RuntimeError, match="that boost, initialize or prepare returned"):
         optimizer.step()
     session.close()
     with pytest.raises(RuntimeError, match=r"model that is no longer sharded: make a new one on model\.parameters"):

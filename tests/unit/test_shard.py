@@ -97,6 +97,10 @@ def test_settings_that_there_are_not() -> None:
         shardwise.shard(nn.Linear(2, 1), stages=3)
     with pytest.raises(TypeError, match=r"zzz=1 is not a setting of shard\(\): use stage, precision"):
         shardwise.shard(nn.Linear(2, 1), zzz=1)
+    with pytest.raises(TypeError, match=r"gradient_accumulation_steps=4 .* several times before step"):
+        shardwise.shard(nn.Linear(2, 1), gradient_accumulation_steps=4)
+    with pytest.raises(TypeError, match=r"max_grad_norm=1\.0 is not .*: use max_norm=1\.0"):
+        shardwise.shard(nn.Linear(2, 1), max_grad_norm=1.0)
     with pytest.raises(ValueError, match="and stage, tp are given; give one"):
         shardwise.shard(nn.Linear(2, 1), plan=zero(1), stage=3, tp=2)
 

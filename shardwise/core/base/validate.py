@@ -20,6 +20,8 @@ __all__ = [
     "MOST_SCALE",
     "MOST_SEED",
     "MOST_STEP",
+    "SHARDED_MODEL",
+    "SHARDED_OPTIMIZER",
     "UnknownModelError",
     "as_mapping",
     "as_params",
@@ -38,6 +40,8 @@ __all__ = [
     "short_repr",
 ]
 
+SHARDED_MODEL = "session.module (or the model that boost, initialize or prepare returned)"
+SHARDED_OPTIMIZER = "session.optimizer (or the optimizer or engine that boost, initialize or prepare returned)"
 MOST_NUMEL = 2**42
 """Elements of a tensor: 8 TiB in 16 bits."""
 MOST_BYTES = 2**62

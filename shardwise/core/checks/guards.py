@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
+from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.overlaps import check_apart
 from shardwise.core.checks.state_dict_guard import StateDictGuard
@@ -287,7 +288,7 @@ class Edits:
                 raise RuntimeError(
                     f"{self._name(chunk, wrong)} ({found}) was moved, cast or given other data after the model was "
                     "sharded, which is dropped; do that before boost/build, write to it inside `with "
-                    "model.gathered(write_back=True)` of what boost/build returned, or load a state"
+                    f"model.gathered(write_back=True)` of {SHARDED_MODEL}, or load a state"
                 )
 
     def check_absent(self) -> None:
@@ -336,7 +337,7 @@ class Edits:
         raise RuntimeError(
             f"{name} {tuple(chunk.spec.slots[slot].shape)} was written to, or given other data, where that is lost: "
             "each rank keeps a shard, and modules see a temporary copy. Change it inside `with "
-            "model.gathered(write_back=True)` of what boost/build returned; if a module does so in its forward pass "
+            f"model.gathered(write_back=True)` of {SHARDED_MODEL}; if a module does so in its forward pass "
             "(nn.Embedding(max_norm=...), codebooks), keep the values in a buffer, or choose a stage that keeps "
             "parameters gathered (ZeRO-1 or 2). The write was dropped"
         )

@@ -12,17 +12,18 @@ from torch import nn
 
 from shardwise.core.base.names import StateNames
 from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
+from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
 __all__ = ["AbsentTensor", "StateDictGuard"]
 
-SAVE = "call it, on every rank, on the object that boost/build returned, or inside its gathered() block"
-LOAD = (
-    "call it, on every rank, on the whole model or the object that boost/build returned, or inside its "
-    "gathered(write_back=True) block"
+SAVE = (
+    f"call it, on every rank, on {SHARDED_MODEL}, or inside its gathered() block; give the result to "
+    "save_pretrained(path, state_dict=...)"
 )
+LOAD = f"call it, on every rank, on the whole model or {SHARDED_MODEL}, or inside its gathered(write_back=True) block"
 
 
 class AbsentTensor(torch.Tensor):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.core.base.events import Events
+from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.guards import refusals_of_wrappers
 from shardwise.core.engine.casts import cast_floats, each_tensor
 from shardwise.core.engine.gradients import Gradients
@@ -107,7 +108,7 @@ class Attachment:
         """
         raise TypeError(
             f"a {type(self._model).__name__} sharded over {self._shards.mesh.size} ranks cannot be copied or pickled: "
-            "save state_dict() of what boost/build returned, and load it into another model"
+            f"save state_dict() of {SHARDED_MODEL}, and load it into another model"
         )
 
     def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -215,7 +216,7 @@ class Attachment:
                 f"{self._shards.name(entry.index)} got a gradient, but no forward pass has "
                 "gathered it since the last update, so its values were NaN. Use it in forward() of its module or of a "
                 "parent (other methods of the model do not gather), or compute the loss inside "
-                "`with model.gathered():` of what boost/build returned"
+                f"`with model.gathered():` of {SHARDED_MODEL}"
             )
         if grad.requires_grad:
             grad = grad.detach()

@@ -12,7 +12,7 @@ from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
-from shardwise.core.base.validate import check_tensor, number
+from shardwise.core.base.validate import SHARDED_MODEL, check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective import collective
@@ -384,7 +384,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 warn_user(
                     "the loss is NaN. A sharded parameter has its values during a forward pass, and is NaN outside of "
                     "it. If the loss reads parameters itself (a penalty over model.parameters()), compute it inside "
-                    "`with model.gathered():` of what boost/build returned"
+                    f"`with model.gathered():` of {SHARDED_MODEL}"
                 )
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from shardwise.core.base.torch_internals import (
     no_own_torch_function,
     wrapper_subclass,
 )
+from shardwise.core.base.validate import SHARDED_OPTIMIZER
 
 __all__ = ["GradOwner", "NoMemory", "ShardedGrad", "without_memory"]
 
@@ -505,7 +506,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
             if owner.writes_parameter(grad.param_index, target):
                 raise RuntimeError(
                     f"{what} updates {owner.name(grad.param_index)!r} with its .grad by hand; a sharded parameter is "
-                    "only changed by step() of what boost/build returned: give its optimizer to boost/build"
+                    f"only changed by step() of {SHARDED_OPTIMIZER}: give its optimizer to boost/build"
                 )
 
 

@@ -34,6 +34,7 @@ from shardwise.core.base.torch_internals import (
     version_of,
     without_transforms,
 )
+from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.pool import ChunkPool
 
@@ -436,7 +437,7 @@ class GatherHooks:
                 f"{self._names.get(id(param), 'a parameter')} {tuple(param.shape)} was used in a forward pass while it "
                 "was NaN: it is gathered for its module's own forward, and where it is read as an attribute "
                 "(self.layer.weight), not by iterating over parameters(). Read it by name, or make the pass inside "
-                "`with model.gathered():` of what boost/build returned"
+                f"`with model.gathered():` of {SHARDED_MODEL}"
             )
 
     def _pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedView:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.torch_internals import give_subclass, no_subclass_dispatch, point
+from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
 from shardwise.core.update.tiles import ParamShard, UpdateTile
 
@@ -264,7 +265,7 @@ class OnDisk(torch.Tensor):
         if name not in DESCRIBE and name != "__get__":
             raise RuntimeError(
                 f"{name}() of optimizer state that is on a disk: assign a new tensor, state[parameter][key] = ...; "
-                "to read it call state_dict() of what boost/build returned; to change it in place keep it in memory "
+                f"to read it call state_dict() of {SHARDED_OPTIMIZER}; to change it in place keep it in memory "
                 "(a smaller share on the disk)"
             )
         with no_subclass_dispatch():
@@ -274,10 +275,10 @@ class OnDisk(torch.Tensor):
         return f"OnDisk({tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, _memo: object) -> torch.Tensor:
-        raise RuntimeError(f"a copy of {self!r}: call state_dict() of what boost/build returned")
+        raise RuntimeError(f"a copy of {self!r}: call state_dict() of {SHARDED_OPTIMIZER}")
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        raise RuntimeError(f"saving {self!r}: call state_dict() of what boost/build returned")
+        raise RuntimeError(f"saving {self!r}: call state_dict() of {SHARDED_OPTIMIZER}")
 
 
 def is_element_wise(value: object, piece: ParamShard) -> bool:

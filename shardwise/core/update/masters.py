@@ -15,6 +15,7 @@ import torch
 
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
+from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.tier import Home, Tier
 from shardwise.core.shards.chunk import Chunk
@@ -167,8 +168,8 @@ class MasterEdits:
             if changed and state.on_disk:
                 raise RuntimeError(
                     f"parameters of chunk {chunk.spec.index} ({chunk.shard_numel} elements) were written to, but "
-                    "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of what "
-                    "boost/build returned"
+                    "their masters are on a disk: make changes inside `with model.gathered(write_back=True)` of "
+                    f"{SHARDED_MODEL}"
                 )
             self._versions[chunk.spec.index] = versions
 

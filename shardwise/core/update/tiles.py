@@ -25,6 +25,7 @@ from torch.torch_version import TorchVersion
 
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import copy_each, plain, point
+from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
@@ -360,7 +361,7 @@ class TileStepper:
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
     def _refuse(self, *_args: object, **_kwargs: object) -> None:
-        name, todo = type(self.optimizer).__name__, "call step() of what boost/build returned"
+        name, todo = type(self.optimizer).__name__, f"call step() of {SHARDED_OPTIMIZER}"
         if self._readable is not None:
             todo = "its state belongs to a model that "
             if self._readable:

@@ -211,7 +211,7 @@ def test_the_given_optimizer_answers_as_the_sessions_does(name: str) -> None:
             assert state["state"].keys() == expected["state"].keys()
             for number, entry in expected["state"].items():
                 assert_close(state["state"][number], entry, 1e-11, f"state of {number}, {name}")
-            assert "call step() of what boost/build returned" in messages[0] and "add the group before" in messages[1]
+            assert "call step() of session.optimizer (or" in messages[0] and "add the group before" in messages[1]
 
 
 def misuses(plan: Plan) -> dict[str, str]:

@@ -1,0 +1,95 @@
+"""The bytes of model data that a build would account for, without a build."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.base.sizes import size_classes
+from shardwise.core.comm import LocalGroup
+from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.partition import all_names, parameter_facts
+from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
+from shardwise.core.memory.tier import Tier
+from shardwise.core.parallel.tensor import Axis, cut_model
+from shardwise.core.shards.layout import make_layout
+from shardwise.core.update.tiles import needs_whole_tensors
+from shardwise.plan import Plan
+
+__all__ = ["estimate_memory"]
+
+
+def estimate_memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, ranks: int, rank: int = 0, device: str = "cuda"
+) -> dict[str, dict[str, int]]:
+    """Return the bytes by tier and kind that ``session.memory().by_tier`` has in and after the second step.
+
+    Gathered parameters are not included.
+
+    Args:
+        model: may be on the meta device.
+        optimizer: of its parameters. Factored state (Adafactor) is not counted.
+        plan: without pipeline stages, replicas, secondary shards and updates during backward.
+        ranks: number of ranks.
+        rank: index among the ranks that shard parameters.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    sizes = plan.mesh.resolve(ranks)
+    axis = LocalGroup("tp", torch.device("meta"))
+    axis.size = sizes.tp  # nothing is sent; dividing layers needs rank and size only
+    tp_plan = cut_model(model, Axis(axis), plan.tensor) if sizes.tp > 1 else None
+    facts = parameter_facts(list(model.parameters()), all_names(model), [optimizer], plan, tp_plan)
+    whole = [0] if needs_whole_tensors(optimizer) else []
+    shard, packing = sizes.dp_shard, plan.shard.packing
+    layout = make_layout(facts, model, packing, shard, sizes.dp_replicate, plan.shard.groups, whole)
+    table = place(plan, layout, RankFacts(rank, shard, device)).chunks
+    by_tier = {tier: Counter[str]() for tier in ("device", "host", "disk")}
+    state_bytes = cache(partial(_state_bytes, optimizer))
+    for each in table:
+        home, numel = each.home, each.shard_numel
+        by_tier[home.param.value]["parameters"] += each.param_bytes
+        state = by_tier[home.state.value]
+        state["masters"] += numel * each.master_dtype.itemsize if each.master_dtype is not None else 0
+        for piece in (piece for tile in each.tiles for piece in tile.pieces):
+            dims = len(facts[piece.param].shape) if each.spec.whole else 1
+            once, element = state_bytes(dims, each.master_dtype or each.spec.dtype)
+            state["optimizer state"] += once + (piece.end - piece.start) * element
+        # Full gradients include the shard, unless a GPU moves it to the host.
+        apart = plan.shard.reduce == "every" or (home.grad is not Tier.DEVICE and device == "cuda")
+        if each.spec.trainable and apart:
+            by_tier[home.grad.value]["gradients"] += numel * each.accumulate_dtype.itemsize
+    by_tier["device"]["gradients"] += _exchange_bytes([each for each in table if each.spec.trainable], plan)
+    buffer_dtype = partial(dtype_of_buffer, dtype=plan.precision.buffer_dtype)
+    by_tier["device"]["buffers"] = sum(each.numel() * buffer_dtype(each).itemsize for each in model.buffers())
+    return {tier: {kind: size for kind, size in kinds.items() if size} for tier, kinds in by_tier.items()}
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, dims: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of state for each stepped tensor, and for each of its elements, by a step of a small one."""
+    probe = nn.Parameter(torch.zeros((2,) * dims, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters
+    # A new one, since some make state when they are constructed.
+    stepped = kind([probe], **{key: value for key, value in optimizer.defaults.items() if key in known})
+    stepped.step()
+    tensors = [value for value in stepped.state[probe].values() if isinstance(value, torch.Tensor)]
+    of_elements = [value for value in tensors if value.shape == probe.shape]
+    return sum(v.nbytes for v in tensors) - sum(v.nbytes for v in of_elements), sum(v.itemsize for v in of_elements)
+
+
+def _exchange_bytes(chunks: Sequence[ChunkPlacement], plan: Plan) -> int:
+    """Return the bytes of unsharded gradients: of all chunks, or of two buckets for each class of sizes."""
+    if plan.shard.reduce == "last":
+        return sum(each.spec.padded_numel * each.reduce_dtype.itemsize for each in chunks)
+    total, depth = 0, 2 if plan.comm.overlap else 1
+    for dtype in {each.reduce_dtype for each in chunks}:
+        numels = [each.spec.padded_numel for each in chunks if each.reduce_dtype == dtype]
+        total += sum(numels[own[0]] * min(depth, len(own)) * dtype.itemsize for own in size_classes(numels))
+    return total
