@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -30,14 +31,41 @@ class Slow(_Copy):
     """Memory has its values no sooner than it is waited for."""
 
     waits = 0
+    threads: ClassVar[set[str]] = set()
 
-    def __init__(self, memory: Tensor, out: Tensor) -> None:
+    def __init__(self, memory: Tensor, out: Tensor, *_: object) -> None:
         self._memory, self._values = memory, out.clone()
         memory.fill_(float("nan"))
 
     def land(self) -> None:
         Slow.waits += 1
+        Slow.threads.add(threading.current_thread().name.split("_")[0])
         self._memory.copy_(self._values)
+
+
+def train_early(stage: int, ahead: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """The parameters under updates during backward, and the threads that waited for gradients."""
+    plan = with_tiers(zero(stage), "s_host", "no disk is used").but(update="backward")
+    model = seeded(Branching)
+    Slow.threads.clear()
+    stream = "a stream" if ahead else None
+    with (
+        mock.patch.multiple(landing, side_stream=lambda _device: stream, _Copy=Slow),
+        one_mesh(plan) as mesh,
+        sharded(model, adam(model, lr=0.01), plan, mesh) as session,
+    ):
+        for step in range(STEPS):
+            session.backward(losses_of(session.module, mesh.rank, step, False))
+            session.optimizer.step()
+        return session.module.state_dict(), set(Slow.threads)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_updates_during_backward_wait_in_their_own_thread(stage: int) -> None:
+    ranks = zip(run_ranks(2, train_early, stage, True), run_ranks(2, train_early, stage, False), strict=True)
+    for (late, threads), (now, none) in ranks:
+        assert threads == {"shardwise-update"} and none == set()
+        assert all(torch.equal(late[name], now[name]) for name in now)
 
 
 def train(stage: int, ahead: bool) -> tuple[dict[str, Tensor], list[int], int, int]:
@@ -46,7 +74,7 @@ def train(stage: int, ahead: bool) -> tuple[dict[str, Tensor], list[int], int, i
     model = seeded(Branching)
     with contextlib.ExitStack() as stack:
         if ahead:
-            stack.enter_context(mock.patch.object(landing, "runs_ahead", lambda _device: True))
+            stack.enter_context(mock.patch.object(landing, "side_stream", lambda _device: "a stream"))
             stack.enter_context(mock.patch.object(landing, "_Copy", Slow))
         mesh = stack.enter_context(one_mesh(plan))
         session = stack.enter_context(sharded(model, adam(model, lr=0.01), plan, mesh))
