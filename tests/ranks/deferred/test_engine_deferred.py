@@ -187,7 +187,8 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
     depth = 8
     w, m = (4, 0) if dtype is None else (2, 4)
     for world_size in (2, 3):
-        unit = -(-UNIT // world_size) * world_size
+        aligned = 64 // w * world_size  # each shard begins at a multiple of 64 bytes
+        unit = -(-UNIT // aligned) * aligned
         share = depth * unit // world_size
         small = 8192 + 2 * depth * world_size * 4
         for found in run_ranks(world_size, watch_building, zero(3, dtype), how, depth, True):
