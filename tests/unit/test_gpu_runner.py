@@ -46,6 +46,17 @@ def test_some_of_a_file(tmp_path: Path) -> None:
     assert status == 2 and "test_fp32: no test of test_trace.py" in shown
 
 
+SLOW = ("test_auto_gives_the_bits_of_fixed_homes_on_the_host", "test_the_margin_holds_optimizer_state")
+
+
+@pytest.mark.full
+def test_some_run_on_a_cpu(tmp_path: Path) -> None:
+    way = ("--device", "cpu", "--every", "16", "--but", *SLOW, "test_torchrun_with_one_process")
+    status, shown = finished("tests.gpu", *way, log=tmp_path / "some")
+    counts = dict(reversed(part.split()) for part in shown.splitlines()[-1].split(", "))
+    assert status == 0 and int(counts["passed"]) > 15 and "failed" not in counts, shown
+
+
 @pytest.mark.full
 def test_another_package_named_tests_is_not_taken(tmp_path: Path) -> None:
     """The command of a part, where something has installed a regular package of that name, which wins by name."""
