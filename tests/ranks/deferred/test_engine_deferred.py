@@ -199,7 +199,8 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
             assert built <= found.built <= built + small, (found, built)
             trained = built + (w + 8) * share
             scratch = 4 * share + 2 * 4 * unit // world_size  # one call of the optimizer steps all of it
-            assert trained <= found.trained <= trained + scratch + small, (found, trained)
+            padding = 8 * depth * (unit - UNIT)  # has no moments
+            assert trained - padding <= found.trained <= trained + scratch + small, (found, trained)
 
 
 def frozen_peak(plan: Plan, how: str) -> Building:
