@@ -163,7 +163,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
             assert tier is Tier.HOST
             found[f"ring {len(found)}"] = block.is_pinned()
     store = session.engine.shards.storage.store
-    for buffer in store._buffers._free if store is not None else ():
+    for _, buffer in store._buffers._buffers if store is not None else ():
         found[f"buffer {len(found)}"] = buffer.is_pinned()
     session.close()
     session.mesh.close()

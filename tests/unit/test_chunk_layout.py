@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +48,9 @@ def check(layout: Layout, shard: int, replicate: int) -> None:
             assert slot.numel < 16 * align or slot.start % align == 0
             assert layout.where[slot.param] == (chunk.index, slot)
         padding = chunk.padded_numel - sum(s.numel for s in chunk.slots)
-        assert padding < align * len(chunk.slots) + max(shard * replicate, 2)
+        large = max((s.end for s in chunk.slots), default=0) >= 16 * align * shard
+        assert not large or all(start % align == 0 for start in chunk.bounds)
+        assert padding < align * len(chunk.slots) + max(shard * math.lcm(replicate, align if large else 1), 2)
 
 
 numels = st.lists(st.integers(0, 400), max_size=12)
@@ -67,6 +71,16 @@ def test_any_sizes(sizes: list[int], shard: int, replicate: int, packing: Packin
         for index, size in enumerate(sizes)
     ]
     check(make_layout(facts, EMPTY, packing, shard, replicate), shard, replicate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("shard", "replicate"), [(3, 1), (5, 3), (4, 2)])
+def test_shards_of_large_chunks_begin_at_cache_lines(dtype: torch.dtype, shard: int, replicate: int) -> None:
+    facts = [fact("odd", 101, 77, dtype=dtype), fact("b", 7, dtype=dtype)]
+    layout = make_layout(facts, EMPTY, ByNumel(chunk_numel=10_000), shard, replicate)
+    (chunk,) = layout.chunks
+    check(layout, shard, replicate)
+    assert all(start * dtype.itemsize % 64 == 0 for start in chunk.bounds) and chunk.padded_numel < 1.1 * (101 * 77 + 7)
 
 
 def grouped(layout: Layout) -> list[list[str]]:

@@ -129,8 +129,9 @@ class Longest(TorchDispatchMode):
         self.numels: list[int] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.aten.linalg_vector_norm.default:
-            self.numels += [args[0].numel()] if args[0].dtype != (kwargs or {}).get("dtype", args[0].dtype) else []
+        if op is torch.ops.aten._foreach_norm.Scalar:
+            tensors, _, dtype = args
+            self.numels += [each.numel() for each in tensors if each.dtype != dtype]
         return op(*args, **(kwargs or {}))
 
 

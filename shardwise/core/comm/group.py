@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwise.core.base.device import wait_event
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.control import Operation, decode, encode
@@ -97,9 +98,11 @@ class Buffer:
             not mapped.
         number: index of the buffer in the group, the same on every rank; 0 if the group needs none.
         bounds: offsets of the ranks' parts, if they differ in length; ``None``: equal parts.
+        reader: on a GPU, completes when a copy on another stream has read ``local``.
     """
 
     number = 0
+    reader: torch.cuda.Event | None = None
     bounds: Bounds | None = None
     checked: tuple[Bounds, int] | None = None
     """Bounds that were validated, and for how many elements: validation is a loop over ranks."""
@@ -142,7 +145,13 @@ class Buffer:
         return True
 
     def wait_writable(self) -> None:
-        """Block until no peer reads what was last published here. Call it before writing to ``local`` again."""
+        """Block until no peer reads what was last published here; the current stream waits for :attr:`reader`.
+
+        Call it before writing to ``local`` again.
+        """
+        if self.reader is not None:
+            wait_event(self.local.device, self.reader)
+            self.reader = None
 
 
 class Handle(Protocol):

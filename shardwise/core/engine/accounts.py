@@ -148,6 +148,8 @@ class MemoryReport:
     optimizer_bytes: int
     buffers_bytes: int
     """The model's buffers."""
+    scratch_bytes: int
+    """Gradients in the update's dtype, of one call of the optimizer; kept between steps."""
     waiting_bytes: int
     """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
     by_tier: dict[str, dict[str, int]]
@@ -159,9 +161,7 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        parameters = self.parameters_bytes + self.secondary_bytes + self.copied_bytes + self.idle_bytes
-        state = self.master_bytes + self.optimizer_bytes + self.buffers_bytes
-        return parameters + self.gradients_bytes + state + self.waiting_bytes
+        return sum(map(self.tier_bytes, self.by_tier))
 
     def tier_bytes(self, tier: str) -> int:
         """All model data in ``tier``."""
@@ -185,6 +185,7 @@ def memory_report(
             "masters": masters,
             "optimizer state": state,
             "buffers": buffers.bytes(tier),
+            "update scratch": accounts.scratch_bytes(tier),
             "updated parameters": storage.new_shard_bytes(tier),
         }
         return {kind: size for kind, size in kinds.items() if size}
@@ -206,6 +207,7 @@ def memory_report(
         master_bytes=total("masters"),
         optimizer_bytes=total("optimizer state"),
         buffers_bytes=total("buffers"),
+        scratch_bytes=total("update scratch"),
         waiting_bytes=total("updated parameters"),
         by_tier=by_tier,
         device_peak_bytes=storage.ledger.peak_bytes,

@@ -21,17 +21,7 @@ NORMS = "the norms that .grad is asked for"
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
     """Return this rank's share, computed in ``wide`` or wider: the sum of ``|x|**p``, or the maximum for p = inf."""
-    parts: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            dtype = torch.float64 if tensor.dtype == torch.float64 else wide
-            parts.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor, p, dtype=dtype).double())
-    if not parts:
-        return 0.0
-    # One transfer a device, not one a tensor.
-    stacked = torch.cat([torch.stack(each).cpu() for each in parts.values()])
-    # torch.max propagates NaN, unlike Python's max
-    return float(stacked.max() if p == math.inf else (stacked**p).sum())
+    return together([0.0, *_shares(tensors, p, wide)], p == math.inf)
 
 
 def shard_norm(tensor: torch.Tensor, p: float) -> float:
@@ -144,9 +134,11 @@ class LateNorm:
         gathered.wait()
         self._group.fence()  # peers that read this memory have read it
         own = self._group.slice_of(self._shares.local, self._group.rank)
-        # A GPU's kernel converts its whole input in new memory; parts bound that.
+        # For p other than 1, 2 and infinity a kernel converts its whole input in new memory; parts bound that.
         parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
-        norms = [torch.linalg.vector_norm(part, p, dtype=torch.float64) for part in parts]
+        norms = list[torch.Tensor]()
+        for kind in dict.fromkeys(part.dtype for part in parts):  # the kernel of many tensors takes those of one dtype
+            norms += torch._foreach_norm([part for part in parts if part.dtype == kind], p, dtype=torch.float64)
         own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
         self._group.fence()
         self._gather = self._group.all_gather_in_place(self._shares)

@@ -1,4 +1,4 @@
-"""Copies of reduced gradients from a GPU to the host, which neither block the host nor allocate.
+"""Copies of reduced gradients from a GPU to the host, on their own stream. They neither block the host nor allocate.
 
 A copy has landed when the gradient shard is first read (:attr:`ChunkGrads.reduced`).
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from typing import Any
 
 import torch
+from torch.cuda import Stream
 
-from shardwise.core.base.device import copy_ahead, is_page_locked, record_event, runs_ahead
+from shardwise.core.base.device import behind_current, copy_ahead, is_page_locked, record_event, recorded, side_stream
+from shardwise.core.comm import Buffer
 from shardwise.core.grads.grads import ChunkGrads, GradRing
 from shardwise.core.memory.tier import Tier
 
@@ -27,15 +30,20 @@ class _Copy:
     Args:
         memory: host memory.
         out: the result.
+        stream: a GPU's stream for the copy, so that compute does not wait for it.
+        exchanged: what ``out`` lies in, if that is exchange memory.
     """
 
-    def __init__(self, memory: torch.Tensor, out: torch.Tensor) -> None:
-        copy_ahead(memory, out)
-        self._event = record_event(out.device) if out.is_cuda else None
+    def __init__(self, memory: torch.Tensor, out: torch.Tensor, stream: Stream, exchanged: Buffer | None) -> None:
+        with behind_current(out.device, stream):
+            copy_ahead(memory, out)
+            self._event = record_event(out.device)
+        recorded(out, stream)
+        if exchanged is not None:
+            exchanged.reader = self._event
 
     def land(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        self._event.synchronize()
 
 
 class GradOffload:
@@ -43,9 +51,14 @@ class GradOffload:
 
     The first result of a step goes to the memory where it stays; a later one into one of two blocks, and the host adds
     it when the gradient shard is read, or when the block is needed again. Blocks are page-locked where gradients are.
+
+    Args:
+        device: of the results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._downloads: Any = side_stream(device)
+        """``None`` where nothing is copied."""
         self._blocks = GradRing(torch.device("cpu"), None)
         self._largest = 0
         self._adding: deque[ChunkGrads] = deque()
@@ -54,15 +67,15 @@ class GradOffload:
         """Return the bytes of host memory of the blocks."""
         return self._largest * (len(self._blocks.idle()) + len(self._adding))
 
-    def takes(self, state: ChunkGrads, out: torch.Tensor) -> bool:
-        """Whether the result ``out`` leaves a device on which work is queued."""
-        return runs_ahead(out.device) and state.home is not Tier.DEVICE
+    def takes(self, state: ChunkGrads) -> bool:
+        """Whether the result leaves a GPU."""
+        return self._downloads is not None and state.home is not Tier.DEVICE
 
-    def begin(self, state: ChunkGrads, out: torch.Tensor) -> None:
-        """Begin to copy ``out`` to the gradient shard of ``state``, or to add it."""
+    def begin(self, state: ChunkGrads, out: torch.Tensor, exchanged: Buffer | None) -> None:
+        """Begin to copy ``out`` to the gradient shard of ``state``, or to add it. It may lie in ``exchanged``."""
         if state.memory is None:
             memory = state.own_memory()
-            state.lands(memory, _Copy(memory, out).land)
+            state.lands(memory, _Copy(memory, out, self._downloads, exchanged).land)
             return
         # Also an earlier result of this chunk, whose sum is read below; it gives a block back.
         while len(self._adding) >= MAX_IN_FLIGHT or state in self._adding:
@@ -73,7 +86,8 @@ class GradOffload:
         ring, total = self._blocks, state.reduced
         block = ring.take(self._largest, torch.uint8)
         part = block[: out.nbytes].view(out.dtype)
-        state.lands(total, partial(self._add, _Copy(part, out), state, part, ring, block))
+        copy = _Copy(part, out, self._downloads, exchanged)
+        state.lands(total, partial(self._add, copy, state, part, ring, block))
         self._adding.append(state)
 
     def _add(self, copy: _Copy, state: ChunkGrads, part: torch.Tensor, ring: GradRing, block: torch.Tensor) -> None:

@@ -305,7 +305,7 @@ class Reducer:
         self._order, self._orders = list(reversed(self.states)), dict[tuple[bool, ...], list[ChunkGrads]]()
         """The shared order of this pass, and after a pass the orders by set of chunks in use."""
         self.begun, self._reduces = 0, False
-        self._in_agreements, self._waits, self._offload = False, WaitPolicy(), GradOffload()
+        self._in_agreements, self._waits, self._offload = False, WaitPolicy(), GradOffload(mesh.device)
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
         """Whether results are dropped at once; by chunk, the replicas' buffers."""
@@ -558,8 +558,8 @@ class Reducer:
             raise RuntimeError(f"chunk {state.spec.index}: reduced without a result ({output}); report this")
         dropped = self._dropping or state.unwanted
         leaves = not self.keep_unsharded and self.mesh.shard.size == 1
-        if self._offload.takes(state, output):
-            self._offload.begin(state, output)
+        if self._offload.takes(state):
+            self._offload.begin(state, output, self._replica.get(state.spec.index, state.buffer if leaves else None))
         elif state.reduced is not None:
             state.reduced.add_(output)
         elif leaves or output.dtype != state.accumulate_dtype:

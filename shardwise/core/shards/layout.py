@@ -285,8 +285,7 @@ def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str:
     """Return the longest name in ``options`` that is a parameter's, or of a module around it; ``""`` for none."""
     matches: list[str] = []
     for name in fact.names:
-        around = accumulate(name.split("."), "{}.{}".format)
-        matches += [each for each in around if each in options][-1:]
+        matches += [each for each in accumulate(name.split("."), "{}.{}".format) if each in options][-1:]
     if len({options[each] for each in matches}) > 1:
         raise ValueError(
             f"{', '.join(fact.names)} is one parameter, and its names {matches} have different options in the plan's "
@@ -373,8 +372,8 @@ def _pack_whole(
 ) -> tuple[list[ParamSpan], Bounds]:
     """Return the slots of a chunk, each in one shard, and the bounds of the shards."""
     by_rank = _place_whole(facts, params, itemsize, loads, uneven)
-    align = max(1, ALIGN_BYTES // itemsize)
-    lengths = [_round_up(_round_up(max(1, own[-1].end if own else 0), align), replicas) for own in by_rank]
+    step = math.lcm(ALIGN_BYTES // itemsize, replicas)
+    lengths = [_round_up(max(1, own[-1].end if own else 0), step) for own in by_rank]
     if not uneven:
         lengths = [max(lengths)] * len(lengths)
     bounds = tuple(accumulate(lengths, initial=0))
@@ -453,7 +452,10 @@ def make_layout(
                 slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
-                length = _round_up(max(numel, 1), shard_size * replicate_size) // shard_size
+                align = ALIGN_BYTES // dtype.itemsize
+                # Like parameters, shards begin at cache lines unless they are tiny.
+                step = math.lcm(replicate_size, align if numel >= 16 * align * shard_size else 1)
+                length = _round_up(max(numel, 1), shard_size * step) // shard_size
                 bounds = range(0, shard_size * length + 1, length)
             spec = ChunkSpec(
                 index=len(chunks),

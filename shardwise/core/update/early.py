@@ -107,19 +107,19 @@ class EarlyUpdates:
 
     def update(self, state: ChunkGrads, factor: float) -> None:
         """Begin to update a chunk with ``factor`` times its gradient, which is reduced."""
-        reduced = state.reduced
-        if reduced is None:
-            raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}) to be updated with; report this")
         while len(self._jobs) >= PENDING:
             self._jobs[0].result()
             self._jobs.popleft()  # after the wait, so that an interrupt does not forget one
         self.updated.add(state.spec.index)
-        self._jobs.append(self._worker.submit(self._run, state, reduced, factor))
+        self._jobs.append(self._worker.submit(self._run, state, factor))
 
-    def _run(self, state: ChunkGrads, reduced: torch.Tensor, factor: float) -> None:
+    def _run(self, state: ChunkGrads, factor: float) -> None:
         if self.failure is not None:
             return
         try:
+            reduced = state.reduced  # this thread waits for its copy to the host, autograd's does not
+            if reduced is None:
+                raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}); report this")
             self._update_chunk(state.chunk, reduced, factor)
             self.norms.append(shard_norm(reduced, self._norm_type))
             state.release()

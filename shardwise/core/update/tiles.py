@@ -532,7 +532,7 @@ class TileStepper:
         return self._kept_dtypes[like.dtype].get(key, like.dtype)
 
     def _scratch_for(self, numel: int, like: torch.Tensor, tier: Tier) -> torch.Tensor:
-        key = (like.dtype, tier)
+        key = (like.dtype, Tier.HOST if tier is Tier.DISK else tier)
         have = self._scratch.get(key)
         if have is None or have.numel() < numel:
             with ordinary_tensors():
@@ -540,7 +540,7 @@ class TileStepper:
         return have[:numel]
 
     def scratch_bytes(self, tier: Tier) -> int:
-        """Memory for gradients in the update's dtype, kept between steps, by the tier of the state they update."""
+        """Memory for gradients in the update's dtype, kept between steps. For state on a disk it is the host's."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
 
     def _entries(self, pieces: Sequence[ParamShard]) -> list[dict[str, Any]]:

@@ -168,7 +168,8 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
     depth = 8
     w, m = (4, 0) if dtype is None else (2, 4)
     for world_size in (2, 3):
-        unit = -(-UNIT // world_size) * world_size
+        aligned = 64 // w * world_size  # each shard begins at a multiple of 64 bytes
+        unit = -(-UNIT // aligned) * aligned
         share = depth * unit // world_size
         small = 8192 + 2 * depth * world_size * 4
         for found in run_ranks(world_size, watch_building, zero(3, dtype), how, depth, True):
@@ -179,7 +180,8 @@ def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str
             assert built <= found.built <= built + small, (found, built)
             trained = built + (w + 8) * share
             scratch = 4 * share + 2 * 4 * unit // world_size  # one call of the optimizer steps all of it
-            assert trained <= found.trained <= trained + scratch + small, (found, trained)
+            padding = 8 * depth * (unit - UNIT)  # has no moments
+            assert trained - padding <= found.trained <= trained + scratch + small, (found, trained)
 
 
 def different_seeds(plan: Plan) -> dict[str, Tensor]:

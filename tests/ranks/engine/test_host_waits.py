@@ -132,7 +132,7 @@ def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> 
 @pytest.mark.parametrize("stage", [3, *full(2)])
 def test_clipping_reads_the_norm_once(stage: int) -> None:
     for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1), torch.float64):
-        assert reads == ["cpu in _partial of norm.py", "__float__ in _partial of norm.py"]
+        assert reads == ["cpu in _shares of norm.py", "tolist in _shares of norm.py"]
         assert exchanges == OTHERS
         assert late == now
 

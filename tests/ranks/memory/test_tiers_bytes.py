@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from shardwise.core.base.sizes import size_text
-from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.testing import run_ranks
@@ -53,7 +52,6 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             session.optimizer.step()
             traffic.append(session.traffic())
         store = session.engine.shards.storage.store
-        scratch = sum(session.engine.accounts.scratch_bytes(tier) for tier in Tier)
         return {
             "by_tier": report.by_tier,
             "after": session.memory().by_tier,
@@ -62,7 +60,6 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
             "live": live_tensor_bytes() - before,
             "buffers": store.buffer_bytes if store is not None else 0,
             "on_disk": store.reserved_bytes if store is not None else 0,
-            "scratch": scratch,
             "described": session.describe().splitlines(),
         }
 
@@ -141,7 +138,7 @@ def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
 
 
 def test_memory_is_what_the_report_says(tmp_path: Path) -> None:
-    """One rank, nothing mapped: live storages are what is on device and host, the disk's buffers and the scratch."""
+    """One rank, nothing mapped: live storages are what is on device and host, and the disk's buffers."""
     mixes = [mix for mix in SHARES if mix not in ("device", "thirds")]
     # A task each: what a session leaves to the collector would be counted with the next.
     plain, *others = (by_plan(1, [plan_of(3, mix, str(tmp_path))])[0][0] for mix in ("device", *mixes))
@@ -153,7 +150,7 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
     beyond = []
     for each in (plain, found):
         in_memory = sum(sum(each["after"].get(tier, {}).values()) for tier in ("device", "host"))
-        beyond.append(each["live"] - in_memory - each["buffers"] - each["scratch"])
+        beyond.append(each["live"] - in_memory - each["buffers"])
     assert 0 <= beyond[0] <= 2 * PSI + 4096
     # Three buffers of each kind (masters, moments, shards), each with up to 4096 bytes to be aligned by.
     kinds = 2 * (SHARES[mix][3] == 1) + (SHARES[mix][1] == 1)
