@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.core.base.sizes import size_classes
 from shardwise.core.comm import LocalGroup
 from shardwise.core.engine.casts import dtype_of_buffer
-from shardwise.core.engine.partition import all_names, parameter_facts
+from shardwise.core.engine.partition import parameter_facts
 from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Axis, cut_model
@@ -44,7 +44,7 @@ def estimate_memory(
     axis = LocalGroup("tp", torch.device("meta"))
     axis.size = sizes.tp  # nothing is sent; dividing layers needs rank and size only
     tp_plan = cut_model(model, Axis(axis), plan.tensor) if sizes.tp > 1 else None
-    facts = parameter_facts(list(model.parameters()), all_names(model), [optimizer], plan, tp_plan)
+    facts = parameter_facts(list(model.parameters()), model, [optimizer], plan, tp_plan)
     whole = [0] if needs_whole_tensors(optimizer) else []
     shard, packing = sizes.dp_shard, plan.shard.packing
     layout = make_layout(facts, model, packing, shard, sizes.dp_replicate, plan.shard.groups, whole)
