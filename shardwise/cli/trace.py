@@ -154,6 +154,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
 
 def split_target(text: str) -> tuple[str, str]:
+    """Return file or module, and function, of ``FILE_OR_MODULE:FUNCTION``."""
     source, _, function = text.rpartition(":")
     if not source or not function.isidentifier():
         raise BadInput(f"{text}: give FILE_OR_MODULE:FUNCTION, such as train.py:build or package.models:tiny")
@@ -161,6 +162,7 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 def load_module(source: str) -> ModuleType:
+    """Import a module by its name or file."""
     path = Path(source)
     if path.suffix != ".py" and os.sep not in source:
         if "" not in sys.path and os.getcwd() not in sys.path:
@@ -187,6 +189,7 @@ def load_module(source: str) -> ModuleType:
 
 
 def call(module: ModuleType, name: str, shown: str) -> Any:
+    """Return what the module's function ``name`` returns; ``shown`` is its name in errors."""
     function = getattr(module, name, None)
     if not callable(function):
         own = ((n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
@@ -218,6 +221,7 @@ def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
 
 
 def make_optimizer(name: str, model: Any) -> Any:
+    """Return an optimizer of ``torch.optim`` over the model's parameters."""
     import torch
 
     kind = getattr(torch.optim, name, None)

@@ -61,6 +61,7 @@ __all__ = [
     "no_own_torch_function",
     "no_subclass_dispatch",
     "no_torch_function",
+    "norm_of_each",
     "offset_of_part",
     "parse_to",
     "plain",
@@ -305,6 +306,11 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def add_each(tensors: Sequence[Tensor], value: Tensor) -> None:
     """Add ``value``, a tensor on their device, to each tensor. A Python number would be converted once per tensor."""
     torch._foreach_add_(list(tensors), value, alpha=1.0)
+
+
+def norm_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+    """Return the p-norm of each tensor, computed in ``dtype``, in one call (on CUDA a few kernels)."""
+    return torch._foreach_norm(list(tensors), p, dtype=dtype)
 
 
 def fused_adam(decoupled: bool) -> Callable[..., None]:

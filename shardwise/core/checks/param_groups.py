@@ -29,7 +29,7 @@ def _is_nan(value: object) -> bool:
 
 
 def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Check what a program or a schedule has written. An optimizer's own defaults are valid, whatever they are.
+    """Check what a program or a schedule has written. An optimizer's own defaults are valid.
 
     Raises:
         ValueError: an option is out of bounds, or not a number.

@@ -45,9 +45,9 @@ def estimate_memory(
     axis.size = sizes.tp  # nothing is sent; dividing layers needs rank and size only
     tp_plan = cut_model(model, Axis(axis), plan.tensor) if sizes.tp > 1 else None
     facts = parameter_facts(list(model.parameters()), model, [optimizer], plan, tp_plan)
-    whole = [0] if needs_whole_tensors(optimizer) else []
+    unsharded = [0] if needs_whole_tensors(optimizer) else []
     shard, packing = sizes.dp_shard, plan.shard.packing
-    layout = make_layout(facts, model, packing, shard, sizes.dp_replicate, plan.shard.groups, whole)
+    layout = make_layout(facts, model, packing, shard, sizes.dp_replicate, plan.shard.groups, unsharded)
     table = place(plan, layout, RankFacts(rank, shard, device)).chunks
     by_tier = {tier: Counter[str]() for tier in ("device", "host", "disk")}
     state_bytes = cache(partial(_state_bytes, optimizer))

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from shardwise.core.base.torch_internals import norm_of_each
 from shardwise.core.comm import DONE, Group, Handle, together
 
 __all__ = ["LateNorm", "OtherParts", "TileNorm", "clip_factor", "each_norm", "global_norm", "shard_norm"]
@@ -138,7 +139,7 @@ class LateNorm:
         parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
         norms = list[torch.Tensor]()
         for kind in dict.fromkeys(part.dtype for part in parts):  # the kernel of many tensors takes those of one dtype
-            norms += torch._foreach_norm([part for part in parts if part.dtype == kind], p, dtype=torch.float64)
+            norms += norm_of_each([part for part in parts if part.dtype == kind], p, torch.float64)
         own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
         self._group.fence()
         self._gather = self._group.all_gather_in_place(self._shares)

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.cuda import Stream
 
 from shardwise.core.base.device import behind_current, copy_ahead, is_page_locked, record_event, recorded, side_stream
 from shardwise.core.comm import Buffer
@@ -34,7 +33,7 @@ class _Copy:
         exchanged: what ``out`` lies in, if that is exchange memory.
     """
 
-    def __init__(self, memory: torch.Tensor, out: torch.Tensor, stream: Stream, exchanged: Buffer | None) -> None:
+    def __init__(self, memory: torch.Tensor, out: torch.Tensor, stream: Any, exchanged: Buffer | None) -> None:
         with behind_current(out.device, stream):
             copy_ahead(memory, out)
             self._event = record_event(out.device)

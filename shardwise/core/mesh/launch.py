@@ -311,14 +311,14 @@ def check_joined(size: int | None = None) -> None:
     if size is None and initialized:
         size = dist.get_world_size()
     if size is not None and (size > 1 or "RANK" not in os.environ):
-        return  # WORLD_SIZE alone may be a leftover, or from Lightning's own launcher, which sets no RANK
+        return  # WORLD_SIZE alone may be a leftover, or from a launcher that sets no RANK
     facts = LaunchFacts.read()
     if facts.world_size > 1:
         state = "torch.distributed is not initialised" if size is None else f"the process group has {size} rank"
         raise RuntimeError(
             f"WORLD_SIZE={facts.world_size} in the environment, but {state}, so rank "
             f"{facts.rank} would train alone. Call shardwise.init_distributed() or "
-            "torch.distributed.init_process_group() for all ranks first (in Lightning: give devices and num_nodes); to "
+            "torch.distributed.init_process_group() for all ranks first (a trainer does with its numbers of devices and nodes); to "
             "train in one process, unset RANK and WORLD_SIZE, or give "
             "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm)"
         )

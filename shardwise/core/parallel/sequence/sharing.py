@@ -444,8 +444,8 @@ def _name_attention(config: Any) -> Callable[[], bool]:
 
 def _uses_cache(body: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return whether the model would make a key-value cache, with which transformers does not look for documents."""
-    given = inputs.get("use_cache")
-    return bool(getattr(getattr(body, "config", None), "use_cache", False) if given is None else given)
+    default = getattr(getattr(body, "config", None), "use_cache", False)
+    return bool(default if inputs.get("use_cache") is None else inputs["use_cache"])
 
 
 def _packed(positions: Tensor) -> Tensor | None:
