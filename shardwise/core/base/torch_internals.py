@@ -308,7 +308,7 @@ def add_each(tensors: Sequence[Tensor], value: Tensor) -> None:
     torch._foreach_add_(list(tensors), value, alpha=1.0)
 
 
-def norm_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> list[Tensor]:
+def norm_of_each(tensors: Sequence[Tensor], p: float, dtype: torch.dtype) -> Sequence[Tensor]:
     """Return the p-norm of each tensor, computed in ``dtype``, in one call (on CUDA a few kernels)."""
     return torch._foreach_norm(list(tensors), p, dtype=dtype)
 
