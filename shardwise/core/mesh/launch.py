@@ -316,9 +316,9 @@ def check_joined(size: int | None = None) -> None:
     if facts.world_size > 1:
         state = "torch.distributed is not initialised" if size is None else f"the process group has {size} rank"
         raise RuntimeError(
-            f"WORLD_SIZE={facts.world_size} in the environment, but {state}, so rank {facts.rank} would train alone. Call "
-            "shardwise.init_distributed() or torch.distributed.init_process_group() for all ranks first (or give a trainer "
-            "its number of devices and nodes); to train in one process, unset RANK and WORLD_SIZE, or give "
+            f"WORLD_SIZE={facts.world_size} in the environment, but {state}, so rank {facts.rank} would train alone. "
+            "Call shardwise.init_distributed() or torch.distributed.init_process_group() for all ranks first (or give "
+            "a trainer its number of devices and nodes); to train in one process, unset RANK and WORLD_SIZE, or give "
             "Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), device, plan.comm)"
         )
 
