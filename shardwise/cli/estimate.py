@@ -10,6 +10,7 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.trace import call, guarded, load_module, make_optimizer, split_target
+from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import MOST_RANKS, integer
 
 __all__ = ["add_parser", "main"]
@@ -103,8 +104,8 @@ def _model(target: str) -> Any:
 
 def _table(by_tier: dict[str, dict[str, int]], model: Any) -> str:
     tiers = [{**own, "total": sum(own.values())} for own in by_tier.values()]
-    rows = [["GiB", *by_tier]]
-    rows += [[kind, *(f"{own.get(kind, 0) / 2**30:.2f}" for own in tiers)] for kind in KINDS]
+    rows = [["on one rank", *by_tier]]
+    rows += [[kind, *(size_text(own.get(kind, 0)) for own in tiers)] for kind in KINDS]
     numel = sum(each.numel() for each in model.parameters())
-    notes = f"\n{numel / 1e9:.2f} billion parameters. Activations and gathered layers are not included."
+    notes = f"\n{numel:,} parameters. Activations and gathered layers are not included."
     return "\n".join(f"{row[0]:16}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows) + notes
