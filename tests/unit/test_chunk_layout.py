@@ -48,7 +48,7 @@ def check(layout: Layout, shard: int, replicate: int) -> None:
             assert slot.numel < 16 * align or slot.start % align == 0
             assert layout.where[slot.param] == (chunk.index, slot)
         padding = chunk.padded_numel - sum(s.numel for s in chunk.slots)
-        large = max((s.end for s in chunk.slots), default=0) >= 16 * align * shard
+        large = max((s.end for s in chunk.slots), default=0) >= 16 * math.lcm(replicate, align) * shard
         assert not large or all(start % align == 0 for start in chunk.bounds)
         assert padding < align * len(chunk.slots) + max(shard * math.lcm(replicate, align if large else 1), 2)
 

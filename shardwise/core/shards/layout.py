@@ -452,9 +452,9 @@ def make_layout(
                 slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
-                align = ALIGN_BYTES // dtype.itemsize
-                # Like parameters, shards begin at cache lines unless they are tiny.
-                step = math.lcm(replicate_size, align if numel >= 16 * align * shard_size else 1)
+                step = math.lcm(replicate_size, ALIGN_BYTES // dtype.itemsize)
+                if numel < 16 * step * shard_size:  # only tiny shards begin anywhere, as tiny parameters do
+                    step = replicate_size
                 length = _round_up(max(numel, 1), shard_size * step) // shard_size
                 bounds = range(0, shard_size * length + 1, length)
             spec = ChunkSpec(

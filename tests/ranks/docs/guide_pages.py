@@ -71,6 +71,9 @@ def _named(names: Names) -> None:
 GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
         Block(first="def device_gb", before=quick_pages.listening, after=quick_pages.computed),
+        Block(
+            first="$ shardwise estimate", how="shown", why="tests/ranks/memory/test_estimate.py compares its numbers"
+        ),
         Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
     ],
     "docs/finetune.md": [

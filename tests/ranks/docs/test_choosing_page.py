@@ -38,8 +38,12 @@ def held(precision: str | None, stage: int, where: str) -> tuple[int, int, int]:
         session.optimizer.step()
         session.optimizer.zero_grad()
     session.close()
-    device = memory.by_tier["device"]
-    return memory.tier_bytes("device"), sum(device.get(kind, 0) for kind in OTHER), memory.tier_bytes("host")
+    device, host = memory.by_tier["device"], memory.by_tier["host"].get("update scratch", 0)
+    return (
+        memory.tier_bytes("device") - device.get("update scratch", 0),
+        sum(device.get(kind, 0) for kind in OTHER),
+        memory.tier_bytes("host") - host,
+    )
 
 
 def every_case() -> list[tuple[int, int, int]]:
