@@ -572,8 +572,7 @@ class DeepSpeedEngine(ModeOfModule):
         return self._applied
 
     def _counters(self) -> dict[str, int]:
-        names = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
-        return {name: getattr(self, name) for name in names}
+        return {n: getattr(self, n) for n in ("global_steps", "micro_steps", "global_samples", "skipped_steps")}
 
     def _take_counters(self, counters: dict[str, int]) -> None:
         vars(self).update({name: int(counters.get(name, 0)) for name in self._counters()})

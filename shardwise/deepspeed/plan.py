@@ -74,8 +74,7 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
     """
     settings = read_config(config)
     batch_of(settings, data_ranks(settings, world_size))
-    plan = plan_of(settings, world_size, numels)
-    return plan, settings.findings
+    return plan_of(settings, world_size, numels), settings.findings
 
 
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
@@ -378,9 +377,7 @@ def _ahead(limit: int, persist: int, numels: Sequence[int] | None) -> int:
 
 def _device(s: Settings, block: str) -> str:
     """Return the device of an offload block at this stage."""
-    if s.stage == 0 or (s.stage < 3 and block == PARAM):
-        return "none"
-    return str(s[f"{block}.device"])
+    return "none" if s.stage == 0 or (s.stage < 3 and block == PARAM) else str(s[f"{block}.device"])
 
 
 def home_of_parameters(settings: Settings) -> tuple[str, bool]:

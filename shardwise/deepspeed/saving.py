@@ -360,8 +360,7 @@ def _name(number: int) -> str:
 
 
 def _tag_and_step(path: Path) -> list[Any]:
-    heads = {each.tag: each.head for each in scan(str(path.parent))}
-    head = heads.get(path.name)
+    head = {each.tag: each.head for each in scan(str(path.parent))}.get(path.name)
     return [path.name, None if head is None else head.step]
 
 

@@ -178,8 +178,7 @@ class WarmupCosineLR(_Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
 
     def get_lr(self) -> list[Any]:
-        ratio = self.get_lr_ratio()
-        return [lr * ratio for lr in self.org_lrs]
+        return [lr * self.get_lr_ratio() for lr in self.org_lrs]
 
 
 class LRRangeTest(_Schedule):
@@ -266,8 +265,7 @@ class OneCycle(_Schedule):
         """Return the factor after the cycle: ``1 + rate * intervals``."""
         if not self.decay_step_size or not rate:
             return 1.0
-        since = self.last_batch_iteration - self.total_size + 1
-        return 1.0 + rate * since / self.decay_step_size
+        return 1.0 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     @property
     def _cycling(self) -> bool:

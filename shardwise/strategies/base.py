@@ -184,12 +184,11 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     def teardown(self) -> None:
         """End a run: wait for unfinished saves and keep the session."""
-        launcher = self._launcher
         trainer = getattr(self.lightning_module, "_trainer", None)
         running = trainer is not None and trainer.state.status.value == "running"
         if self._live is not None and running:
             self.session.checkpoints.wait_for_saves()
-            if isinstance(launcher, self.ns.load("strategies.launchers._MultiProcessingLauncher")):
+            if isinstance(self._launcher, self.ns.load("strategies.launchers._MultiProcessingLauncher")):
                 self.unshard()  # the launcher sends the module's state to the main process
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -220,9 +219,8 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Skip reductions inside if the plan keeps unsharded gradients (stages 0 and 1)."""
-        if self._live is not None and self.session.plan.shard.reduce == "last":
-            return self.session.no_sync()
-        return nullcontext()
+        keeps = self._live is not None and self.session.plan.shard.reduce == "last"
+        return self.session.no_sync() if keeps else nullcontext()
 
     # ---- checkpoints
 
@@ -268,15 +266,13 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
 
 # ---- callbacks that do not work with sharded parameters
 
+AVERAGES = (
+    "it averages and exchanges unsharded parameters",
+    "average the checkpoints of several epochs afterwards",
+)
 REFUSED = {
-    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": (
-        "it averages and exchanges unsharded parameters",
-        "average the checkpoints of several epochs afterwards",
-    ),
-    "callbacks.weight_averaging.WeightAveraging": (
-        "it averages and exchanges unsharded parameters",
-        "average the checkpoints of several epochs afterwards",
-    ),
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": AVERAGES,
+    "callbacks.weight_averaging.WeightAveraging": AVERAGES,
     "callbacks.finetuning.BaseFinetuning": (
         "it unfreezes parameters during training, after they were packed for the optimizer",
         "fit in two runs and set requires_grad before each",

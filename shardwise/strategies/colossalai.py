@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -232,10 +232,7 @@ class ColossalAI(ShardedStrategy):
     @property
     def root_device(self) -> torch.device:
         """Return the device of this rank; the CPU before the Trainer has set devices."""
-        if self.parallel_devices is None:
-            return torch.device("cpu")
-        device: torch.device = super().root_device
-        return device
+        return torch.device("cpu") if self.parallel_devices is None else cast(torch.device, super().root_device)
 
     # ---- collectives
 

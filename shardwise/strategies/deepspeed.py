@@ -571,6 +571,5 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         """See :meth:`FabricStrategy.restore`; also reads directories that DeepSpeed wrote."""
         if self.broadcast(is_of_deepspeed(os.fspath(path))):
             return dict(take_over(session, path, strict, full, [], check).client_state)
-        if strict and frozen_ones_are_missing(session, path):
-            strict = False
+        strict = strict and not frozen_ones_are_missing(session, path)
         return super().restore(session, path, strict, full, check)

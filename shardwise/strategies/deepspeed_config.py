@@ -379,9 +379,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
     """Return the changed arguments of the loss scale that ``completed`` does not use."""
-    if completed.get("fp16") == arguments.fp16():
-        return ""
-    return listed(arguments, changed(arguments, FP16))
+    return "" if completed.get("fp16") == arguments.fp16() else listed(arguments, changed(arguments, FP16))
 
 
 # ---- DeepSpeed's configuration of a strategy, shared by Trainer and Fabric.

@@ -28,7 +28,7 @@ from shardwise.strategies.precision import CastingPrecision, NumberFormat, check
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
 
-__all__ = ["Check", "FabricSaving", "FabricStrategy", "restored", "writer_of"]
+__all__ = ["Check", "FabricSaving", "FabricStrategy", "restored"]
 
 
 _Base: Any = object  # Fabric's DDPStrategy, once built for a namespace
@@ -291,7 +291,7 @@ class FabricStrategy(_Base):  # type: ignore[misc]
 
     def writer(self, session: Session, full: bool) -> Checkpointer:
         """Return the writer of a directory; ``full``: with the optimizers."""
-        return writer_of(session, full)
+        return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
     def restore(self, session: Session, path: str, strict: bool, full: bool, check: Check = None) -> dict[str, Any]:
         """Load a directory into a session, with its optimizers or without; return the other entries. Collective."""
@@ -450,8 +450,7 @@ class FabricSaving:
         """
         path = os.fspath(self._strategy.broadcast(path))
         if not self._strategy.broadcast(os.path.isdir(path)):
-            more = {} if weights_only is None else {"weights_only": weights_only}
-            return load_file(path, state, strict, **more)
+            return load_file(path, state, strict, **({} if weights_only is None else {"weights_only": weights_only}))
         call = f"load({path!r})"
         if isinstance(state, nn.Module):
             self._strategy.restore(self._one({"obj": state}, call)[1], path, strict, False)
@@ -491,11 +490,6 @@ def entries_of(user_state: Any) -> dict[str, Any]:
     entries = unpack(user_state)
     inner = entries.get(FABRIC)
     return dict(inner) if isinstance(inner, Mapping) else entries
-
-
-def writer_of(session: Session, full: bool) -> Checkpointer:
-    """Return the writer of a directory; ``full``: with the optimizers."""
-    return session.checkpoints if full else Checkpointer(ModelOnly(session))
 
 
 def restored(session: Session, path: str, strict: bool, full: bool, check: Check) -> dict[str, Any]:

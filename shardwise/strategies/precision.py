@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +108,10 @@ def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -
     monitor = namespace.find("callbacks.throughput_monitor.ThroughputMonitor")
     for callback in trainer.callbacks if monitor is not None else ():
         if isinstance(callback, monitor):
-            flops = namespace.load_fabric("utilities.throughput").get_available_flops(
-                trainer.strategy.root_device, dtype
-            )
+            throughput = namespace.load_fabric("utilities.throughput")
+            flops = throughput.get_available_flops(trainer.strategy.root_device, dtype)
             for each in (callback, *callback._throughputs.values()):
                 each.available_flops = flops
-
-
-def _always(_value: float, _algorithm: str) -> bool:
-    return True
 
 
 _Precision: Any = object  # Lightning's Precision, once built for a namespace
@@ -138,26 +133,19 @@ class CastingPrecision(_Precision):  # type: ignore[misc]
         self.format = format_of(precision)
         self.precision = self.format.name
 
-    def convert_module(self, module: Any) -> Any:
-        """Return ``module``; the engine casts."""
-        return module
-
     @property
     def _half(self) -> torch.dtype | None:
         return None if self.format.masters else self.format.dtype
 
     @contextmanager
-    def _default_dtype(self) -> Iterator[None]:
+    def tensor_init_context(self) -> Iterator[None]:
+        """Create tensors inside in the dtype of the ``true`` precisions."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._half or before)
         try:
             yield
         finally:
             torch.set_default_dtype(before)
-
-    def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Create tensors inside in the dtype of the ``true`` precisions."""
-        return self._default_dtype() if self._half is not None else nullcontext()
 
     module_init_context = tensor_init_context
     forward_context = tensor_init_context
@@ -172,7 +160,7 @@ class ShardedPrecision(CastingPrecision):
 
     def __init__(self, precision: Any = "32-true") -> None:
         super().__init__(precision)
-        self.clips: Callable[[float, str], bool] = _always
+        self.clips: Callable[[float, str], bool] = lambda _value, _algorithm: True
         """Returns whether to apply the Trainer's clipping, by value and algorithm."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

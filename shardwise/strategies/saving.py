@@ -101,18 +101,13 @@ class Saving:
         dump: Callable[..., dict[str, Any]] = connector.dump_checkpoint
 
         def outlined(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            with self._outlining():
+            self._dumping = not self.one_file
+            try:
                 return dump(*args, **kwargs)
+            finally:
+                self._dumping = False
 
         connector.dump_checkpoint = outlined
-
-    @contextmanager
-    def _outlining(self) -> Iterator[None]:
-        self._dumping = not self.one_file
-        try:
-            yield
-        finally:
-            self._dumping = False
 
     @property
     def _given_io(self) -> Any:

@@ -141,8 +141,7 @@ def _rounds(module: nn.Module, plan: Plan) -> bool:
     narrow = plan.precision.param_dtype
     if narrow not in HALF_DTYPES or not plan.precision.master_weights:
         return False
-    wide = (torch.float32, torch.float64)
-    return any(param.requires_grad and param.dtype in wide for param in module.parameters())
+    return any(param.requires_grad and param.dtype in (torch.float32, torch.float64) for param in module.parameters())
 
 
 def _mesh_key(plan: Plan, device: torch.device) -> tuple[Any, ...]:

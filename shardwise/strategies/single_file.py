@@ -151,6 +151,4 @@ class _Reader:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value
+    return {key: _moved(item, device) for key, item in value.items()} if type(value) is dict else value

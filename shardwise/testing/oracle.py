@@ -198,9 +198,7 @@ def _train_as_is(
 
 
 def _compute_dtype(parameter: Tensor, recipe: PlainRecipe) -> torch.dtype:
-    if recipe.param_dtype is None or not parameter.dtype.is_floating_point:
-        return parameter.dtype
-    return recipe.param_dtype
+    return (recipe.param_dtype if parameter.dtype.is_floating_point else None) or parameter.dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -262,8 +262,7 @@ def _perform(task: Task, garbage: _Garbage) -> Outcome:
         garbage.collect()
         arguments = load(task.arguments)
         reset_state()
-        result = dump(function(*arguments))
-        return Outcome(result, None, "", "", reusable=dist.is_initialized())
+        return Outcome(dump(function(*arguments)), None, "", "", reusable=dist.is_initialized())
     except BaseException as error:  # SystemExit and pytest's outcomes are results, too, and do not end the rank
         return _failure(error)
 

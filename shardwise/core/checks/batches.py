@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.device import Later, runs_ahead
-from shardwise.core.comm import Group
+from shardwise.core.comm import Group, ranks_text
 
 __all__ = ["SameBatches", "fingerprint", "fingerprint_value", "outline"]
 
@@ -56,8 +56,7 @@ def fingerprint(batch: Any) -> Tensor:
 
 def fingerprint_value(word: Tensor | Later) -> float:
     """Return the fingerprint as an integer in [0, 2^52), exact in float64. Waits for its copy to the host only."""
-    value = word.value() if isinstance(word, Later) else word.item()
-    return float(int(value) % WORD)
+    return float(int(word.value() if isinstance(word, Later) else word.item()) % WORD)
 
 
 class SameBatches:
@@ -105,13 +104,9 @@ def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
     same: dict[tuple[float, ...], list[int]] = {}
     for rank, each in enumerate(words):
         same.setdefault(each, []).append(rank)
-    told = "; ".join(f"{_ranks(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
+    told = "; ".join(f"{ranks_text(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
     values = " (of the same shapes, with other values)" if len({*outlines}) == 1 else ""
     return (
         f"the {len(words)} ranks that hold one model were given {len(same)} different batches{values}: {told}. Give "
         "all of them the same, as the plugin's prepare_dataloader does, and call zero_grad() before going on"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -138,8 +138,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [plain(each) for each in value]
     if isinstance(value, torch.Tensor):
-        known = value.numel() == 1 and not value.is_meta
-        return value.item() if known else f"a tensor of shape {tuple(value.shape)}"
+        return value.item() if value.numel() == 1 and not value.is_meta else f"a tensor of shape {tuple(value.shape)}"
     return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 

@@ -74,11 +74,9 @@ def check_shardable(model: nn.Module) -> None:
 def _check_layouts(model: nn.Module) -> None:
     """Refuse sparse parameters and persistent sparse buffers: checkpoints hold strided tensors."""
     for path, module in model.named_modules():
-        own = {**module._parameters, **module._buffers}
-        for leaf, tensor in own.items():
-            if tensor is None or tensor.layout is torch.strided:
-                continue
-            if leaf in module._non_persistent_buffers_set and tensor.layout in SPARSE:
+        for leaf, tensor in {**module._parameters, **module._buffers}.items():
+            unsaved = leaf in module._non_persistent_buffers_set
+            if tensor is None or tensor.layout is torch.strided or (unsaved and tensor.layout in SPARSE):
                 continue
             name = f"{path}.{leaf}" if path else leaf
             raise ValueError(
@@ -477,9 +475,7 @@ class Guards:
         self.check_sharded()
         self._structure.check()
         self.check_edits(absent=True)
-        for chunk in self._chunks:
-            if chunk.spec.trainable:
-                continue
+        for chunk in [chunk for chunk in self._chunks if not chunk.spec.trainable]:
             for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
                 if param.requires_grad:
                     raise RuntimeError(

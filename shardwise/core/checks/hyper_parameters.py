@@ -71,8 +71,7 @@ class HyperParameters:
             for key, value in group.items():
                 if key != "params":
                     _append(numbers, value)
-        for _, value in self._asked():
-            numbers.append(value)
+        numbers.extend(value for _, value in self._asked())
         return digest(numbers.tobytes(), 1)[0]
 
     def piggyback_on_norm(self) -> list[float]:
@@ -81,9 +80,7 @@ class HyperParameters:
 
     def piggyback_on_pass(self) -> list[float]:
         """Return what travels at the end of a pass."""
-        if not self._replicated:
-            return []
-        return [self.word(), *self._held().values(), self._used[0], float(self._steps)]
+        return [self.word(), *self._held().values(), self._used[0], float(self._steps)] if self._replicated else []
 
     def used(self) -> None:
         """Note that a step was made with the present values."""
@@ -128,12 +125,11 @@ class HyperParameters:
             )
 
     def _describe(self, when: str) -> Description:
-        optimizer = self._optimizer
         told: dict[str, dict[str, Any]] = {
             f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._asked())}
         }
         for number, group in enumerate(self._groups.now):
-            told[f"{called(self._index, number)}{when}"] = group_values(optimizer, group)
+            told[f"{called(self._index, number)}{when}"] = group_values(self._optimizer, group)
         return told
 
 

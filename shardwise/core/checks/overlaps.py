@@ -61,7 +61,8 @@ def check_apart(model: nn.Module) -> None:
         for each in found:
             reaching = [other for other in reaching if other.memory == each.memory and other.end > each.start]
             for other in reaching:
-                if _matters(each, other) and _share(each, other):
+                matters = each.trained or other.trained or (each.is_parameter and other.is_parameter)
+                if matters and _share(each, other):
                     _refuse(*sorted((other, each), key=lambda held: not held.is_parameter))
             reaching.append(each)
 
@@ -103,13 +104,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _items(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         return [(f"[{at}]", each) for at, each in enumerate(value)]
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", each) for key, each in value.items()]
-    return [("", value)]
-
-
-def _matters(one: _Held, other: _Held) -> bool:
-    return (one.is_parameter and other.is_parameter) or one.trained or other.trained
+    return [(f"[{key!r}]", each) for key, each in value.items()] if isinstance(value, dict) else [("", value)]
 
 
 def _share(one: _Held, other: _Held) -> bool:

@@ -122,8 +122,7 @@ class Activity:
             return f"{own}; the rendezvous store on the host of rank 0 does not answer either"
         if not self._inside and not self._place and not any(told.values()):
             return ""
-        others = "; ".join(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())
-        return f"{own}; {others}"
+        return "; ".join([own, *(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())])
 
     def _tell(self) -> None:
         if len(self._inside) <= 1:  # nested calls are not published: each would be a message to the store

@@ -116,8 +116,7 @@ class CompressedGroup(Group):
             return DONE
         sent = _numbered(self.format.write(own.view(self._rows, -1)).view(-1), number)
         found = out.new_empty(self.size * sent.local.numel(), dtype=torch.uint8)
-        handle = self._inner._all_gather(found, sent)
-        return _Steps(handle, [lambda: self._read(found, out)], sent)
+        return _Steps(self._inner._all_gather(found, sent), [lambda: self._read(found, out)], sent)
 
     def _read(self, written: Tensor, out: Tensor) -> None:
         rows = self.size * self._rows
@@ -179,8 +178,7 @@ class CompressedGroup(Group):
             self.format.round_(self.slice_of(full, rank))
 
     def _wire_bytes(self, part: Tensor) -> int:
-        each = self.format.row_bytes(part.numel() // self._rows)
-        return self._rows * each if self.sends_slices else part.nbytes
+        return self._rows * self.format.row_bytes(part.numel() // self._rows) if self.sends_slices else part.nbytes
 
     def _check(self, tensor: Tensor) -> None:
         if not self.format.takes(tensor.dtype):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.comm.control import Control, Operation
+from shardwise.core.comm.control import Control
 from shardwise.core.comm.errors import PeerError
-from shardwise.core.comm.group import DONE, Bounds, Buffer, Group, Handle
+from shardwise.core.comm.group import DONE, Bounds, Buffer, ControlledGroup, Handle
 from shardwise.core.comm.link import Link, Message
 from shardwise.core.comm.summing import RankSum
 
@@ -187,7 +187,7 @@ class _Reduction:
         return self._sums
 
 
-class GlooGroup(Group):
+class GlooGroup(ControlledGroup):
     """Slices travel directly between ranks, and sums are made locally in rank order.
 
     Results are the same on every run and equal those of the shared-memory group bit for bit. An operation makes
@@ -205,8 +205,7 @@ class GlooGroup(Group):
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
     ) -> None:
-        super().__init__(name, control.rank, control.size, torch.device("cpu"), control.activity)
-        self.control = control
+        super().__init__(name, torch.device("cpu"), control)
         self._gather_link = Link(gather, name)
         self._reductions: deque[_Reduction] = deque()
         self._buffer_count = 0
@@ -240,10 +239,6 @@ class GlooGroup(Group):
             return True
         started = list(self._reductions)
         return all(reduction.arrived() for reduction in started[: started.index(last) + 1])
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        self.control.barrier()
 
     def close(self) -> None:
         """Drop the receive buffers and threads; the process groups belong to the mesh."""
@@ -298,12 +293,3 @@ class GlooGroup(Group):
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self.control.broadcast(tensor, src)
-
-    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self.control.exchange(values, purpose)
-
-    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        return self.control.exchange_bytes(data, lengths)
-
-    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
-        return self.control.all_reduce(values, operation, purpose)

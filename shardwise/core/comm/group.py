@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.core.base.device import wait_event
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.comm.activity import Activity
-from shardwise.core.comm.control import Operation, decode, encode
+from shardwise.core.comm.control import Control, Operation, decode, encode
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
@@ -653,9 +653,8 @@ class Group(ABC):
     def _scattered_bytes(self, full: Buffer) -> int:
         """Return the bytes that it takes to send each other rank its part of ``full``."""
         own = self._wire_bytes(self.part_of(full, self.rank))
-        if full.bounds is None:
-            return (self.size - 1) * own
-        return full.local.nbytes - own  # with ``uneven``, which excludes compression
+        # Bounds come with ``uneven``, which excludes compression.
+        return (self.size - 1) * own if full.bounds is None else full.local.nbytes - own
 
     def slice_of(self, full: Tensor, rank: int, bounds: Bounds | None = None) -> Tensor:
         """Return rank ``rank``'s part of a flat tensor as a view; parts are equal without ``bounds``."""
@@ -697,6 +696,27 @@ class Group(ABC):
         return f"{type(self).__name__}({self.name!r}, rank {self.rank} of {self.size}, {self.device})"
 
 
+class ControlledGroup(Group):
+    """A group whose small messages and barriers are those of ``control``."""
+
+    def __init__(self, name: str, device: torch.device, control: Control) -> None:
+        super().__init__(name, control.rank, control.size, device, control.activity)
+        self.control = control
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.control.barrier()
+
+    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
+        return self.control.exchange(values, purpose)
+
+    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
+        return self.control.exchange_bytes(data, lengths)
+
+    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
+        return self.control.all_reduce(values, operation, purpose)
+
+
 def together(values: Sequence[float], largest: bool) -> float:
     """Return the sum of numbers, rounded once, so that their order makes no difference; or the largest. NaN wins."""
     if any(math.isnan(value) for value in values):
@@ -729,10 +749,8 @@ def _headed(values: Sequence[float], purpose: str, model_id: ModelId, count: int
 
 def pack_bits(flags: Sequence[bool]) -> list[float]:
     """Return flags as exactly representable numbers, :data:`BITS` flags each."""
-    words = []
-    for start in range(0, len(flags), BITS):
-        words.append(float(sum(1 << i for i, flag in enumerate(flags[start : start + BITS]) if flag)))
-    return words
+    words = (flags[start : start + BITS] for start in range(0, len(flags), BITS))
+    return [float(sum(1 << i for i, flag in enumerate(word) if flag)) for word in words]
 
 
 def unpack_bits(words: Sequence[float], count: int) -> list[bool]:

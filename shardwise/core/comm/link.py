@@ -311,6 +311,4 @@ def _header(x: Tensor) -> Tensor:
 
 def _described(header: Tensor) -> tuple[torch.Size, torch.dtype] | None:
     kind, dims, *sizes = header.tolist()
-    if kind == NOTHING:
-        return None
-    return torch.Size(sizes[:dims]), _DTYPES[kind]
+    return None if kind == NOTHING else (torch.Size(sizes[:dims]), _DTYPES[kind])

@@ -250,8 +250,7 @@ class Members:
         ranks = list(ranks)
         self._made[name, tuple(ranks)] += 1
         try:
-            times = self._made[name, tuple(ranks)]
-            return made_alone(name, ranks, backend, self._token, times, self.timeout_s)
+            return made_alone(name, ranks, backend, self._token, self._made[name, tuple(ranks)], self.timeout_s)
         except RuntimeError as error:
             raise self._lost(f"making group {name!r} of ranks {ranks}", error) from error
 

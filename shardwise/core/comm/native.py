@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.comm.control import Control, Operation, all_gather_single, broadcast, reduce_scatter_single
-from shardwise.core.comm.group import Bounds, Buffer, Group, Handle
+from shardwise.core.comm.control import Control, all_gather_single, broadcast, reduce_scatter_single
+from shardwise.core.comm.group import Bounds, Buffer, ControlledGroup, Handle
 
 __all__ = ["NativeGroup"]
 
@@ -43,7 +43,7 @@ class _Launched:
             self._out.mul_(self._factor)
 
 
-class NativeGroup(Group):
+class NativeGroup(ControlledGroup):
     """One library call per collective, on one communicator for gathers and another for reductions.
 
     Gathers and reductions may therefore be in flight at the same time. There are two differences from the other groups:
@@ -64,16 +64,11 @@ class NativeGroup(Group):
         gather: dist.ProcessGroup,
         reduce: dist.ProcessGroup,
     ) -> None:
-        super().__init__(name, control.rank, control.size, device, control.activity)
-        self._control = control
+        super().__init__(name, device, control)
         self._gather = gather
         self._reduce = reduce
         # gloo also accepts GPU tensors, and then blocks the host.
         self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
-
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        self._control.barrier()
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._private_buffers(specs)
@@ -100,8 +95,7 @@ class NativeGroup(Group):
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
         if not out.dtype.is_floating_point:  # libraries support some of the other dtypes; all of them support bytes
             out, shard = out.view(torch.uint8), shard.view(torch.uint8)
-        work = all_gather_single(out, shard, group=self._gather, async_op=True)
-        return _Launched([_started(work)], out, out, 1.0)
+        return _Launched([_started(all_gather_single(out, shard, group=self._gather, async_op=True))], out, out, 1.0)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         if full.bounds is not None:
@@ -133,15 +127,6 @@ class NativeGroup(Group):
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         broadcast(tensor, src, self._gather, self.name)
-
-    def _exchange(self, values: Sequence[float], purpose: str) -> list[list[float]]:
-        return self._control.exchange(values, purpose)
-
-    def _exchange_bytes(self, data: bytes, lengths: Sequence[int]) -> list[bytes]:
-        return self._control.exchange_bytes(data, lengths)
-
-    def _all_reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
-        return self._control.all_reduce(values, operation, purpose)
 
     def _factor(self, scale: float) -> float:
         return 1.0 if scale == 1.0 / self.size else scale * self.size

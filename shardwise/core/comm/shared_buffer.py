@@ -81,8 +81,7 @@ class SharedBuffer(Buffer):
 
     def behind(self, cell: int, sequence: int) -> list[int]:
         """Return the ranks whose counter has not reached ``sequence``."""
-        index = self._base + cell
-        return [rank for rank, words in enumerate(self._segments) if words[index] < sequence]
+        return [rank for rank, words in enumerate(self._segments) if words[self._base + cell] < sequence]
 
     def publish(self, kind: int) -> None:
         """Publish the buffer to the peers for a reduction of this ``kind``.

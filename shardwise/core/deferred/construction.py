@@ -258,9 +258,7 @@ def initial_values(
 def _value(tensor: Tensor, made: Tensor | None, device: torch.device) -> Tensor:
     if made is not None:
         return made.to(device)
-    if tape_of(tensor) is not None:
-        return replay(tensor).to(device)
-    return plain(tensor).to(device)
+    return (plain(tensor) if tape_of(tensor) is None else replay(tensor)).to(device)
 
 
 class _Makers:

@@ -261,8 +261,7 @@ class Recorder(_Mode):
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
 
         self.really(func, *map_leaves(dummy, (args, kwargs)))
-        key = hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
-        return self._states.setdefault(key, state)
+        return self._states.setdefault(hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest(), state)
 
 
 def _device_of(func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch.device:

@@ -190,9 +190,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         return tuple([map_leaves(fn, each) for each in tree])
     if isinstance(tree, list):
         return [map_leaves(fn, each) for each in tree]
-    if isinstance(tree, dict):
-        return {key: map_leaves(fn, each) for key, each in tree.items()}
-    return fn(tree)
+    return {key: map_leaves(fn, each) for key, each in tree.items()} if isinstance(tree, dict) else fn(tree)
 
 
 def tensors_in(tree: object) -> list[Tensor]:

@@ -21,7 +21,6 @@ from shardwise.core.engine.values import Values
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
-from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
 
 __all__ = ["Attachment", "of_units", "weakly"]
@@ -92,7 +91,7 @@ class Attachment:
     def _replace_methods(self) -> None:
         """Replace methods of the user's model that would act on sharded parameters."""
         model, own = self._model, self._model.__dict__
-        methods: dict[str, Any] = {"zero_grad": self._zero_all}
+        methods: dict[str, Any] = {"zero_grad": lambda set_to_none=True: self._grads.zero()}
         # Otherwise the error would be about a hook of ours that cannot be pickled.
         methods |= dict.fromkeys(("__reduce_ex__", "__deepcopy__"), self._refuse_copy)
         methods |= {name: each for name, each in refusals_of_wrappers(model).items() if name not in own}
@@ -169,7 +168,11 @@ class Attachment:
 
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         if self._meter is not None:
-            self._look_at_peak(self._meter)
+            try:
+                self._meter.forward_ended()
+            except DeviceMemoryError as error:
+                self._pool.tell(error)  # the peers wait at the end of their passes
+                raise
         with outside_transforms():
             # Peers may still gather what this rank did not use.
             self._pool.finish_phase()
@@ -183,13 +186,6 @@ class Attachment:
         if torch.is_grad_enabled():
             each_tensor(output, self._grads.passes.watch)
         return output
-
-    def _look_at_peak(self, meter: MemoryMeter) -> None:
-        try:
-            meter.forward_ended()
-        except DeviceMemoryError as error:
-            self._pool.tell(error)  # the peers wait at the end of their passes
-            raise
 
     def _expect_update(self) -> None:
         if torch.is_grad_enabled():
@@ -225,10 +221,6 @@ class Attachment:
             grads.collected.append((entry.state, entry.slot, grad))
         else:
             grads.reducer.add(entry.state, entry.slot, grad, grads.passes.sync)
-
-    def _zero_all(self, set_to_none: bool = True) -> None:
-        """The user's ``model.zero_grad()``."""
-        self._grads.zero()
 
     def remove(self) -> None:
         """Remove everything from the model."""

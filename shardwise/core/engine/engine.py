@@ -114,9 +114,8 @@ class Engine:
         mesh, pool = self.shards.mesh, self.pool
         if mesh.world.size > 1 and pool.has_transient:  # also if only another replica gathers in order
             name_of = lambda chunk: pool.name_of(pool.chunks[chunk].spec.unit)  # noqa: E731
-            self.grads.reducer.piggybacks.append(
-                GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of)
-            )
+            order = GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of)
+            self.grads.reducer.piggybacks.append(order)
         if pool.in_order and mesh.shard.starts_together and plan.comm.overlap:
             events.unit_wanted.listen(self._pass_by)
 

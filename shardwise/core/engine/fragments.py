@@ -8,7 +8,7 @@ communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ import torch
 
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
-from shardwise.core.engine.full_values import state_names
+from shardwise.core.engine.full_values import state_names, stored_dtype
 from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.values import Values
@@ -129,12 +129,9 @@ class FragmentPlan:
 
     def values(self) -> Iterator[torch.Tensor]:
         """Yield 1-D contiguous host tensors in the order of ``fragments``; each is valid until the next."""
-        reader = self.reader()
-        try:
+        with closing(self.reader()) as reader:
             for index in range(len(self.fragments)):
                 yield reader.read(index)
-        finally:
-            reader.close()
 
     def reader(self) -> FragmentReader:
         """Return a reader of values in any order; close it."""
@@ -240,10 +237,7 @@ class EngineLocalState:
         if place not in self._table.index:  # another rank's: by the same rule
             apart = fact.trainable and self._shards.plan.precision.master_weights and fact.dtype in HALF_DTYPES
             return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype
-        chunk_index, _ = self._shards.layout.where[self._table.index[place]]
-        state = self._shards.states.get(chunk_index)
-        dtype = state.dtype if state is not None else None
-        return dtype or self._shards.layout.chunks[chunk_index].dtype
+        return stored_dtype(self._shards, self._shards.layout.where[self._table.index[place]][0])
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in which each parameter is used."""
@@ -297,8 +291,7 @@ class EngineLocalState:
     def _chunk_block(self, chunk: Chunk) -> FragmentBlock:
         """Parameters of no optimizer here; masters if the model is saved without its optimizers."""
         state = self._shards.states.get(chunk.spec.index)
-        master = None if state is None else state.dtype
-        dtype = chunk.spec.dtype if master is None else master
+        dtype = stored_dtype(self._shards, chunk.spec.index)
         parts = []
         for slot in chunk.spec.slots:
             start, end = chunk.overlap(slot)
@@ -306,7 +299,7 @@ class EngineLocalState:
                 name, first = f"model/{self._own[slot.param][0]}", start - chunk.shard_start
                 get = _range_of(lambda shard: shard, first, end - start)
                 parts += self._fragments(name, slot.param, dtype, start - slot.start, end - slot.start, get)
-        return FragmentBlock(chunk.opened if state is None or master is None else state.opened, tuple(parts))
+        return FragmentBlock(chunk.opened if state is None or state.dtype is None else state.opened, tuple(parts))
 
     def _tile_block(self, optimizer: ShardedOptimizer, position: int) -> FragmentBlock:
         tile = optimizer.updates.tiles[position]
@@ -329,11 +322,10 @@ class EngineLocalState:
         """Return the fragments of elements ``[start, end)`` of this rank's part of a parameter (or of its state)."""
         fact = self._shards.layout.facts[param]
         shape, part = tuple(fact.whole), fact.part
-        if fact.earlier:
+        if fact.earlier or (part is None and self._shards.mesh.tensor.rank > 0):
             return []
         if part is None:
-            first = self._shards.mesh.tensor.rank == 0
-            return [(Fragment(name, shape, dtype, start, end - start), get)] if first else []
+            return [(Fragment(name, shape, dtype, start, end - start), get)]
         cut = StoredCut.of(shape, part.cut)
         return [
             (Fragment(name, shape, dtype, run.stored, run.numel, cut), _range_of(get, run.local - start, run.numel))
@@ -381,28 +373,22 @@ class EngineLocalState:
     def _put_values(self, chunk: Chunk, fill: Fill, stored: Callable[[str], str | None]) -> None:
         state = self._shards.states.get(chunk.spec.index)
         facts = self._shards.layout.facts
-        everywhere = chunk.resident and not chunk.spec.trainable  # never gathered: each rank has the full array
         for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
         wanted = [(slot, name) for slot, name in for_all if name is not None]
         if not wanted:
             return
-        if everywhere:
+        if chunk.resident and not chunk.spec.trainable:  # never gathered: each rank has the full array
             for slot, name in wanted:
                 fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
             return
-        with chunk.opened(write=True) as shard:
-            ranges = [(name, slot, *chunk.overlap(slot)) for slot, name in wanted]
-            ranges = [each for each in ranges if each[2] < each[3]]
-            if state is None or state.dtype is None:
-                for name, slot, start, end in ranges:
+        masters = state.opened(write=True) if state is not None else nullcontext()
+        with chunk.opened(write=True) as shard, masters as master:
+            for slot, name in wanted:
+                start, end = chunk.overlap(slot)
+                if start < end:
                     place = slice(start - chunk.shard_start, end - chunk.shard_start)
-                    fill(name, start - slot.start, shard[place], facts[slot.param].part)
-                return
-            with state.opened(write=True) as master:
-                for name, slot, start, end in ranges:
-                    place = slice(start - chunk.shard_start, end - chunk.shard_start)
+                    fill(name, start - slot.start, (shard if master is None else master)[place], facts[slot.param].part)
                     if master is not None:
-                        fill(name, start - slot.start, master[place], facts[slot.param].part)
                         shard[place].copy_(master[place])
 
     def _put_state(

@@ -39,6 +39,7 @@ __all__ = [
     "gather_shards",
     "merge_parts",
     "state_names",
+    "stored_dtype",
 ]
 
 KEPT_NUMEL = 1 << 14
@@ -49,22 +50,18 @@ takes several exchanges and a state has many small tensors."""
 def gather_shards(group: Group, shard: torch.Tensor) -> torch.Tensor:
     """Gather equally long 1-D ``shard`` tensors (any float dtype) in rank order, into a new tensor. Collective."""
     with ordinary_tensors():
-        return _gathered(group, shard)
-
-
-def _gathered(group: Group, shard: torch.Tensor) -> torch.Tensor:
-    if group.size == 1:
-        return shard.clone()
-    if not group.one_sided_gather:  # finds ranks that do something else; with shared memory, fences do
-        group.exchange([float(shard.numel())], "a gather of shards")
-    staging = _staging(group, shard.numel(), shard.dtype)
-    # No rank reads it: the last gather ended with a fence.
-    staging.local.copy_(shard)
-    group.fence()
-    out = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
-    group.all_gather(out, staging).wait()
-    group.fence()
-    return out
+        if group.size == 1:
+            return shard.clone()
+        if not group.one_sided_gather:  # finds ranks that do something else; with shared memory, fences do
+            group.exchange([float(shard.numel())], "a gather of shards")
+        staging = _staging(group, shard.numel(), shard.dtype)
+        # No rank reads it: the last gather ended with a fence.
+        staging.local.copy_(shard)
+        group.fence()
+        out = torch.empty(group.size * shard.numel(), dtype=shard.dtype, device=shard.device)
+        group.all_gather(out, staging).wait()
+        group.fence()
+        return out
 
 
 def gather_parts(group: Group, spec: ChunkSpec, slot: ParamSpan, own: torch.Tensor) -> torch.Tensor:
@@ -169,7 +166,7 @@ def full_values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch
         shards: of the model.
         masters: yield the fp32 master if there is one.
     """
-    dtypes = {index: _dtype(shards, index, masters) for index in range(len(shards.params))}
+    dtypes = {index: stored_dtype(shards, chunk, masters) for index, (chunk, _) in enumerate(shards.layout.where)}
     yield from _across_stages(shards, _own_values(shards, masters), dtypes)
 
 
@@ -215,10 +212,8 @@ def first_owners(shards: ModelShards, values: Mapping[int, Any], what: str) -> l
     """
     place = shards.partition.table.place
     posts = shards.mesh.pipeline.exchange_object([[place[index], each] for index, each in values.items()], what)
-    owners: dict[int, tuple[int, Any]] = {}
-    for rank, post in enumerate(posts):
-        for at, each in post:
-            owners.setdefault(at, (rank, each))
+    # Backwards, so that the first rank's value stays.
+    owners = {at: (rank, each) for rank, post in reversed(list(enumerate(posts))) for at, each in post}
     return [(at, rank, each) for at, (rank, each) in sorted(owners.items())]
 
 
@@ -241,11 +236,10 @@ def full_buffers_and_extra(shards: ModelShards, state_dicts: StateDictGuard) -> 
             yield name, mesh.pipeline.exchange_object(own.get(name), "extra state")[rank]
 
 
-def _dtype(shards: ModelShards, index: int, masters: bool) -> torch.dtype:
-    chunk, _ = shards.layout.where[index]
+def stored_dtype(shards: ModelShards, chunk: int, masters: bool = True) -> torch.dtype:
+    """Return the dtype of a chunk's masters (with ``masters``), or of its shard if there are none."""
     state = shards.states.get(chunk)
-    own = state.dtype if masters and state is not None else None
-    return own or shards.layout.chunks[chunk].dtype
+    return (state.dtype if masters and state is not None else None) or shards.layout.chunks[chunk].dtype
 
 
 def _own_values(shards: ModelShards, masters: bool) -> Iterator[tuple[int, torch.Tensor]]:

@@ -111,9 +111,7 @@ class UserGrads:
         changes = self._changes.get(optimizer)
         if not changes:
             return 0.0
-        numbers = array("d")
-        for index, row in sorted(self._rows(changes).items()):
-            numbers.extend([index, *row])
+        numbers = array("d", [each for index, row in sorted(self._rows(changes).items()) for each in (index, *row)])
         return float(zlib.crc32(numbers.tobytes()) + 1)
 
     def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
@@ -265,8 +263,7 @@ class GradFacade:
         self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._divisors: dict[int, float] = {}
-        self._reads_ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]
-        self._reads_ours = weakref.WeakKeyDictionary()
+        self._reads_ours = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
         """By optimizer, the number of its groups, and whether one that the engine does not step has our parameters."""
         self._nothing = torch.empty(0, device=shards.mesh.device)
         self.loss_scaled = shards.plan.precision.scaler is not None
@@ -545,9 +542,8 @@ class GradFacade:
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""
         try:
-            return bool(
-                storage_id(target.untyped_storage()) == storage_id(self._by_index[index].param.untyped_storage())
-            )
+            own = self._by_index[index].param.untyped_storage()
+            return bool(storage_id(target.untyped_storage()) == storage_id(own))
         except NotImplementedError:
             return False
 
@@ -613,13 +609,12 @@ class GradFacade:
         if group.size > 1:
             with self._collective(index, "reading"):
                 posts = group.exchange([float(index)], "which .grad is read")
-                if len({post[0] for post in posts}) == 1:
-                    own = gather_parts(group, state.spec, slot, own)
-            if len({post[0] for post in posts}) > 1:
-                names = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
-                raise RuntimeError(
-                    f"the ranks read .grad of different parameters: {names}; read the same ones on all ranks"
-                )
+                if len({post[0] for post in posts}) > 1:
+                    names = {rank: self.name(int(post[0])) for rank, post in enumerate(posts)}
+                    raise RuntimeError(
+                        f"the ranks read .grad of different parameters: {names}; read the same ones on all ranks"
+                    )
+                own = gather_parts(group, state.spec, slot, own)
         elif own.data_ptr() == (part.data_ptr() if part is not None else 0):
             own = own.clone()
         factor = self._factor(entry.optimizer)

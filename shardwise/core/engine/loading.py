@@ -107,9 +107,8 @@ def _describe(names: StateNames, state: Mapping[str, Any]) -> Description:
     entries: dict[str, Mapping[str, Any]] = {}
     for name in names.others:
         if name in state:
-            value = state[name]
-            kind = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
-            entries[f"{name} in the state"] = kind
+            value, entry = state[name], f"{name} in the state"
+            entries[entry] = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
     params = {own[0]: state[key] for own in names.of_parameter.values() if (key := _name_in(own, state)) is not None}
     for (first, value), word in zip(params.items(), sample_words(list(params.values())), strict=True):
         entries[f"{first} in the state"] = described(value) | {"a sample of the values": word}

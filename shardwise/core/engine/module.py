@@ -52,8 +52,13 @@ class ShardedModule(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
-        if self.sharded_values.guards.closed:
-            self._check_readable()
+        values = self.sharded_values
+        if values.guards.closed and not all(chunk.resident for chunk in values.shards.chunks):
+            values.guards.check_sharded()
+            raise RuntimeError(
+                f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, so its "
+                "parameters cannot be gathered; build it again, and load a saved state"
+            )
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -62,14 +67,6 @@ class ShardedModule(TransparentModule):
                 hooks.unwind()
                 hooks.explain(error)
             raise
-
-    def _check_readable(self) -> None:
-        if not all(chunk.resident for chunk in self.sharded_values.shards.chunks):
-            self.sharded_values.guards.check_sharded()
-            raise RuntimeError(
-                f"forward of {type(self).__name__}: the {type(self.module).__name__} was closed, so its "
-                "parameters cannot be gathered; build it again, and load a saved state"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""

@@ -83,10 +83,8 @@ class OneParameter:
 
     def _own_value(self) -> torch.Tensor:
         with ExitStack() as stack:
-            shard = None
             state = self._shards.states.get(self._chunk.spec.index)
-            if state is not None and state.dtype is not None:
-                shard = stack.enter_context(state.opened())
+            shard = None if state is None else stack.enter_context(state.opened())
             if shard is None:
                 shard = stack.enter_context(self._chunk.opened())
             at = self._slot.start + self._first - self._chunk.shard_start if self._numel else 0
@@ -206,7 +204,7 @@ class OneParameter:
         needed = self._shards.storage.uses_disk
         kinds, parts = dict[str, Any](), list[torch.Tensor]()
         with collectively(self._mesh.stage_group, READING_STATE, READ_AGAIN, DiskError, needed):
-            for _, piece, state in self._pieces():
+            for _, piece, state in self._pieces(self._optimizer):
                 kinds = {name: self._kind(value, piece) for name, value in state.items()}
                 if isinstance(kinds.get(key), str):
                     parts.append(state[key].reshape(-1).to(self._mesh.device, copy=True))
@@ -248,24 +246,23 @@ class OneParameter:
             KeyError: its state has no such entry.
         """
         self._guards.check_open(f"writing the state of {self.name}")
-        state = self.state(key, own=True)
-        if state is None or self._optimizer is None:
+        state, optimizer = self.state(key, own=True), self._optimizer
+        if state is None or optimizer is None:
             raise RuntimeError(
                 f"the optimizer state {key!r} of {self.name} := ... (it has {state}): a frozen parameter has none, and "
                 "others have theirs after the first step; set it then"
             )
         new = self._compared(value, own, f"the state {key!r}").reshape(-1)
         new = new if own else new[self._first : self._first + self._numel]
-        with self._writing():
-            for position, piece, _ in self._pieces():
+        with self._writing(optimizer):
+            for position, piece, _ in self._pieces(optimizer):
                 part = new[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
-                self._rewrite(position, piece, key, part)
+                self._rewrite(optimizer, position, piece, key, part)
 
-    def _rewrite(self, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
+    @staticmethod
+    def _rewrite(optimizer: ShardedOptimizer, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
         """Replace one shard's state in a tile. After an error the optimizer's state is broken until it is loaded."""
-        if self._optimizer is None:
-            return
-        updates, states = self._optimizer.updates, self._optimizer.state
+        updates, states = optimizer.updates, optimizer.state
         tile = updates.tiles[position]
         with updates.opened(position):
             entries = [dict(states.get(one.value, {})) for one in tile.pieces]
@@ -277,10 +274,8 @@ class OneParameter:
         updates.replace(position, [entry or None for entry in entries])
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        optimizer, storage = self._optimizer, self._shards.storage
-        if optimizer is None:
-            raise RuntimeError(f"no optimizer has {self.name} (optimizer={optimizer}); report this")
+    def _writing(self, optimizer: ShardedOptimizer) -> Iterator[None]:
+        storage = self._shards.storage
         with (
             optimizer.updates.replacing_state(),
             collectively(self._mesh.mesh_group, WRITING_STATE, LOAD, DiskError, storage.uses_disk),
@@ -289,16 +284,12 @@ class OneParameter:
         storage.commit()
         self._guards.broken.loaded(state_of(optimizer.index))
 
-    def _pieces(self) -> Iterator[tuple[int, ParamShard, dict[str, Any]]]:
+    def _pieces(self, optimizer: ShardedOptimizer) -> Iterator[tuple[int, ParamShard, dict[str, Any]]]:
         """Yield tile position, shard and its state, which is valid until the next one, in order."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return
         for position, tile in enumerate(optimizer.updates.tiles):
             for piece in tile.pieces:
                 if piece.param == self.index:
-                    with ExitStack() as stack:
-                        stack.enter_context(optimizer.updates.opened(position))
+                    with optimizer.updates.opened(position):
                         state = dict(optimizer.state.get(piece.value, {}))
                         yield position, piece, state
 

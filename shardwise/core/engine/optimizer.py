@@ -28,7 +28,6 @@ from shardwise.core.engine.user_optimizer import (
     call_state_post_hooks,
     call_state_pre_hooks,
     redirect,
-    restore_zero_grad,
 )
 from shardwise.core.engine.values import Values
 from shardwise.core.grads.grads import ChunkGrads
@@ -79,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.optimizer, self.index, self.scaler = optimizer, index, scaler
         self._values, self._grads, self._attachment, self._events = values, grads, attachment, events
         shards = self._shards = values.shards
+        self._mesh = shards.mesh
         self._states = [s for s in grads.states.values() if s.spec.optimizer == index]
         parts = shards.mesh.model_parallel is not None
         self._counting = Counting(shards, grads.batches, self._states) if parts else None
@@ -95,10 +95,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.steps_ended = 0
         if self.scales_losses:
             grads.passes.scaled = True
-
-    @property
-    def _mesh(self) -> Mesh:
-        return self._shards.mesh
 
     @property
     def last_step_skipped(self) -> bool:
@@ -309,9 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this optimizer's parameters, reduced or not."""
-        self._drop()
-        self._grads.facade.stale.cleared(self.index)
-        self._grads.facade.clear(self.index)
+        self._grads.zero(self.index)
 
     def _drop(self) -> None:
         """Drop the gradients. ``.grad`` stays until :meth:`zero_grad`, and raises when it is used."""
@@ -327,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._early is not None:
             self._early.close()
         self.updates.close(given_back)
-        restore_zero_grad(self.optimizer)
+        vars(self.optimizer).pop("zero_grad", None)  # its class's own again
 
     # ---- backward passes
 

@@ -248,8 +248,7 @@ class OptimizerState:
     def _room(self, kind: Any, shape: Sequence[int]) -> torch.Tensor:
         """Allocate a tensor for a state described as ``kind``, of a parameter of ``shape``."""
         size, dtype = (shape, kind) if isinstance(kind, str) else kind[1:]
-        dtype = getattr(torch, dtype.removeprefix("torch."))
-        return torch.empty(tuple(size), dtype=dtype, device=self._mesh.device)
+        return torch.empty(tuple(size), dtype=getattr(torch, dtype.removeprefix("torch.")), device=self._mesh.device)
 
     def _from_owner(self, param: int, slot: ParamSpan, key: str, kind: Any) -> torch.Tensor:
         """Return state that is not element-wise, from the rank that has the unsharded parameter. Collective."""
@@ -379,12 +378,8 @@ class OptimizerState:
                 f"groups of {[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        table = self._table
-        check_full_state(self.optimizer, full, [[table.facts[place].whole for place in own] for own in places])
-        numbers: dict[int, int] = {}
-        for own, group in zip(places, theirs, strict=True):
-            numbers |= dict(zip(own, group["params"], strict=True))
-        return numbers
+        check_full_state(self.optimizer, full, [[self._table.facts[place].whole for place in own] for own in places])
+        return dict(zip((p for own in places for p in own), (n for g in theirs for n in g["params"]), strict=True))
 
     def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:
         """Return each tile's shards of ``full``; ``None`` if its state is on a disk, where it is only checked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -60,27 +60,22 @@ def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
         model: the user's.
         device: of the parameters; scales are moved there.
     """
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     for module in model.modules():
         if REPACKS in vars(module):
             _pack_as_saved(module)
-            undo.append(partial(setattr, module, REPACKS, getattr(module, REPACKS)))
+            undo.callback(setattr, module, REPACKS, getattr(module, REPACKS))
             setattr(module, REPACKS, False)
         bias, dtype = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
         packed = [p for p in module.parameters(recurse=False) if hasattr(p, "quant_state")]
         if packed and isinstance(bias, nn.Parameter) and dtype is not None and bias.dtype != dtype:
             # Its first forward pass would do that, when the parameter is sharded.
-            undo.append(partial(point, bias, plain(bias)))
+            undo.callback(point, bias, plain(bias))
             point(bias, plain(bias).to(dtype))
         for param in module.parameters(recurse=False):
             if type(param) is not nn.Parameter and param.device.type != device.type:
                 _move(param, device)
-
-    def put_back() -> None:
-        for each in undo:
-            each()
-
-    return put_back
+    return undo.close
 
 
 def _pack_as_saved(module: nn.Module) -> None:

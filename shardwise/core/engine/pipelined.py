@@ -80,8 +80,7 @@ class PipelineSteps:
         schedule = self._schedule(len(parts))
         if not train:
             with torch.no_grad():
-                outcome = self._run.step(schedule, parts, criterion, None, wants_outputs)
-            return outcome
+                return self._run.step(schedule, parts, criterion, None, wants_outputs)
         late, before = self._plan.shard.reduce == "last", grads.passes.held()
         try:
             with grads.no_sync() if late else contextlib.nullcontext():

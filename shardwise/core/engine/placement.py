@@ -227,14 +227,12 @@ def _shard_memory(
     if home.param is Tier.DISK:
         return "disk"
     if home.param is Tier.HOST:
-        peers_read = facts.size > 1 and facts.device_type == "cpu"
-        return "exchange" if peers_read else "arena"
+        return "exchange" if facts.size > 1 and facts.device_type == "cpu" else "arena"
     if resident:  # a frozen array is never exchanged
         return "exchange, full" if facts.size > 1 and spec.trainable else "full"
     # Under a capacity gathers have to take room; a gather that quantizes, and a secondary shard, are copies.
     by_gather = quantization is not None and not quantization.by_owner
-    mapped = not facts.limited and not by_gather and facts.secondary is None
-    return "exchange, mapped" if mapped else "exchange"
+    return "exchange, mapped" if not facts.limited and not by_gather and facts.secondary is None else "exchange"
 
 
 def master_dtype(spec: ChunkSpec, home: Home, plan: Plan, quantization: Quantization | None) -> torch.dtype | None:

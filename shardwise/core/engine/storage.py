@@ -83,11 +83,8 @@ class Storage:
         try:
             self._open_store()
             self._arena = HostArena(sum(each.arena_bytes for each in table), self._pin_for)
-            self.new_shards = {
-                each.spec.index: self._arena.take(each.shard_numel, each.spec.dtype)
-                for each in table
-                if each.keeps_new_shard
-            }
+            waiting = [each for each in table if each.keeps_new_shard]
+            self.new_shards = {c.spec.index: self._arena.take(c.shard_numel, c.spec.dtype) for c in waiting}
             self.chunks = self._make_chunks(params)
             with self._all_reserve():
                 self.states = {each.spec.index: self._make_state(each) for each in table if is_trained(each.spec)}
@@ -115,8 +112,7 @@ class Storage:
         ranks have different ones, and this is collective."""
         if self.mesh.model_parallel is None or self._disk_plan is None:
             return own
-        posts = self.mesh.mesh_group.exchange([float(own)], "whether anything is on a disk")
-        return any(post[0] for post in posts)
+        return any(post[0] for post in self.mesh.mesh_group.exchange([float(own)], "whether anything is on a disk"))
 
     def _all_reserve(self) -> AbstractContextManager[None]:
         return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
@@ -213,8 +209,7 @@ class Storage:
         if self.store is None:
             raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
         record = self.store.create(f"parameters of chunk {spec.index}", each.shard_bytes, owner=spec.optimizer)
-        over = self.comm_dtypes.over(spec)
-        return DiskSource(self.store, record, each.shard_numel, spec.dtype, staging, ahead, over)
+        return DiskSource(self.store, record, each.shard_numel, spec.dtype, staging, ahead, self.comm_dtypes.over(spec))
 
     # ---- masters
 
@@ -300,9 +295,7 @@ def _capacity(plan: Plan, device: torch.device) -> int | None:
     """Return the declared bytes; under ``auto``, those of the device."""
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
-    if device.type == "cuda":
-        return total_bytes(device)
-    return None
+    return total_bytes(device) if device.type == "cuda" else None
 
 
 # See [Note: Rounded parameters].

@@ -130,15 +130,11 @@ class StateOffload:
     def _inner(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
         """Tensors in lists, tuples and dicts of state, each once, without counts (of no dimension) and without those
         that were on the host before."""
-        skipped, found = {id(each) for each in self._host_before}, {}
-        for tile in tiles:
-            for piece in tile.pieces:
-                own = self._optimizer.state.get(piece.value, {})
-                for value in (value for value in own.values() if not isinstance(value, torch.Tensor)):
-                    for each in tensors_of(value):
-                        if each.dim() and id(each) not in skipped:
-                            found[id(each)] = each
-        return list(found.values())
+        skipped = {id(each) for each in self._host_before}
+        entries = [self._optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
+        values = [value for own in entries for value in own.values() if not isinstance(value, torch.Tensor)]
+        inner = (each for value in values for each in tensors_of(value) if each.dim())
+        return list({id(each): each for each in inner if id(each) not in skipped}.values())
 
     @torch.no_grad()
     def _replace(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
@@ -209,13 +205,9 @@ class TileUpdates:
             state = shards.states[each.spec.index]
             tiles = make_tiles(each, state, placement.chunks[each.spec.index].tiles)
             if state.store is not None:
-                for tile, record in zip(tiles, state.values, strict=True):
-                    self._disk[len(self.tiles)] = DiskTile(
-                        tile, state.store, record, optimizer, self._sizes, self._make_room
-                    )
-                    self.tiles.append(tile)
-            else:
-                self.tiles += tiles
+                for at, (tile, record) in enumerate(zip(tiles, state.values, strict=True), len(self.tiles)):
+                    self._disk[at] = DiskTile(tile, state.store, record, optimizer, self._sizes, self._make_room)
+            self.tiles += tiles
         in_memory = [tile for at, tile in enumerate(self.tiles) if at not in self._disk]
         self._in_memory = [tile for tile in in_memory if tile.chunk.source.tier is not Tier.DISK]
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
@@ -255,8 +247,7 @@ class TileUpdates:
             kind = group, piece.value.dim(), piece.value.dtype
             first, numel = numels.get(kind, (piece, 0))
             numels[kind] = first, numel + piece.end - piece.start
-        kinds = numels.items()
-        return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in kinds)
+        return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in numels.items())
 
     def _give_back(self, optimizer: int) -> None:
         """Free the buffers of reads ahead, if they are this optimizer's."""
@@ -443,9 +434,8 @@ class TileUpdates:
         # After the block, at whose end the last parameters are written.
         self._visits.drain()
         self._visits.end_step()
-        active = [tile for tile in self._params_on_disk if self.stepper.active(tile)]
         with _shards() as shard_of:
-            for tile in active:
+            for tile in list(filter(self.stepper.active, self._params_on_disk)):
                 update([(tile, shard_of(tile))])
 
     def close(self, given_back: bool) -> None:

@@ -15,7 +15,6 @@ __all__ = [
     "call_state_post_hooks",
     "call_state_pre_hooks",
     "redirect",
-    "restore_zero_grad",
     "snapshot",
 ]
 
@@ -101,11 +100,6 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
         own[name] = getattr(sharded, name)
     if type(own.get("state")) is defaultdict:  # otherwise it is of a kind that the class needs
         own["state"] = ShardState.of(names)
-
-
-def restore_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Give ``optimizer`` its class's ``zero_grad`` back after the model was unsharded. Its state stays sharded."""
-    vars(optimizer).pop("zero_grad", None)
 
 
 # Hooks on the state, as torch's own methods call them.

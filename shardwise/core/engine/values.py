@@ -173,18 +173,15 @@ class Values:
             pass
 
     def _units_of(self, places: Sequence[int]) -> frozenset[int]:
-        shards = self.shards
-        return frozenset(shards.chunks[shards.layout.where[at][0]].spec.unit for at in places)
+        return frozenset(self.shards.chunks[self.shards.layout.where[at][0]].spec.unit for at in places)
 
     def _chunks_of(self, units: Collection[int] | None) -> list[Chunk]:
         """Return the chunks of these units (``None``: all), and resident ones."""
-        chunks = self.shards.chunks
-        return [chunk for chunk in chunks if units is None or chunk.resident or chunk.spec.unit in units]
+        return [chunk for chunk in self.shards.chunks if units is None or chunk.resident or chunk.spec.unit in units]
 
     def _in_blocks(self) -> list[Chunk]:
         """Return the chunks of open blocks, and resident ones."""
-        blocks = self.pool.blocks
-        return [chunk for chunk in self.shards.chunks if chunk.resident or blocks.holds(chunk.spec.unit)]
+        return [chunk for chunk in self.shards.chunks if chunk.resident or self.pool.blocks.holds(chunk.spec.unit)]
 
     @torch.no_grad()
     def _note_dtype(self, error: RuntimeError) -> None:
@@ -290,16 +287,12 @@ class Values:
                 chunk.refuse_graphs()
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
-        group, storage = (
-            self.shards.mesh.shard,
-            self.shards.storage,
-        )  # no renewal is under way: before_update() saw to that
+        # No renewal is under way: before_update() saw to that.
+        group, storage = self.shards.mesh.shard, self.shards.storage
         for chunk in updated:
             storage.round_(chunk)
         group.fence("after an update")
-        for chunk in updated:
-            if not (chunk.resident and group.size > 1):
-                continue
+        for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
             over = storage.comm_dtypes.over(chunk.spec) or group
             if group.one_sided_gather and self.renews_late(chunk):
                 pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))

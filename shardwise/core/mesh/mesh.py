@@ -269,7 +269,6 @@ class Mesh(_Axes):
     @property
     def groups(self) -> tuple[Group, ...]:
         """The distinct groups, each once (traffic is summed over these)."""
-        found: list[Group] = []
         every = [
             self.shard,
             self.replicate,
@@ -280,10 +279,7 @@ class Mesh(_Axes):
             self.secondary,
         ]
         every += [group for group in (self.tensor, self.pipeline, self.sequence) if group.size > 1]
-        for group in every:
-            if group is not None and not any(group is other for other in found):
-                found.append(group)
-        return tuple(found)
+        return tuple({id(group): group for group in every if group is not None}.values())
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent in all groups, by kind."""
@@ -382,8 +378,7 @@ def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group 
     if number is None or number == sizes.dp_shard:
         return None
     stages, replicas, shards, parts = grid.shape
-    neighbours = grid.reshape(stages, replicas, shards // number, number, parts)
-    return maker.make(SECONDARY_AXIS, _along(neighbours, 3))
+    return maker.make(SECONDARY_AXIS, _along(grid.reshape(stages, replicas, shards // number, number, parts), 3))
 
 
 def _on_each_host(maker: GroupMaker, lines: list[list[int]]) -> int | None:

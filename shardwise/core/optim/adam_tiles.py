@@ -221,9 +221,7 @@ class AdamTiles:
 
 
 def _tile_numel(device: torch.device) -> int:
-    if device.type == "cpu":
-        return TILE_NUMEL["cpu"] * torch.get_num_threads()
-    return TILE_NUMEL["cuda"]
+    return TILE_NUMEL["cpu"] * torch.get_num_threads() if device.type == "cpu" else TILE_NUMEL["cuda"]
 
 
 def _fits_kernel(slot: AdamSlot) -> bool:

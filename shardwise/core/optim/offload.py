@@ -35,8 +35,7 @@ class _Fetch:
         """Return ``exp_avg`` and ``exp_avg_sq`` with shape ``[2, numel]``, once they are read; may be written."""
         if self._transfer is not None:
             self._transfer.wait()
-        nbytes = 2 * self._numel * self._dtype.itemsize
-        return self.buffer[:nbytes].view(self._dtype).view(2, self._numel)
+        return self.buffer[: 2 * self._numel * self._dtype.itemsize].view(self._dtype).view(2, self._numel)
 
 
 class MomentStore:

@@ -215,8 +215,7 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named.values())
         given = {key: value for key, value in _defaults(optimizer).items() if takes_all or key in named}
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        made = kind([{**options, "params": [param]}], **given)
-        return dict(made.state.get(param, {}))
+        return dict(kind([{**options, "params": [param]}], **given).state.get(param, {}))
     except Exception:  # of any kind, since the class is the user's
         return {}
 

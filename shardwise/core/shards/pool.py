@@ -121,9 +121,8 @@ class GatherScopes:
         return self._any(lambda scope: unit in scope.units)
 
     def _any(self, matches: Callable[[_Scope], bool]) -> bool:
-        if not self._open:  # nearly always, and asked for each unit that is used
-            return False
-        return bool([scope for scope in self._open.values() if matches(scope)])
+        # Nearly always none is open, and this is asked for each unit that is used.
+        return bool(self._open) and bool([scope for scope in self._open.values() if matches(scope)])
 
 
 # See [Note: Who owns a gathered array], [Note: When a unit may be evicted] and [Note: Which thread touches what].

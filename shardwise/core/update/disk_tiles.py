@@ -42,8 +42,7 @@ class _Entry:
     numel: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        stop = self.offset + self.numel * self.dtype.itemsize
-        return buffer[self.offset : stop].view(self.dtype)
+        return buffer[self.offset : self.offset + self.numel * self.dtype.itemsize].view(self.dtype)
 
 
 @dataclass

@@ -172,10 +172,8 @@ class EarlyUpdates:
     @torch.no_grad()
     def take_over(self, chunks: Sequence[Chunk]) -> None:
         """What was updated counts: ``chunks`` get their new parameters. Committing a disk is the caller's."""
-        for chunk in chunks:
+        for chunk in [chunk for chunk in chunks if chunk.spec.index in self.updated]:
             index = chunk.spec.index
-            if index not in self.updated:
-                continue
             tiles = self._tiles.get(index)
             memory = self._new_shards.get(index) if tiles is None else tiles[0].state.master
             if memory is not None:

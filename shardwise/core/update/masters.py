@@ -139,8 +139,7 @@ class MasterEdits:
         """By chunk index, of its parameters."""
 
     def _separate(self, optimizer: int | None) -> list[tuple[Chunk, ChunkState]]:
-        found = [(chunk, state) for chunk, state in self._watched if state.dtype is not None]
-        return [(chunk, state) for chunk, state in found if optimizer is None or chunk.spec.optimizer == optimizer]
+        return [(c, s) for c, s in self._watched if s.dtype is not None and optimizer in (None, c.spec.optimizer)]
 
     def note(self, optimizer: int | None = None) -> None:
         """The parameters of an optimizer (of all) are what their masters say."""

@@ -214,8 +214,7 @@ class DiskFile:
             OSError: the system call failed.
         """
         memory = (ctypes.c_char * request.nbytes).from_address(request.address)
-        move = os.pwritev if request.writing else os.preadv
-        return move(self.fd, [memory], request.offset)
+        return (os.pwritev if request.writing else os.preadv)(self.fd, [memory], request.offset)
 
     def free_bytes(self) -> int:
         """Return the number of free bytes on the file system for this user; 0 if it is unknown."""

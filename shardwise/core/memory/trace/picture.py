@@ -339,8 +339,7 @@ def _facts(held: Mapping[str, int], capacity: int | None) -> str:
     total = sum(held.values())
     if capacity is None:
         return size_text(total)
-    over = ", over its capacity" if total > capacity else ""
-    return f"{size_text(total)} of {size_text(capacity)}{over}"
+    return f"{size_text(total)} of {size_text(capacity)}{', over its capacity' if total > capacity else ''}"
 
 
 def _list(held: Mapping[str, int]) -> str:
