@@ -114,6 +114,10 @@ def correct_throughput(namespace: Namespace, trainer: Any, dtype: torch.dtype) -
                 each.available_flops = flops
 
 
+def _always(_value: float, _algorithm: str) -> bool:
+    return True
+
+
 _Precision: Any = object  # Lightning's Precision, once built for a namespace
 
 
@@ -160,7 +164,7 @@ class ShardedPrecision(CastingPrecision):
 
     def __init__(self, precision: Any = "32-true") -> None:
         super().__init__(precision)
-        self.clips: Callable[[float, str], bool] = lambda _value, _algorithm: True
+        self.clips: Callable[[float, str], bool] = _always  # not a lambda, since plugins are pickled
         """Returns whether to apply the Trainer's clipping, by value and algorithm."""
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
