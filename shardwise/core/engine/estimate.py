@@ -72,7 +72,7 @@ def estimate_memory(
 
 def _state_bytes(optimizer: torch.optim.Optimizer, dims: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of state for each stepped tensor, and for each of its elements, by a step of a small one."""
-    probe = nn.Parameter(torch.zeros((2,) * dims, dtype=dtype))
+    probe = nn.Parameter(torch.zeros((2,) * dims, dtype=dtype, device="cpu"))
     probe.grad = torch.zeros_like(probe)
     kind: Any = type(optimizer)
     known = inspect.signature(kind).parameters

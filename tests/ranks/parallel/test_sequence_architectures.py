@@ -154,7 +154,8 @@ def cached() -> list[int]:
 
 
 def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
-    assert run_ranks(2, cached) == [[1, 0, 0]] * 2
+    for first, *others in run_ranks(2, cached):  # a process warns once, perhaps before this test
+        assert first <= 1 and others == [0, 0]
 
 
 @pytest.mark.full

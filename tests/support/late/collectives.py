@@ -221,7 +221,7 @@ class _LateGroup(NativeGroup):
     def __init__(self, device: LateDevice, maker: GroupMaker, request: GroupRequest) -> None:
         control = request.control
         Group.__init__(self, request.called, control.rank, control.size, device.device, control.activity)
-        self._control = control
+        self.control = control
         self._gather, self._reduce = (
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
