@@ -38,7 +38,8 @@ class Setting:
     def recipe(self) -> PlainRecipe:
         reused = self.model.get("reuse_fp16_shard")
         return PlainRecipe(
-            param_dtype=self.dtype, buffer_dtype=self.dtype,
+            param_dtype=self.dtype,
+            buffer_dtype=self.dtype,
             reduce_dtype=None if reused else torch.float32,  # 16-bit values, whose sum is not rounded
             loss_scale=SCALE if self.dtype is torch.float16 else 1.0,
         )
