@@ -178,7 +178,8 @@ class WarmupCosineLR(_Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * falling)
 
     def get_lr(self) -> list[Any]:
-        return [lr * self.get_lr_ratio() for lr in self.org_lrs]
+        ratio = self.get_lr_ratio()
+        return [lr * ratio for lr in self.org_lrs]
 
 
 class LRRangeTest(_Schedule):

@@ -20,10 +20,21 @@ RANKS, LENGTH, ROWS = 2, 9, 40
 
 
 @contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """As a launcher would have started this process; accelerate keeps nothing afterwards."""
+def accelerate_reset() -> Iterator[None]:
+    """Accelerate keeps nothing of the block."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    try:
+        yield
+    finally:
+        GradientState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        PartialState._reset_state()
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """As a launcher would have started this process; accelerate keeps nothing afterwards."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -34,11 +45,9 @@ def launched() -> Iterator[None]:
         os.environ.update(dict(zip(names, map(str, (rank, rank, ranks, ranks, "localhost", 1, 1)), strict=True)))
     threads = torch.get_num_threads()
     try:
-        yield
+        with accelerate_reset():
+            yield
     finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
         torch.set_num_threads(threads)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)

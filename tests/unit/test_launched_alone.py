@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from shardwise.plan import MeshPlan, replicated, zero
 from shardwise.session import build
 from shardwise.strategies import sessions
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.support.huggingface_setup import accelerate_reset
 
 CPU = torch.device("cpu")
 
@@ -87,18 +87,6 @@ def by_accelerate(model: nn.Module) -> None:
 
     with accelerate_reset():
         ShardwiseAccelerator(plan=zero(2), cpu=True).prepare(model, sgd(model))
-
-
-@contextmanager
-def accelerate_reset() -> Iterator[None]:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    try:
-        yield
-    finally:
-        GradientState._reset_state()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState._reset_state()
 
 
 @pytest.fixture

@@ -35,8 +35,9 @@ def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping
         ValueError: an option is out of bounds, or not a number.
     """
     for position, group in enumerate(groups):
-        for option in BOUNDS.keys() & group.keys():
-            (low, high), value, default = BOUNDS[option], group[option], defaults.get(option)
+        for option, (low, high) in BOUNDS.items():
+            default = defaults.get(option)
+            value = group.get(option, default)
             for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
                 if isinstance(each, torch.Tensor) or value is default or value == default:
                     continue

@@ -212,7 +212,8 @@ class GroupMaker:
             self._process_groups.append(process_group)
 
     def _own(self, rank_lists: list[list[int]]) -> list[int]:
-        return next(ranks for ranks in rank_lists if dist.get_rank() in ranks)
+        rank = dist.get_rank()
+        return next(ranks for ranks in rank_lists if rank in ranks)
 
     def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
         """Return a group in shared memory, or the reason why there is none, equal on all ranks. Collective.

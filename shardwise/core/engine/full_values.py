@@ -212,8 +212,10 @@ def first_owners(shards: ModelShards, values: Mapping[int, Any], what: str) -> l
     """
     place = shards.partition.table.place
     posts = shards.mesh.pipeline.exchange_object([[place[index], each] for index, each in values.items()], what)
-    # Backwards, so that the first rank's value stays.
-    owners = {at: (rank, each) for rank, post in reversed(list(enumerate(posts))) for at, each in post}
+    owners: dict[int, tuple[int, Any]] = {}
+    for rank, post in enumerate(posts):
+        for at, each in post:
+            owners.setdefault(at, (rank, each))
     return [(at, rank, each) for at, (rank, each) in sorted(owners.items())]
 
 

@@ -18,6 +18,7 @@ from shardwise.core.comm import DONE, Group, Handle, together
 __all__ = ["LateNorm", "OtherParts", "TileNorm", "clip_factor", "each_norm", "global_norm", "shard_norm"]
 
 NORMS = "the norms that .grad is asked for"
+Parts = Sequence[torch.Tensor | None]
 
 
 def _partial(tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype) -> float:
@@ -136,10 +137,9 @@ class LateNorm:
         self._group.fence()  # peers that read this memory have read it
         own = self._group.slice_of(self._shares.local, self._group.rank)
         # For p other than 1, 2 and infinity a kernel converts its whole input in new memory; parts bound that.
-        parts = [part for each in tensors if each.numel() for part in torch.split(each, PART)]
-        norms = list[torch.Tensor]()
-        for kind in dict.fromkeys(part.dtype for part in parts):  # the kernel of many tensors takes those of one dtype
-            norms += norm_of_each([part for part in parts if part.dtype == kind], p, torch.float64)
+        parts = [part for each in tensors for part in torch.split(each, PART)]
+        kinds = _by_kind(parts).values()
+        norms = [norm for own in kinds for norm in norm_of_each([*own.values()], p, torch.float64)]
         own.copy_(torch.linalg.vector_norm(torch.stack(norms), p)) if norms else own.zero_()
         self._group.fence()
         self._gather = self._group.all_gather_in_place(self._shares)
@@ -178,24 +178,27 @@ class TileNorm:
         return shard_norm(torch.tensor(self._shares, dtype=torch.float64, device="cpu"), self._p) * factor
 
 
-def _shares(parts: Sequence[torch.Tensor | None], p: float, wide: torch.dtype) -> list[float]:
-    """Return this rank's share of each norm."""
-    shares = [0.0] * len(parts)
-    by_kind: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+def _by_kind(parts: Parts) -> dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]]:
+    """Return the tensors with elements by position, for each device and dtype: one kernel takes those of one kind."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
     for at, part in enumerate(parts):
         if part is not None and part.numel():
-            by_kind.setdefault((part.device, part.dtype), {})[at] = part
-    for (_, kind), own in by_kind.items():
+            kinds.setdefault((part.device, part.dtype), {})[at] = part
+    return kinds
+
+
+def _shares(parts: Parts, p: float, wide: torch.dtype) -> list[float]:
+    """Return this rank's share of each norm."""
+    shares = [0.0] * len(parts)
+    for (_, kind), own in _by_kind(parts).items():
         dtype = torch.float64 if kind == torch.float64 else wide
-        found = torch.stack(torch._foreach_norm(list(own.values()), p, dtype=dtype)).double().cpu()
+        found = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()
         for at, share in zip(own, (found if p == math.inf else found**p).tolist(), strict=True):
             shares[at] = share
     return shares
 
 
-def each_norm(
-    parts: Sequence[torch.Tensor | None], p: float, group: Group, others: Group | None, divided: Sequence[bool]
-) -> list[float]:
+def each_norm(parts: Parts, p: float, group: Group, others: Group | None, divided: Sequence[bool]) -> list[float]:
     """Return the p-norm of each gradient, computed like :func:`global_norm`, with one exchange for all. Collective.
 
     Args:

@@ -146,6 +146,7 @@ def cached() -> list[int]:
             share.install()
             batch = batch_of(case, padded="", packed=packed)
             with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("default")  # other tests of this process may have changed it
                 for _ in range(2):
                     model(**batch)
             share.remove()
@@ -154,8 +155,7 @@ def cached() -> list[int]:
 
 
 def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
-    for first, *others in run_ranks(2, cached):  # a process warns once, perhaps before this test
-        assert first <= 1 and others == [0, 0]
+    assert run_ranks(2, cached) == [[1, 0, 0]] * 2
 
 
 @pytest.mark.full
