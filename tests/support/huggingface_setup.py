@@ -21,7 +21,7 @@ RANKS, LENGTH, ROWS = 2, 9, 40
 
 @contextlib.contextmanager
 def accelerate_reset() -> Iterator[None]:
-    """Accelerate keeps nothing of the block."""
+    """Reset accelerate's state after the block."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     try:

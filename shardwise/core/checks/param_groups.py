@@ -15,7 +15,7 @@ __all__ = ["ParamGroups", "check_modes", "same_value"]
 
 UNSHARDABLE_MODES = ("differentiable", "capturable")
 BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
-"""What torch's constructors demand; without the upper limit, unless it is infinite."""
+"""What torch's constructors accept: from the first number up to the second, which is excluded unless infinite."""
 
 
 def _host_value(value: object) -> object:
@@ -29,7 +29,7 @@ def _is_nan(value: object) -> bool:
 
 
 def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Check what a program or a schedule has written. An optimizer's own defaults are valid.
+    """Check the options that a program or a schedule wrote. The optimizer's defaults are always valid.
 
     Raises:
         ValueError: an option is out of bounds, or not a number.

@@ -171,7 +171,7 @@ class StateDictGuard:
     @staticmethod
     def _lacking(module: nn.Module, missing: str) -> str:
         return (
-            f"state_dict() of the sharded {type(module).__name__} itself would save what this rank has not: {missing}; "
+            f"state_dict() of the sharded {type(module).__name__} itself would save only this rank's shards: {missing}; "
             f"{SAVE}"
         )
 

@@ -28,7 +28,7 @@ __all__ = ["estimate_memory"]
 def estimate_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, ranks: int, rank: int = 0, device: str = "cuda"
 ) -> dict[str, dict[str, int]]:
-    """Return the bytes by tier and kind that ``session.memory().by_tier`` has in and after the second step.
+    """Return bytes by tier and kind, as ``session.memory().by_tier`` reports them from the second step on.
 
     Gathered parameters are not included.
 
@@ -76,7 +76,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, dims: int, dtype: torch.dtype
     probe.grad = torch.zeros_like(probe)
     kind: Any = type(optimizer)
     known = inspect.signature(kind).parameters
-    # A new one, since some make state when they are constructed.
+    # A new optimizer, since some create state in their constructors.
     stepped = kind([probe], **{key: value for key, value in optimizer.defaults.items() if key in known})
     stepped.step()
     tensors = [value for value in stepped.state[probe].values() if isinstance(value, torch.Tensor)]

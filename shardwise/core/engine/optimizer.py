@@ -321,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._early is not None:
             self._early.close()
         self.updates.close(given_back)
-        vars(self.optimizer).pop("zero_grad", None)  # its class's own again
+        vars(self.optimizer).pop("zero_grad", None)  # the class's method applies again
 
     # ---- backward passes
 

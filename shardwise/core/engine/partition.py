@@ -235,7 +235,7 @@ def parameter_facts(
 def _norm_dtypes(model: nn.Module, precision: PrecisionPlan) -> dict[int, torch.dtype]:
     """Return fp32, by ``id``, for parameters of BatchNorm with fp32 statistics in a 16-bit model.
 
-    With 16-bit weights torch's CPU kernel requires 16-bit statistics, and cuDNN does not run.
+    With 16-bit weights torch's CPU kernel requires 16-bit statistics.
     """
     if precision.param_dtype not in HALF_DTYPES:
         return {}
