@@ -171,8 +171,8 @@ class StateDictGuard:
     @staticmethod
     def _lacking(module: nn.Module, missing: str) -> str:
         return (
-            f"state_dict() of the sharded {type(module).__name__} itself would save only this rank's shards: {missing}; "
-            f"{SAVE}"
+            f"state_dict() of the sharded {type(module).__name__} itself would save only this rank's shards: {missing};"
+            f" {SAVE}"
         )
 
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
