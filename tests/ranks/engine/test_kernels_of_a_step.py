@@ -59,9 +59,9 @@ def count(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-@pytest.mark.parametrize(("stage", "most"), [(1, 150), (2, 150), (3, 100)])
-def test_kernels_of_a_step(stage: Any, most: int, max_norm: float) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_launches_fewer_kernels_than_there_are_layers(stage: Any, max_norm: float) -> None:
     plan = zero(stage, torch.bfloat16).but(max_norm=max_norm, shared_memory=False)
     for ranks in (1, 2):
         for names in run_ranks(ranks, count, plan):
-            assert 0 < len(names) <= most, (len(names), {name: names.count(name) for name in names})
+            assert 0 < len(names) < LAYERS, (len(names), {name: names.count(name) for name in names})
