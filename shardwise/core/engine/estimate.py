@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.sizes import size_classes
 from shardwise.core.comm import LocalGroup
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.partition import parameter_facts
 from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
+from shardwise.core.grads.grads import BucketPool
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.core.shards.layout import make_layout
@@ -85,11 +85,8 @@ def _state_bytes(optimizer: torch.optim.Optimizer, dims: int, dtype: torch.dtype
 
 
 def _exchange_bytes(chunks: Sequence[ChunkPlacement], plan: Plan) -> int:
-    """Return the bytes of unsharded gradients: of all chunks, or of two buckets for each class of sizes."""
-    if plan.shard.reduce == "last":
-        return sum(each.spec.padded_numel * each.reduce_dtype.itemsize for each in chunks)
-    total, depth = 0, 2 if plan.comm.overlap else 1
-    for dtype in {each.reduce_dtype for each in chunks}:
-        numels = [each.spec.padded_numel for each in chunks if each.reduce_dtype == dtype]
-        total += sum(numels[own[0]] * min(depth, len(own)) * dtype.itemsize for own in size_classes(numels))
-    return total
+    """Return the bytes of unsharded gradients: of all chunks, or of the buckets that they share."""
+    own = [(each.spec, each.reduce_dtype) for each in chunks]
+    shared = BucketPool(own, 2 if plan.comm.overlap else 1).specs
+    separate = [(spec.padded_numel, dtype) for spec, dtype in own]
+    return sum(numel * dtype.itemsize for numel, dtype in (separate if plan.shard.reduce == "last" else shared))

@@ -21,6 +21,7 @@ from shardwise.core.memory.host import host_block
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import ChunkSpec
 
 __all__ = [
     "REDUCTION",
@@ -402,11 +403,11 @@ class BucketPool:
     is fixed, because peers that map each other's memory must agree on it.
     """
 
-    def __init__(self, states: Sequence[ChunkGrads], depth: int, extra_bytes: int = 0) -> None:
+    def __init__(self, chunks: Sequence[tuple[ChunkSpec, torch.dtype]], depth: int, extra_bytes: int = 0) -> None:
         self.specs: list[tuple[int, torch.dtype]] = []
         self._slot: dict[int, int] = {}
-        for dtype in sorted({state.dtype for state in states}, key=str):
-            own = [state.spec for state in states if state.dtype == dtype]
+        for dtype in sorted({each for _, each in chunks}, key=str):
+            own = [spec for spec, each in chunks if each == dtype]
             for places in size_classes([spec.padded_numel for spec in own]):
                 capacity, members = own[places[0]].padded_numel, sorted(own[at].index for at in places)
                 nbytes = capacity * dtype.itemsize

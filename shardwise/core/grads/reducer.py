@@ -316,12 +316,11 @@ class Reducer:
 
     def _exchange_memory(self) -> tuple[BucketPool, tuple[Sizes, Sizes]]:
         """Plan the memory that :meth:`allocate` makes."""
-        mesh = self.mesh
         extra = extra_bucket_bytes(self._exchange_bytes, self._group, self._ledger) if self.overlap else 0
-        buckets = BucketPool([] if self.keep_unsharded else self.states, 2 if self.overlap else 1, extra)
-        return buckets, exchange_sizes(
-            self.states, buckets, self.keep_unsharded, mesh.shard.size > 1 < mesh.replicate.size
-        )
+        chunks = [] if self.keep_unsharded else [(each.spec, each.dtype) for each in self.states]
+        buckets = BucketPool(chunks, 2 if self.overlap else 1, extra)
+        replicated = self.mesh.shard.size > 1 < self.mesh.replicate.size
+        return buckets, exchange_sizes(self.states, buckets, self.keep_unsharded, replicated)
 
     def allocate(self) -> None:
         """Allocate the exchange memory, which the ledger has counted from the beginning. Collective."""
