@@ -433,7 +433,7 @@ def build(
     back. The model has its values, unless the build was moving them already (a disk failed, a peer is gone, memory ran
     out, or Ctrl-C came twice); a note of the error says so.
     """
-    optimizers = _given(model, optimizer)
+    optimizers = _optimizers_of(model, optimizer)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan={short_repr(plan)} is not a Plan; give one, such as zero(3)")
     if is_recording():
@@ -465,7 +465,7 @@ def build(
     return session
 
 
-def _given(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
+def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
     """Check the arguments and return the optimizers: one, several or none.
 
     Raises:
@@ -555,11 +555,11 @@ class Settings:
             self.sequence in modes,
             f"sequence={short_repr(self.sequence)} is not a mode of sequence parallelism; use one of {modes}",
         )
-        given = f"sequence={self.sequence!r} with tp={self.tp}, sp={self.sp}"
+        settings = f"sequence={self.sequence!r} with tp={self.tp}, sp={self.sp}"
         if self.sequence in IN_LAYERS:
-            require(self.tp > 1 and self.sp == 1, f"{given}: this mode uses the tp ranks; set tp > 1 and sp=1")
+            require(self.tp > 1 and self.sp == 1, f"{settings}: this mode uses the tp ranks; set tp > 1 and sp=1")
         elif self.sequence is not None:
-            require(self.sp > 1, f"{given}: this mode uses the sp ranks; set sp > 1")
+            require(self.sp > 1, f"{settings}: this mode uses the sp ranks; set sp > 1")
         require(
             self.microbatches is None or self.pp > 1,
             f"microbatches={self.microbatches} with pp={self.pp}: only pipelines have micro-batches; set pp > 1",

@@ -158,7 +158,7 @@ def whole_layout(sizes: list[int], ranks: int, packing: Packing, uneven: bool, r
         fact(f"{index // 4}.{index}", numel, dtype=torch.bfloat16 if index % 5 == 4 else torch.float32)
         for index, numel in enumerate(sizes)
     ]
-    layout = make_layout(facts, EMPTY, packing, ranks, replicas, whole=(0,), uneven=uneven)
+    layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=uneven)
     assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
     for chunk in layout.chunks:
         assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0

@@ -47,10 +47,10 @@ def sample_words(values: Sequence[Any]) -> list[int | None]:
     by_device: dict[torch.device, list[int]] = {}
     for place, word in words.items():
         by_device.setdefault(word.device, []).append(place)
-    found: dict[int, int] = {}
+    sums: dict[int, int] = {}
     for places in by_device.values():
-        found |= zip(places, torch.stack([words[place] for place in places]).tolist(), strict=True)
-    return [found[place] % WORD if place in found else None for place in range(len(values))]
+        sums |= zip(places, torch.stack([words[place] for place in places]).tolist(), strict=True)
+    return [sums[place] % WORD if place in sums else None for place in range(len(values))]
 
 
 def _is_readable(value: Any) -> bool:

@@ -491,10 +491,10 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
     This includes memory that was dropped and waits for another stream (``record_stream``), which cannot be allocated
     and which torch's ``memory_allocated`` leaves out.
     """
-    found = runtime().memory_stats(device)
-    if not found:
+    stats = runtime().memory_stats(device)
+    if not stats:
         return 0, 0  # nothing was allocated there
-    kinds = [found[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators have only one
+    kinds = [stats[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators have only one
     return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
 
 
@@ -515,14 +515,14 @@ def live_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _fields(path: str) -> dict[str, int]:
     """Return the ``Name: 123 kB`` lines of a /proc file, in bytes."""
-    found: dict[str, int] = {}
+    fields: dict[str, int] = {}
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:
-            name, _, rest = line.partition(":")
-            words = rest.split()
+            name, _, value = line.partition(":")
+            words = value.split()
             if len(words) == 2 and words[1] == "kB":
-                found[name] = int(words[0]) * 1024
-    return found
+                fields[name] = int(words[0]) * 1024
+    return fields
 
 
 def _peak_from_rusage() -> int:
@@ -626,9 +626,9 @@ class Accelerator:
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
         """Wait for the work of the device."""
-        synchronize(self._asked(device))
+        synchronize(self._resolve(device))
 
-    def _asked(self, device: torch.device | int | str | None) -> torch.device:
+    def _resolve(self, device: torch.device | int | str | None) -> torch.device:
         if device is None:
             return self.get_current_device()
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -637,12 +637,12 @@ class Accelerator:
 
     def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
         """Return the state of the device's generator."""
-        return runtime().random_state(self._asked(device)) if self.name == "cuda" else torch.get_rng_state()
+        return runtime().random_state(self._resolve(device)) if self.name == "cuda" else torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: torch.device | int | str | None = None) -> None:
         """Set the state of the device's generator."""
         if self.name == "cuda":
-            runtime().set_random_state(self._asked(device), new_state)
+            runtime().set_random_state(self._resolve(device), new_state)
         else:
             torch.set_rng_state(new_state)
 
@@ -670,26 +670,26 @@ class Accelerator:
 
     def memory_allocated(self, device: torch.device | int | None = None) -> int:
         """Return the bytes of tensors on a GPU now; on the CPU those of this process."""
-        facts = memory_facts(self._asked(device))
+        facts = memory_facts(self._resolve(device))
         return facts.device_bytes if self.name == "cuda" else facts.rss_bytes
 
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
         """Return the peak since :meth:`reset_peak_memory_stats`."""
-        facts = memory_facts(self._asked(device))
+        facts = memory_facts(self._resolve(device))
         return facts.peak_device_bytes if self.name == "cuda" else facts.peak_rss_bytes
 
     def memory_reserved(self, device: torch.device | int | None = None) -> int:
         """Return :meth:`memory_allocated` plus the allocator's cache."""
-        return runtime().reserved_bytes(self._asked(device))[0] if self.name == "cuda" else self.memory_allocated()
+        return runtime().reserved_bytes(self._resolve(device))[0] if self.name == "cuda" else self.memory_allocated()
 
     def max_memory_reserved(self, device: torch.device | int | None = None) -> int:
         """Return the peak of :meth:`memory_reserved`."""
-        asked = self._asked(device)
-        return runtime().reserved_bytes(asked)[1] if self.name == "cuda" else self.max_memory_allocated()
+        target = self._resolve(device)
+        return runtime().reserved_bytes(target)[1] if self.name == "cuda" else self.max_memory_allocated()
 
     def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
         """Restart the peaks from what is used now."""
-        reset_peak(self._asked(device))
+        reset_peak(self._resolve(device))
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 

@@ -44,8 +44,8 @@ class StateNames:
 
     def layout(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return parameters (of the full shape, gathered or not), buffers and extra state by name."""
-        found = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
-        return {name: found[name] for name in self.order}
+        tensors = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
+        return {name: tensors[name] for name in self.order}
 
     @classmethod
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
@@ -60,7 +60,7 @@ class StateNames:
         index = {id(param): i for i, param in enumerate(params)}
         own = {n: index[id(p)] for n, p in model.named_parameters(remove_duplicate=False) if id(p) in index}
         of_parameter: dict[int, list[str]] = {}
-        others: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         state = _listed(model)
         for name, value in state.items():
             if id(value) not in index and name in own:
@@ -69,8 +69,8 @@ class StateNames:
             if place is not None:
                 of_parameter.setdefault(place, []).append(name)
             else:
-                others[name] = value
-        return cls(dict.fromkeys(state), of_parameter, others)
+                extra[name] = value
+        return cls(dict.fromkeys(state), of_parameter, extra)
 
 
 def _listed(model: nn.Module) -> Mapping[str, Any]:
@@ -79,8 +79,8 @@ def _listed(model: nn.Module) -> Mapping[str, Any]:
         parameters = inspect.signature(model.state_dict).parameters.values()
     except (TypeError, ValueError):  # not a Python function
         return model.state_dict(keep_vars=True)
-    taken = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in parameters)
-    return model.state_dict(keep_vars=True) if taken else model.state_dict()
+    passed = any(each.kind is each.VAR_KEYWORD or each.name == "keep_vars" for each in parameters)
+    return model.state_dict(keep_vars=True) if passed else model.state_dict()
 
 
 def _check_made(name: str, value: Any, param: nn.Parameter) -> None:
@@ -111,9 +111,9 @@ def is_extra(name: str, value: Any) -> bool:
     return name.endswith(EXTRA_STATE) or not isinstance(value, torch.Tensor)
 
 
-def _is_copied(owner: nn.Module | None, last: str, held: torch.Tensor) -> bool:
+def _is_copied(owner: nn.Module | None, last: str, saved: torch.Tensor) -> bool:
     """Return whether the state has a copy of the module's tensor (torchmetrics)."""
-    return owner is not None and held.numel() > 0 and getattr(owner, last).data_ptr() != held.data_ptr()
+    return owner is not None and saved.numel() > 0 and getattr(owner, last).data_ptr() != saved.data_ptr()
 
 
 def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any], bool] = lambda _: False) -> list[str]:
@@ -121,7 +121,7 @@ def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any],
 
     These have a ``_load_from_state_dict`` or a load hook of their own; ``watches(hook)`` is True for our own hooks.
     """
-    found = []
+    names = []
     while name:
         name = name.rpartition(".")[0]
         module = modules.get(name)
@@ -129,8 +129,8 @@ def takers(modules: Mapping[str, nn.Module], name: str, watches: Callable[[Any],
             type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
             or any(not watches(hook) for hook in module._load_state_dict_pre_hooks.values())
         ):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def hand_back(
@@ -148,14 +148,14 @@ def hand_back(
     left = dict(made)
     for place in range(max(map(len, made.values()), default=0)):
         for path in dict.fromkeys(chain[place] for chain in left.values() if place < len(chain)):
-            asked = [name for name, chain in left.items() if path in chain[place : place + 1]]
-            beside = (n for n in values if n.rpartition(".")[0] == path and n not in made)
-            given = {name: values[name] for name in (*beside, *asked) if not name.endswith(EXTRA_STATE)}
+            computed = [name for name, chain in left.items() if path in chain[place : place + 1]]
+            stored = (n for n in values if n.rpartition(".")[0] == path and n not in made)
+            entries = {name: values[name] for name in (*stored, *computed) if not name.endswith(EXTRA_STATE)}
             unexpected = list[str]()
-            modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, True, [], unexpected, [])
+            modules[path]._load_from_state_dict(entries, f"{path}." if path else "", {}, True, [], unexpected, [])
             # A module does not report entries of its children.
-            refused = {n for n in asked if n in given and (n in unexpected or n.rpartition(".")[0] != path)}
-            left = {name: chain for name, chain in left.items() if name not in asked or name in refused}
+            refused = {n for n in computed if n in entries and (n in unexpected or n.rpartition(".")[0] != path)}
+            left = {name: chain for name, chain in left.items() if name not in computed or name in refused}
     return list(left)
 
 
@@ -176,28 +176,28 @@ def put_others(
     by_module: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         path, _, last = name.rpartition(".")
-        held = own[name]
+        present = own[name]
         if name.endswith(EXTRA_STATE):
             continue
-        if not isinstance(held, torch.Tensor):
+        if not isinstance(present, torch.Tensor):
             if path not in modules:
                 raise ValueError(
                     f"{name}={value!r:.80}: the model has no module {path!r} to load it into; leave it out"
                 )
             by_module.setdefault(path, {})[name] = value
-        elif _is_copied(keeper(modules, name), last, held):
-            by_module.setdefault(path, {})[name] = value.to(held.device, held.dtype, copy=True)
-    apart = {name for given in by_module.values() for name in given}
+        elif _is_copied(keeper(modules, name), last, present):
+            by_module.setdefault(path, {})[name] = value.to(present.device, present.dtype, copy=True)
+    apart = {name for entries in by_module.values() for name in entries}
     for name, value in values.items():
         if name.endswith(EXTRA_STATE):
             modules[name.removesuffix(EXTRA_STATE).rstrip(".")].set_extra_state(value)
         elif name not in apart:
             own[name].copy_(value)
     # Load all entries of a module at once by its own method, since they may depend on each other.
-    for path, given in by_module.items():
+    for path, entries in by_module.items():
         if path in later:
             continue
-        modules[path]._load_from_state_dict(given, f"{path}." if path else "", {}, False, [], [], [])
+        modules[path]._load_from_state_dict(entries, f"{path}." if path else "", {}, False, [], [], [])
 
 
 def with_load_hooks(model: nn.Module, named: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -111,13 +111,13 @@ def _put(generator: torch.Generator, state: State) -> None:
 
 def dropouts_of(modules: Iterable[nn.Module]) -> Dropouts:
     """Return the dropout rates in ``modules``: those of ``nn.Dropout``, and numbers named dropout or jitter."""
-    found: list[tuple[Any, str]] = []
+    rates: list[tuple[Any, str]] = []
     for module in modules:
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            found.append((module, "p"))
-        found += [
+            rates.append((module, "p"))
+        rates += [
             (module, name)
             for name, value in vars(module).items()
             if ("dropout" in name or "jitter" in name) and isinstance(value, (int, float))
         ]
-    return tuple(found)
+    return tuple(rates)

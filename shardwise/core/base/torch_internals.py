@@ -169,8 +169,8 @@ def with_negative_bit(tensor: Tensor) -> Tensor:
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, bool, Any]:
     """Parse the arguments of ``Tensor.to`` to ``(device, dtype, non_blocking, memory_format)``."""
-    found: tuple[torch.device | None, torch.dtype | None, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
-    return found
+    target: tuple[torch.device | None, torch.dtype | None, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return target
 
 
 # ---- subclasses of Tensor, and modes
@@ -240,9 +240,9 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 # saved_tensors_hooks is a context manager, but ours begin in a hook before a module's forward and end in one after it.
 def top_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost pair of saved-tensor hooks, or ``None``."""
-    found: tuple[Callable[..., Any], Callable[..., Any]] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def saved_hooks_enabled() -> bool:

@@ -119,12 +119,12 @@ def integer(
     if isinstance(value, bool) or not isinstance(value, Integral):
         kind = "" if what == "a whole number" else ", a whole number"
         raise TypeError(f"{name}={short_repr(value)}: give {what} >= {least}{kind}")
-    found = int(value)
-    if found < least:
-        raise ValueError(f"{name}={short_repr(found)}: give {what} >= {least}")
-    if found > most:
-        raise ValueError(f"{name}={short_repr(found)}: give {what} <= {most}")
-    return found
+    number = int(value)
+    if number < least:
+        raise ValueError(f"{name}={short_repr(number)}: give {what} >= {least}")
+    if number > most:
+        raise ValueError(f"{name}={short_repr(number)}: give {what} <= {most}")
+    return number
 
 
 def number(name: str, value: object, within: str, what: str = "") -> float:
@@ -145,14 +145,14 @@ def number(name: str, value: object, within: str, what: str = "") -> float:
         raise TypeError(f"{name}={short_repr(value)}: give {what}")
     low, high = map(float, within[1:-1].split(","))
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
-        found = math.inf if value > 0.0 else -math.inf  # type: ignore[operator]  # an integer beyond all floats
-    above = found >= low if within[0] == "[" else found > low
-    below = found <= high if within[-1] == "]" else found < high
+        converted = math.inf if value > 0.0 else -math.inf  # type: ignore[operator]  # an integer beyond all floats
+    above = converted >= low if within[0] == "[" else converted > low
+    below = converted <= high if within[-1] == "]" else converted < high
     if not (above and below):  # both are False for NaN
         raise ValueError(f"{name}={short_repr(value)}: give {what}")
-    return found
+    return converted
 
 
 def _words(within: str) -> str:
@@ -190,9 +190,9 @@ def as_path(name: str, value: object, what: str = "a path") -> str:
     Raises:
         TypeError: ``value`` is not a path; ``what`` is what to give.
     """
-    if not isinstance(value, str | os.PathLike) or not isinstance(found := os.fspath(value), str):
+    if not isinstance(value, str | os.PathLike) or not isinstance(path := os.fspath(value), str):
         raise TypeError(f"{name}={short_repr(value)}: give {what}, as str or pathlib.Path")
-    return found
+    return path
 
 
 def check_type(name: str, value: object, kind: type | tuple[type, ...], what: str) -> None:

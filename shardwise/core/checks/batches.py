@@ -93,10 +93,10 @@ class SameBatches:
         Raises:
             ValueError: On every rank, if they differ; shows the last batch of each.
         """
-        told = group.exchange_object([list(self.words()), self._last[:TEXT_LENGTH]], "batches that differ")
-        if any(words != told[0][0] for words, _ in told):
+        posts = group.exchange_object([list(self.words()), self._last[:TEXT_LENGTH]], "batches that differ")
+        if any(words != posts[0][0] for words, _ in posts):
             self.forget()
-            raise ValueError(differing([tuple(words) for words, _ in told], [text for _, text in told]))
+            raise ValueError(differing([tuple(words) for words, _ in posts], [text for _, text in posts]))
 
 
 def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
@@ -104,9 +104,9 @@ def differing(words: list[tuple[float, ...]], outlines: list[str]) -> str:
     same: dict[tuple[float, ...], list[int]] = {}
     for rank, each in enumerate(words):
         same.setdefault(each, []).append(rank)
-    told = "; ".join(f"{ranks_text(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
+    text = "; ".join(f"{ranks_text(ranks)}: {outlines[ranks[0]]}" for ranks in same.values())
     values = " (of the same shapes, with other values)" if len({*outlines}) == 1 else ""
     return (
-        f"the {len(words)} ranks that hold one model were given {len(same)} different batches{values}: {told}. Give "
+        f"the {len(words)} ranks that hold one model were given {len(same)} different batches{values}: {text}. Give "
         "all of them the same, as the plugin's prepare_dataloader does, and call zero_grad() before going on"
     )

@@ -41,23 +41,23 @@ def describe_build(
     Args:
         every: the model's parameters, with what is known of each.
     """
-    found: dict[str, Mapping[str, Any]] = {
+    subjects: dict[str, Mapping[str, Any]] = {
         "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
         "the plan": dict(_plan_fields(plan)),
         "the model": {"number of parameters": len(every), "number of optimizers": len(optimizers)},
     }
     for index, optimizer in enumerate(optimizers):
         groups = optimizer.param_groups
-        found[called(index)] = {"class": class_name(type(optimizer)), "number of groups": len(groups)}
+        subjects[called(index)] = {"class": class_name(type(optimizer)), "number of groups": len(groups)}
         for number, group in enumerate(groups):
-            found[called(index, number)] = group_values(optimizer, group)
-    found |= _parameters(optimizers, every)
+            subjects[called(index, number)] = group_values(optimizer, group)
+    subjects |= _parameters(optimizers, every)
     if plan.comm.sync_init:
-        found |= {
+        subjects |= {
             f"tensor {name}": {"shape": list(value.shape), "dtype": str(value.dtype)} | _of_sparse(value)
             for name, value in model.named_buffers()
         }
-    return found | _modules(model, plan)
+    return subjects | _modules(model, plan)
 
 
 def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
@@ -75,19 +75,19 @@ def called(optimizer: int, group: int | None = None) -> str:
 
 
 def _plan_fields(part: Any, prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    rows: list[tuple[str, Any]] = []
     for field in fields(part):
         value, name = getattr(part, field.name), f"{prefix}{field.name}"
         if field.name in ONLY_WHETHER:
-            found.append((name, "none" if value is None else "given"))
+            rows.append((name, "none" if value is None else "given"))
         elif field.name in PER_RANK:
             continue
         elif is_dataclass(value):
-            found.append((name, type(value).__name__))
-            found += _plan_fields(value, f"{name}.")
+            rows.append((name, type(value).__name__))
+            rows += _plan_fields(value, f"{name}.")
         else:
-            found.append((name, plain(value)))
-    return found
+            rows.append((name, plain(value)))
+    return rows
 
 
 def _parameters(
@@ -99,7 +99,7 @@ def _parameters(
         for group in optimizer.param_groups
         for position, param in enumerate(group["params"])
     }
-    found: dict[str, Mapping[str, Any]] = {}
+    subjects: dict[str, Mapping[str, Any]] = {}
     for param, fact in every:
         about: dict[str, Any] = {
             "shape": list(fact.whole),
@@ -114,8 +114,8 @@ def _parameters(
             state = optimizers[fact.optimizer].state.get(param)
             if state:
                 about["optimizer state"] = sorted(map(str, state))
-        found[f"parameter {fact.names[0]}"] = about
-    return found
+        subjects[f"parameter {fact.names[0]}"] = about
+    return subjects
 
 
 def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class Structure:
         modules = list(self._model.modules())
         self._children: list[dict[str, Any]] = [module._modules for module in modules]
         self._parameters: list[dict[str, Any]] = [module._parameters for module in modules]
-        self._held = [*_objects(self._children), *_objects(self._parameters)]
+        self._kept_alive = [*_objects(self._children), *_objects(self._parameters)]
         self._child_ids, self._parameter_ids = _ids(self._children), _ids(self._parameters)
 
     def check_children(self) -> None:
@@ -187,10 +187,10 @@ class Structure:
         )
 
     def _look(self) -> None:
-        found, guests = set(), []
+        seen, guests = set(), []
         for module, name, leaf, param in _places(self._model):
             if id(param) in self._sharded:
-                found.add(id(param))
+                seen.add(id(param))
                 if self._places.get((id(module), leaf)) is not param:
                     raise RuntimeError(
                         f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
@@ -201,7 +201,7 @@ class Structure:
                     self._refuse(name, param)
                 guests.append((name, param))
         for key, index in self._sharded.items():
-            if key not in found:
+            if key not in seen:
                 raise RuntimeError(
                     f"{self._name_of(index)} {tuple(self._known[key].shape)} was removed from the sharded model: "
                     "remove modules and parameters before boost/build"
@@ -254,7 +254,7 @@ class Edits:
         self._params = [param for chunk in chunks for param in chunk.params]
         self._dtypes = [chunk.spec.dtype for chunk in chunks for _ in chunk.params]
         self._absent: dict[torch.dtype, torch.Tensor] = {}
-        self._asked: list[Later] = []
+        self._pending: list[Later] = []
         for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
             own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
             slots = [len(c.spec.slots) for c in own]
@@ -281,10 +281,10 @@ class Edits:
             if wrong is not None:
                 param = chunk.params[wrong]
                 # Read before it is put back, which changes what it tells.
-                found = f"now {param.dtype} of shape {tuple(param.shape)} on {param.device}"
+                state = f"now {param.dtype} of shape {tuple(param.shape)} on {param.device}"
                 self._put_back()
                 raise RuntimeError(
-                    f"{self._name(chunk, wrong)} ({found}) was moved, cast or given other data after the model was "
+                    f"{self._name(chunk, wrong)} ({state}) was moved, cast or given other data after the model was "
                     "sharded, which is dropped; do that before boost/build, write to it inside `with "
                     f"model.gathered(write_back=True)` of {SHARDED_MODEL}, or load a state"
                 )
@@ -309,11 +309,11 @@ class Edits:
 
     def _changed(self) -> bool:
         """Whether something was written to what stands for absent parameters."""
-        asked, self._asked = self._asked, []
+        pending, self._pending = self._pending, []
         if not any(runs_ahead(values.device) for values in self._absent.values()):
             return not all(bool(is_absent(values).all()) for values in self._absent.values())
-        self._asked = [Later(is_absent(values).all()) for values in self._absent.values()]
-        return not all(later.value() for later in asked)
+        self._pending = [Later(is_absent(values).all()) for values in self._absent.values()]
+        return not all(later.value() for later in pending)
 
     def check_written(self, writable: Callable[[int], bool]) -> None:
         """Check that nothing was written to a parameter that would be lost.
@@ -343,7 +343,7 @@ class Edits:
     def _put_back(self) -> None:
         # Copies first: they end with what was written to them, and are gathered again.
         self._drop()
-        self._asked = []
+        self._pending = []
         for dtype, values in self._absent.items():
             values.fill_(absent_value(dtype))
         for chunk in self._chunks:

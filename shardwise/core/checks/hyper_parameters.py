@@ -43,8 +43,8 @@ class HyperParameters:
         groups: Its param groups. While an update runs in a thread, the optimizer's own list has one tile's group.
         index: Its position among the engine's optimizers.
         mesh: The ranks whose updates have to be the same.
-        asked: Returns further settings of the next step, made by calls on every rank (clipping).
-        held: Returns what this rank's gradients consist of: passes and loss scale.
+        settings: Returns further settings of the next step, made by calls on every rank (clipping).
+        grad_facts: Returns what this rank's gradients consist of: passes and loss scale.
         broken: the parts that replicas have updated differently are marked here.
     """
 
@@ -54,12 +54,12 @@ class HyperParameters:
         groups: ParamGroups,
         index: int,
         mesh: Mesh,
-        asked: Callable[[], Sequence[tuple[str, float]]],
-        held: Callable[[], Mapping[str, float]],
+        settings: Callable[[], Sequence[tuple[str, float]]],
+        grad_facts: Callable[[], Mapping[str, float]],
         broken: Broken,
     ) -> None:
-        self._optimizer, self._index, self._mesh, self._asked = optimizer, index, mesh, asked
-        self._groups, self._held, self._broken = groups, held, broken
+        self._optimizer, self._index, self._mesh, self._settings = optimizer, index, mesh, settings
+        self._groups, self._grad_facts, self._broken = groups, grad_facts, broken
         self._replicated = mesh.replicate.size > 1
         self._used: tuple[float, Description] = (0.0, {})
         self._steps = 0
@@ -71,16 +71,18 @@ class HyperParameters:
             for key, value in group.items():
                 if key != "params":
                     _append(numbers, value)
-        numbers.extend(value for _, value in self._asked())
+        numbers.extend(value for _, value in self._settings())
         return digest(numbers.tobytes(), 1)[0]
 
     def piggyback_on_norm(self) -> list[float]:
         """Return what travels with the norm."""
-        return [] if self._replicated else [self.word(), *self._held().values()]
+        return [] if self._replicated else [self.word(), *self._grad_facts().values()]
 
     def piggyback_on_pass(self) -> list[float]:
         """Return what travels at the end of a pass."""
-        return [self.word(), *self._held().values(), self._used[0], float(self._steps)] if self._replicated else []
+        return (
+            [self.word(), *self._grad_facts().values(), self._used[0], float(self._steps)] if self._replicated else []
+        )
 
     def used(self) -> None:
         """Note that a step was made with the present values."""
@@ -99,10 +101,10 @@ class HyperParameters:
             RuntimeError: replicas that meet in a pass have made different numbers of steps (the same); or some ranks
                 have dropped gradients that others hold, or multiplied them by another loss scale.
         """
-        made_of = {f"the gradients of {called(self._index)}": self._held() if group is None else {}}
-        told = (self._steps, made_of, {**self._describe(""), **self._used[1]}, self._used[0])
-        found: list[Any] = (group or self._mesh.world).exchange_object(told, "hyper-parameters")
-        steps, grads, described, used = ([each[place] for each in found] for place in range(4))
+        made_of = {f"the gradients of {called(self._index)}": self._grad_facts() if group is None else {}}
+        own = (self._steps, made_of, {**self._describe(""), **self._used[1]}, self._used[0])
+        posts: list[Any] = (group or self._mesh.world).exchange_object(own, "hyper-parameters")
+        steps, grads, described, used = ([each[place] for each in posts] for place in range(4))
         if self._replicated and (len(set(steps)) > 1 or len(set(used)) > 1):
             # The replicas are different models now; they can go on from a checkpoint.
             self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
@@ -125,12 +127,12 @@ class HyperParameters:
             )
 
     def _describe(self, when: str) -> Description:
-        told: dict[str, dict[str, Any]] = {
-            f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._asked())}
+        values: dict[str, dict[str, Any]] = {
+            f"{called(self._index)}{when}": {"number of groups": len(self._groups.now), **dict(self._settings())}
         }
         for number, group in enumerate(self._groups.now):
-            told[f"{called(self._index, number)}{when}"] = group_values(self._optimizer, group)
-        return told
+            values[f"{called(self._index, number)}{when}"] = group_values(self._optimizer, group)
+        return values
 
 
 def _append(numbers: array[float], value: Any) -> None:

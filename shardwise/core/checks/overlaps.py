@@ -25,7 +25,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Span:
     """A tensor and the bytes between its first and its last element, ``[start, end)`` of ``memory``."""
 
     name: str
@@ -56,18 +56,18 @@ def check_apart(model: nn.Module) -> None:
         ValueError: two share one; both are named.
     """
     with no_torch_function():
-        found = sorted(_held(model), key=lambda each: (each.memory, each.start))
-        reaching: list[_Held] = []
-        for each in found:
+        spans = sorted(_spans(model), key=lambda each: (each.memory, each.start))
+        reaching: list[_Span] = []
+        for each in spans:
             reaching = [other for other in reaching if other.memory == each.memory and other.end > each.start]
             for other in reaching:
                 matters = each.trained or other.trained or (each.is_parameter and other.is_parameter)
                 if matters and _share(each, other):
-                    _refuse(*sorted((other, each), key=lambda held: not held.is_parameter))
+                    _refuse(*sorted((other, each), key=lambda span: not span.is_parameter))
             reaching.append(each)
 
 
-def _held(model: nn.Module) -> Iterator[_Held]:
+def _spans(model: nn.Module) -> Iterator[_Span]:
     named: list[tuple[str, Tensor, str]] = [(name, tensor, PARAMETER) for name, tensor in model.named_parameters()]
     named += [(name, tensor, "buffer") for name, tensor in model.named_buffers()]
     known = {id(tensor) for _, tensor, _ in named}
@@ -82,7 +82,7 @@ def _held(model: nn.Module) -> Iterator[_Held]:
             memory, start = (str(tensor.device), 0), tensor.data_ptr()
         else:
             continue  # a subclass that has its values elsewhere
-        yield _Held(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
+        yield _Span(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +107,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(f"[{key!r}]", each) for key, each in value.items()] if isinstance(value, dict) else [("", value)]
 
 
-def _share(one: _Held, other: _Held) -> bool:
+def _share(one: _Span, other: _Span) -> bool:
     """Whether they have a byte in common; their ranges overlap."""
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
@@ -119,21 +119,21 @@ def _share(one: _Held, other: _Held) -> bool:
     return bool(_bytes(other, marked, start).any())
 
 
-def _bytes(held: _Held, marked: Tensor, origin: int) -> Tensor:
-    size, strides = held.tensor.itemsize, [stride * held.tensor.itemsize for stride in held.tensor.stride()]
-    return marked.as_strided((*held.tensor.shape, size), (*strides, 1), held.start - origin)
+def _bytes(span: _Span, marked: Tensor, origin: int) -> Tensor:
+    size, strides = span.tensor.itemsize, [stride * span.tensor.itemsize for stride in span.tensor.stride()]
+    return marked.as_strided((*span.tensor.shape, size), (*strides, 1), span.start - origin)
 
 
-def _refuse(kept: _Held, other: _Held) -> NoReturn:
-    nbytes = min(kept.end, other.end) - max(kept.start, other.start)
+def _refuse(first: _Span, other: _Span) -> NoReturn:
+    nbytes = min(first.end, other.end) - max(first.start, other.start)
     if other.is_parameter:
         raise ValueError(
-            f"{kept.name} {tuple(kept.tensor.shape)} and {other.name} {tuple(other.tensor.shape)} lie in the same "
+            f"{first.name} {tuple(first.tensor.shape)} and {other.name} {tuple(other.tensor.shape)} lie in the same "
             f"memory ({nbytes} bytes) but are two parameters, which would part once sharded: make them one object "
-            f"({other.name} = {kept.name}), or give {other.name} memory of its own (clone()), before boost/build"
+            f"({other.name} = {first.name}), or give {other.name} memory of its own (clone()), before boost/build"
         )
     raise ValueError(
-        f"{other.kind} {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {kept.name} "
+        f"{other.kind} {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {first.name} "
         f"({nbytes} bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before "
         "boost/build, or read the parameter where it is used"
     )

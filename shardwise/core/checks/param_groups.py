@@ -146,8 +146,8 @@ def _same(params: object, before: Sequence[nn.Parameter]) -> bool:
 def same_value(a: Any, b: Any) -> bool:
     """Whether options are equal, NaN to NaN too; tensors element by element."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        alike = type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-        return alike and bool(((a == b) | ((a != a) & (b != b))).all())
+        same = type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+        return same and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_value(value, b[key]) for key, value in a.items())
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

@@ -50,8 +50,8 @@ class AbsentTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        found = [each for each in each_leaf((args, kwargs)) if isinstance(each, AbsentTensor)]
-        raise RuntimeError(found[0].why)
+        absent = [each for each in each_leaf((args, kwargs)) if isinstance(each, AbsentTensor)]
+        raise RuntimeError(absent[0].why)
 
     __reduce_ex__ = __deepcopy__ = __dlpack__ = _refuse
     tolist = data_ptr = untyped_storage = _refuse
@@ -142,10 +142,10 @@ class StateDictGuard:
 
     def _missing(self, module: nn.Module) -> str:
         """What of a module's own parameters, of the whole model's all, this rank lacks; empty where nothing."""
-        whole = module is self.model
-        if whole and self._stages:
+        of_model = module is self.model
+        if of_model and self._stages:
             return self._stages
-        return next(filter(None, map(self._lacked, module.parameters(recurse=whole))), "")
+        return next(filter(None, map(self._lacked, module.parameters(recurse=of_model))), "")
 
     def _lacked(self, param: nn.Parameter) -> str:
         """Why this rank has less than the whole of a parameter; empty where it has all."""

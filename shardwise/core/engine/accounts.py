@@ -83,36 +83,36 @@ class HeldBuffers:
         self, model: nn.Module, device: torch.device, ledger: Ledger, dtype: torch.dtype | None, foreseen: bool
     ) -> None:
         self._model, self._device, self._ledger, self._dtype = model, device, ledger, dtype
-        self._found: list[weakref.ref[torch.UntypedStorage]] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._to_come = 0
         """Bytes that the build will put on the device."""
         if ledger.capacity_bytes is not None:
-            self._to_come = self._foresee() if foreseen else 0
+            self._to_come = self._estimate() if foreseen else 0
             ledger.account("buffers", self._device_bytes)
 
-    def _foresee(self) -> int:
-        total, kept = 0, list[torch.Tensor]()
+    def _estimate(self) -> int:
+        total, tensors = 0, list[torch.Tensor]()
         with no_torch_function():  # buffers of a deferred construction have no memory
             for buffer in self._model.buffers():
                 dtype = dtype_of_buffer(buffer, self._dtype)
                 if dtype == buffer.dtype and not buffer.is_meta:
-                    kept.append(buffer)
+                    tensors.append(buffer)
                 else:
                     total += buffer.numel() * dtype.itemsize
-            return total + sum(sizes_of(kept).values())
+            return total + sum(sizes_of(tensors).values())
 
     def look(self) -> None:
         """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
         self._to_come = 0
-        found = dict[int, torch.UntypedStorage]()
+        by_id = dict[int, torch.UntypedStorage]()
         for buffer in self._model.buffers():
             if buffer.device == self._device:
-                found.update((storage_id(storage), storage) for storage in storages(buffer))
+                by_id.update((storage_id(storage), storage) for storage in storages(buffer))
                 self._ledger.charge(buffer)
-        self._found = [weakref.ref(storage) for storage in found.values()]
+        self._storages = [weakref.ref(storage) for storage in by_id.values()]
 
     def _device_bytes(self) -> int:
-        alive = (found() for found in self._found)
+        alive = (found() for found in self._storages)
         return self._to_come + sum(storage.nbytes() for storage in alive if storage is not None)
 
     def foreseen_bytes(self) -> int:

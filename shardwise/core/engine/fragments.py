@@ -109,12 +109,12 @@ class FragmentPlan:
         at = 0
         for block, parts in zip(blocks, cut, strict=True):
             owned: list[list[tuple[Fragment, int]]] = []
-            for (whole, _), pieces in zip(block.parts, parts, strict=True):
+            for (fragment, _), pieces in zip(block.parts, parts, strict=True):
                 mine = []
                 for piece in pieces:
                     # Replicas have the same bits: each writes a contiguous part.
                     if at * replicas // total == replica:
-                        mine.append((piece, piece.start - whole.start))
+                        mine.append((piece, piece.start - fragment.start))
                     at += piece.nbytes
                 owned.append(mine)
             self._owned.append(owned)
@@ -149,22 +149,22 @@ class FragmentReader:
         self.fragments, self._places = fragments, places
         self._block: FragmentBlock | None = None
         self._open = ExitStack()
-        self._held: Any = None
+        self._opened: Any = None
 
     def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Return elements ``[start, start + numel)`` of a fragment: 1-D, on the host, valid until the next read."""
         block, get, offset = self._places[index]
         if block is not self._block:
             self.close()
-            self._held = self._open.enter_context(block.opened())
+            self._opened = self._open.enter_context(block.opened())
             self._block = block
         first = offset + start
         count = self.fragments[index].numel - start if numel is None else numel
-        return get(self._held).detach().reshape(-1)[first : first + count].cpu().contiguous()
+        return get(self._opened).detach().reshape(-1)[first : first + count].cpu().contiguous()
 
     def close(self) -> None:
         """Close the open block. Idempotent."""
-        self._block = self._held = None
+        self._block = self._opened = None
         self._open.close()
 
 
@@ -374,16 +374,16 @@ class EngineLocalState:
         state = self._shards.states.get(chunk.spec.index)
         facts = self._shards.layout.facts
         for_all = [(slot, stored(self._own[slot.param][0])) for slot in chunk.spec.slots]
-        wanted = [(slot, name) for slot, name in for_all if name is not None]
-        if not wanted:
+        named = [(slot, name) for slot, name in for_all if name is not None]
+        if not named:
             return
         if chunk.resident and not chunk.spec.trainable:  # never gathered: each rank has the full array
-            for slot, name in wanted:
+            for slot, name in named:
                 fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
             return
         masters = state.opened(write=True) if state is not None else nullcontext()
         with chunk.opened(write=True) as shard, masters as master:
-            for slot, name in wanted:
+            for slot, name in named:
                 start, end = chunk.overlap(slot)
                 if start < end:
                     place = slice(start - chunk.shard_start, end - chunk.shard_start)
@@ -407,11 +407,11 @@ class EngineLocalState:
                 states.append(new)
                 continue
             state: dict[str, Any] = {}
-            held = flat(optimizer.state.get(piece.value, {}))
+            state = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
                     dtype = optimizer.updates.stepper.dtype_for(key, value.dtype, piece.value)
-                    there: Any = held.get(key)
+                    there: Any = state.get(key)
                     # Reuse memory of existing state; of tiles on a disk it is only a placeholder.
                     reuse = not tile.state.on_disk and is_element_wise(there, piece) and there.dtype == dtype
                     if not reuse:

@@ -269,7 +269,7 @@ class GradFacade:
         self.loss_scaled = shards.plan.precision.scaler is not None
         self.limits: dict[int, float] = {}
         self.clip: dict[int, float] = {}
-        self.asked: dict[int, tuple[tuple[str, float], ...]] = {}
+        self.settings: dict[int, tuple[tuple[str, float], ...]] = {}
 
     # ---- shown and hidden
 
@@ -353,7 +353,7 @@ class GradFacade:
         """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
         self._changed()
         self.user_grads.forget(optimizer)
-        for calls in (self.clip, self.asked):
+        for calls in (self.clip, self.settings):
             for each in list(calls) if optimizer is None else (optimizer, -1):
                 calls.pop(each, None)
 
@@ -448,8 +448,11 @@ class GradFacade:
 
     def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
         """Note a clipping call of every rank for the next step, which multiplies gradients by ``factor``."""
-        asked, clip = self.asked.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
-        self.asked[optimizer], self.clip[optimizer] = (*asked, (call, argument)), clip  # no interrupt between the two
+        calls, clip = self.settings.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
+        self.settings[optimizer], self.clip[optimizer] = (
+            (*calls, (call, argument)),
+            clip,
+        )  # no interrupt between the two
 
     # ---- for ShardedGrad
 
@@ -582,12 +585,12 @@ class GradFacade:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         return list(torch.tensor(values, dtype=dtype, device="cpu").to(param.device).unbind())
 
-    def _all_norms(self, asked: int, p: float) -> list[float]:
+    def _all_norms(self, index: int, p: float) -> list[float]:
         mesh, facts = self._shards.mesh, self._shards.layout.facts
         parts = [self._counted_part(entry) if entry.reduced else None for entry in self.entries]
         group = mesh.model_parallel if mesh.pipeline.size == 1 else mesh.tensor
         divided = [facts[entry.index].part is not None or is_divided(entry.param) for entry in self.entries]
-        with self._collective(asked, "the norm"):
+        with self._collective(index, "the norm"):
             return each_norm(parts, p, mesh.shard, group, divided)
 
     def _counted_part(self, entry: Entry) -> torch.Tensor | None:

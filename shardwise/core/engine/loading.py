@@ -74,9 +74,9 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
             )
         # The names of all stages are not those of this rank's modules.
         own = (names if shards.partition.table.names is None else state_dicts.names()).others
-        others = {name: state_dict[name] for name in own if name in state_dict}
-        computed = check_buffers_and_extra(state_dicts, own, others)
-    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, others, computed))
+        buffers = {name: state_dict[name] for name in own if name in state_dict}
+        computed = check_buffers_and_extra(state_dicts, own, buffers)
+    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers, computed))
     complete = not missing
     run_load_hooks(values, missing, unexpected)
     if complete:
@@ -143,7 +143,7 @@ def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -
 def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
     """Write the parameters, and call ``load_others`` for buffers and extra state."""
     table = values.shards.partition.table
-    values.before_load(whole=all(_name_in(own, state) for own in names.of_parameter.values()))
+    values.before_load(full_model=all(_name_in(own, state) for own in names.of_parameter.values()))
     values.before_update()
     with values.guards.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
         with ValueWriter(values.shards.storage) as writer:

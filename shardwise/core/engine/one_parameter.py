@@ -79,7 +79,7 @@ class OneParameter:
 
     @collective("reading a parameter")
     def _read_whole(self) -> torch.Tensor:
-        return self._whole(self._read())
+        return self._gather(self._read())
 
     def _own_value(self) -> torch.Tensor:
         with ExitStack() as stack:
@@ -90,7 +90,7 @@ class OneParameter:
             at = self._slot.start + self._first - self._chunk.shard_start if self._numel else 0
             return shard[at : at + self._numel].to(self._mesh.device, copy=True)
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+    def _gather(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the shards of all ranks. Collective."""
         group = self._mesh.shard
         group.exchange([], f"shards of {self.name}")  # ranks that read different parameters raise
@@ -109,7 +109,7 @@ class OneParameter:
         self._guards.check_open(f"writing {self.name}")
         new = self._compared(value, own, "the value")
         if own:
-            new = self._whole(new)
+            new = self._gather(new)
         values = self._values
         values.make_current(f"writing {self.name}")
         values.before_update()
@@ -186,7 +186,7 @@ class OneParameter:
         self._guards.check_open(f"writing the gradient of {self.name}")
         grad = self._checked(value, own)
         self._grads.facade.collect()
-        self._grads.facade.replace(self.index, self._whole(grad) if own else grad)
+        self._grads.facade.replace(self.index, self._gather(grad) if own else grad)
 
     # ---- its optimizer state
 
@@ -223,7 +223,7 @@ class OneParameter:
             return torch.tensor(kind[0], dtype=getattr(torch, kind[1]), device="cpu")
         empty = torch.empty(0, dtype=getattr(torch, kind), device=self._mesh.device)
         part = torch.cat(parts) if parts else empty
-        return part if own else self._whole(part)
+        return part if own else self._gather(part)
 
     @staticmethod
     def _kind(value: Any, piece: ParamShard) -> Any:

@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def calls() -> list[tuple[str, float]]:
             limit = [("max_norm", grads.facade.limits[index])] if index in grads.facade.limits else []
-            return [*limit, *grads.facade.asked.get(index, ())]
+            return [*limit, *grads.facade.settings.get(index, ())]
 
         groups, broken = self.updates.stepper.param_groups, self._values.guards.broken
         settings = HyperParameters(self.optimizer, groups, index, self._mesh, calls, made_of, broken)
@@ -541,7 +541,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def unscaled(self) -> bool:
         """Whether :meth:`unscale` was called for the current gradients."""
-        return any(call == UNSCALE for call, _ in self._grads.facade.asked.get(self.index, ()))
+        return any(call == UNSCALE for call, _ in self._grads.facade.settings.get(self.index, ()))
 
     def _check_kept(self, call: str) -> None:
         self._values.guards.check_open(call)
@@ -563,7 +563,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         call_state_pre_hooks(self.optimizer)
         self._values.make_current("a state")
-        full = self.full_state.collect(wanted=not only_rank_0 or self._mesh.is_rank0)
+        full = self.full_state.collect(needed=not only_rank_0 or self._mesh.is_rank0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
         return call_state_post_hooks(self.optimizer, full)

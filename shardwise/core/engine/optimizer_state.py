@@ -118,7 +118,7 @@ class OptimizerState:
     def _cut(self, piece: ParamShard, full: dict[str, Any]) -> dict[str, Any]:
         fact = self._shards.layout.facts[piece.param]
         name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
-        whole = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].whole
+        unsplit = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].whole
         cut: dict[str, Any] = {}
         for key, value in flat(full).items():
             if not isinstance(value, torch.Tensor):
@@ -137,9 +137,9 @@ class OptimizerState:
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:
                 dtype = self._updates.stepper.dtype_for(key, value.dtype, piece.value)
                 cut[key] = value.detach().reshape(1).to(device=piece.value.device, dtype=dtype, copy=True)
-            elif value.numel() == 1 and (value.dim() == 0 or key == "step" or not whole):
+            elif value.numel() == 1 and (value.dim() == 0 or key == "step" or not unsplit):
                 cut[key] = value.detach().clone()
-            elif whole:  # a matrix of one element, too
+            elif unsplit:  # a matrix of one element, too
                 cut[key] = value.detach().to(piece.value.device, copy=True)
             else:
                 raise ValueError(
@@ -164,17 +164,17 @@ class OptimizerState:
             groups.append(packed | {"params": [number[p] for p in places]})
         return number, groups
 
-    def collect(self, wanted: bool = True) -> dict[str, Any]:
-        """Return the full state_dict, tensors on the host; without state if it is not ``wanted``. Collective."""
+    def collect(self, needed: bool = True) -> dict[str, Any]:
+        """Return the full state_dict, tensors on the host; without state unless it is ``needed``. Collective."""
         number, groups = self._numbering()
         described = self._described()
-        own = self._own_entries(described, wanted or self._mesh.pipeline.size > 1)
-        entries = own if self._mesh.pipeline.size == 1 else self._of_all_stages(own, described, wanted)
+        own = self._own_entries(described, needed or self._mesh.pipeline.size > 1)
+        entries = own if self._mesh.pipeline.size == 1 else self._of_all_stages(own, described, needed)
         state = {number[place]: nested(entry) for place, entry in entries}
-        return {"state": dict(sorted(state.items())) if wanted else {}, "param_groups": groups}
+        return {"state": dict(sorted(state.items())) if needed else {}, "param_groups": groups}
 
     def _of_all_stages(
-        self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, wanted: bool
+        self, own: Iterable[tuple[int, dict[str, Any]]], described: _Described, needed: bool
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each parameter's state by place, from the stages that have it. Collective."""
         table, pipeline = self._table, self._mesh.pipeline
@@ -193,10 +193,10 @@ class OptimizerState:
                 else:
                     value = self._room(kind, table.facts[place].whole)
                 pipeline.broadcast(value, rank)
-                entry[key] = value.cpu() if wanted else None
+                entry[key] = value.cpu() if needed else None
             yield place, entry
 
-    def _own_entries(self, described: _Described, wanted: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _own_entries(self, described: _Described, needed: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the full state of this rank's parameters by place."""
         positions: dict[int, list[int]] = {}
         for position, tile in enumerate(self._updates.tiles):
@@ -210,38 +210,38 @@ class OptimizerState:
             entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
             kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
             dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
-            return partial(self._gather, chunk, self._read(chunk, positions.get(index, []), dtypes), wanted)
+            return partial(self._gather, chunk, self._read(chunk, positions.get(index, []), dtypes), needed)
 
         for param, span, full in each_parameter(self._shards, own, READING_STATE, load):
             entry = described.get(param)
             if entry is not None:
-                yield self._table.place[param], self._entry(param, span, entry, full, wanted)
+                yield self._table.place[param], self._entry(param, span, entry, full, needed)
 
-    def _gather(self, chunk: Chunk, shards: dict[str, torch.Tensor], wanted: bool) -> dict[str, torch.Tensor]:
+    def _gather(self, chunk: Chunk, shards: dict[str, torch.Tensor], needed: bool) -> dict[str, torch.Tensor]:
         """Return one chunk's element-wise state by key, on the host."""
         full: dict[str, torch.Tensor] = {}
         for key, shard in shards.items():
             gathered = gather_chunk(self._mesh.shard, chunk.spec, shard.to(chunk.device))
-            if wanted or self._mesh.tensor.size > 1:
+            if needed or self._mesh.tensor.size > 1:
                 full[key] = gathered.cpu()
         return full
 
     def _entry(
-        self, param: int, slot: ParamSpan, described: dict[str, Any], full: dict[str, torch.Tensor], wanted: bool
+        self, param: int, slot: ParamSpan, described: dict[str, Any], full: dict[str, torch.Tensor], needed: bool
     ) -> dict[str, Any]:
         """Return a parameter's state, merged over tensor-parallel ranks."""
         entry, part = dict[str, Any](), self._shards.layout.facts[param].part
         for key, kind in described.items():
             if not isinstance(kind, str) and kind[0] == LARGE:
                 value = self._from_owner(param, slot, key, kind)
-                entry[key] = value.cpu() if wanted else None
+                entry[key] = value.cpu() if needed else None
             elif not isinstance(kind, str):
                 entry[key] = _plain(kind)
             elif part is not None:
                 value = full[key][slot.start : slot.end].view(slot.shape)
                 value = merge_parts(self._mesh.tensor, part, value.to(self._mesh.device))
-                entry[key] = value.cpu() if wanted else None
-            elif wanted:
+                entry[key] = value.cpu() if needed else None
+            elif needed:
                 entry[key] = full[key][slot.start : slot.end].view(slot.shape).clone()
         return entry
 
@@ -268,27 +268,27 @@ class OptimizerState:
         """
         mesh, pieces = self._mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
         wrong = self._not_plain(pieces)
-        found = {} if wrong else self._describe(pieces)
+        entries = {} if wrong else self._describe(pieces)
         for group in (mesh.shard, mesh.tensor):
-            posts, found = group.exchange_object([wrong, found], "optimizer state"), {}
-            wrong = next((told for told, _ in posts if told), "")
+            posts, entries = group.exchange_object([wrong, entries], "optimizer state"), {}
+            wrong = next((problem for problem, _ in posts if problem), "")
             for _, post in posts:
                 for param, entry in post.items():
-                    found.setdefault(param, {}).update(entry)
+                    entries.setdefault(param, {}).update(entry)
         if mesh.pipeline.size > 1:
-            wrong = next((told for told in mesh.pipeline.exchange_object(wrong, "optimizer state") if told), "")
+            wrong = next((each for each in mesh.pipeline.exchange_object(wrong, "optimizer state") if each), "")
         if wrong:
             raise TypeError(wrong)
-        return {int(param): entry for param, entry in found.items()}
+        return {int(param): entry for param, entry in entries.items()}
 
     def _not_plain(self, pieces: Sequence[ParamShard]) -> str:
         """Return a message about state of an unsupported type; empty if there is none."""
         for piece in pieces:
             entry = self.optimizer.state.get(piece.value, {})
-            for told in (each for key, value in entry.items() for each in misfits(value, key)):
+            for misfit in (each for key, value in entry.items() for each in misfits(value, key)):
                 name = self._shards.layout.facts[piece.param].names[0]
                 return (
-                    f"state of {type(self.optimizer).__name__} of {name}: {told}; only tensors, numbers, strings, "
+                    f"state of {type(self.optimizer).__name__} of {name}: {misfit}; only tensors, numbers, strings, "
                     "None, and lists, tuples and dicts of these can be saved"
                 )
         return ""
@@ -320,12 +320,12 @@ class OptimizerState:
                             shard[piece.start : piece.end].copy_(state[key].view(-1))
         return shards
 
-    def distribute(self, given: Callable[[], dict[str, Any]], scaler: LossScaler | None = None) -> None:
-        """Load the state that ``given`` returns; nothing changes unless all of it fits, on every rank. Collective.
+    def distribute(self, read_state: Callable[[], dict[str, Any]], scaler: LossScaler | None = None) -> None:
+        """Load the state that ``read_state`` returns; nothing changes unless all of it fits, on every rank. Collective.
 
         Args:
-            given: returns a full state, the same on every rank, see [Note: States that ranks are given]; an exception
-                on one rank is an error on all.
+            read_state: returns a full state, the same on every rank; an exception on one rank is an error on all. See
+                [Note: States that ranks are given].
             scaler: loads the loss scale, if the state has one.
 
         Raises:
@@ -335,9 +335,11 @@ class OptimizerState:
         """
         name = type(self.optimizer).__name__
         trial = LossScaler(scaler.plan) if scaler is not None else None
-        everyone, doing = self._mesh.mesh_group, f"loading the {name}"
-        with collectively(everyone, doing, "Nothing has changed.", describe=lambda: self._told(full, numbers, trial)):
-            full = self._in_our_form(given())
+        ranks, doing = self._mesh.mesh_group, f"loading the {name}"
+        with collectively(
+            ranks, doing, "Nothing has changed.", describe=lambda: self._describe_load(full, numbers, trial)
+        ):
+            full = self._in_our_form(read_state())
             numbers = self._checked(full)
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])
@@ -358,10 +360,10 @@ class OptimizerState:
         Raises:
             ValueError: it is not the state of an optimizer.
         """
-        held = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
-        if not {"state", "param_groups"} <= held.keys():
+        state = as_mapping("state_dict", full, "what state_dict() of an optimizer returned")
+        if not {"state", "param_groups"} <= state.keys():
             raise ValueError(
-                f"state_dict has {sorted(map(str, held))}: an optimizer's state needs 'state' and 'param_groups'"
+                f"state_dict has {sorted(map(str, state))}: an optimizer's state needs 'state' and 'param_groups'"
             )
         return counted(full) if getattr(self.optimizer, "counts_by_parameter", False) else full
 
@@ -394,19 +396,19 @@ class OptimizerState:
         table, pieces = self._table, self._updates.tiles[position].pieces
         return self._completed(position, [full["state"].get(numbers[table.place[p.param]]) for p in pieces])
 
-    def _told(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
+    def _describe_load(self, full: dict[str, Any], numbers: dict[int, int], scaler: LossScaler | None) -> Description:
         """Describe the parts of a state that are loaded, which the ranks compare."""
-        facts, found = self._table.facts, dict[str, Mapping[str, Any]]()
+        facts, description = self._table.facts, dict[str, Mapping[str, Any]]()
         if scaler is not None and "scaler" in full:
-            found["the loss scale in the state"] = scaler.state_dict()
+            description["the loss scale in the state"] = scaler.state_dict()
         for number, group in enumerate(full["param_groups"]):
-            found[f"group {number} in the state"] = group_values(self.optimizer, group)
+            description[f"group {number} in the state"] = group_values(self.optimizer, group)
         entries = [(facts[place].names[0], full["state"].get(number)) for place, number in numbers.items()]
         values = [(name, key, value) for name, entry in entries if entry for key, value in sorted(flat(entry).items())]
         words = sample_words([value for _, _, value in values])
         for (name, key, value), word in zip(values, words, strict=True):
-            found[f"{key} of {name} in the state"] = described(value) | {"a sample of the values": word}
-        return found
+            description[f"{key} of {name} in the state"] = described(value) | {"a sample of the values": word}
+        return description
 
 
 def _plain(packed: Sequence[Any]) -> Any:

@@ -117,8 +117,8 @@ class Follower(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        found, named = map_leaves_of(cls, _read, (tuple(args), dict(kwargs or {})))
-        return func(*found, **named)
+        leaves, named = map_leaves_of(cls, _read, (tuple(args), dict(kwargs or {})))
+        return func(*leaves, **named)
 
 
 def _read(follower: Follower) -> Tensor:
@@ -134,7 +134,7 @@ def _read(follower: Follower) -> Tensor:
 def follow(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, list[Follower]]:
     """Replace tensors with the memory of a frozen parameter; return the followers by index of ``params``."""
     index = {id(param): at for at, param in enumerate(params)}
-    found: dict[int, list[Follower]] = {}
+    followers: dict[int, list[Follower]] = {}
     for module in model.modules():
         for param in module.parameters(recurse=False):
             if param.requires_grad or id(param) not in index or param.is_meta or not param.numel():
@@ -143,8 +143,8 @@ def follow(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, list[F
                 if _same_memory(value, param):
                     follower = Follower.of(param)
                     setattr(owner, name, follower)
-                    found.setdefault(index[id(param)], []).append(follower)
-    return found
+                    followers.setdefault(index[id(param)], []).append(follower)
+    return followers
 
 
 def _tensors_beside(module: nn.Module, param: nn.Parameter) -> Iterator[tuple[Any, str, Tensor]]:

@@ -182,8 +182,8 @@ def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> Sta
     if not staged or names is None:
         return None
     # Without values of buffers, which only other ranks may have.
-    others = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
-    return replace(names, others=others)
+    extra = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
+    return replace(names, others=extra)
 
 
 def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -207,7 +207,7 @@ def parameter_facts(
         ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
     """
     names, norm_dtypes = all_names(model), _norm_dtypes(model, plan.precision)
-    held: dict[int, tuple[int, int]] = {}
+    owners: dict[int, tuple[int, int]] = {}
     for optimizer_index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
@@ -217,12 +217,12 @@ def parameter_facts(
                         f"{tuple(param.shape)} that is not a parameter of the model; create it on "
                         "model.parameters()"
                     )
-                if id(param) in held:
+                if id(param) in owners:
                     raise ValueError(f"{names[id(param)][0]} is in two optimizers; give each parameter to one")
-                held[id(param)] = (optimizer_index, group_index)
+                owners[id(param)] = (optimizer_index, group_index)
     facts = []
     for param in params:
-        optimizer_index, group_index = held.get(id(param), (-1, -1))
+        optimizer_index, group_index = owners.get(id(param), (-1, -1))
         dtype = (plan.precision.param_dtype if param.is_floating_point() else None) or param.dtype
         dtype = norm_dtypes.get(id(param), dtype)
         part = tp_plan.part_of(param) if tp_plan is not None else None

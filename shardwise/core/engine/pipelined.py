@@ -107,7 +107,7 @@ class PipelineSteps:
         number = plan.microbatches
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
-        told = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
+        text = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
         word = fingerprint(batch)
         self._sent = Later(word) if runs_ahead(word.device) else None
         values = 0.0 if self._sent is not None else fingerprint_value(word)
@@ -115,9 +115,9 @@ class PipelineSteps:
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
             self._run.check_number(len(parts))
-        posts = self._model.exchange([float(zlib.crc32(told.encode())), values], "the batch of a step of a pipeline")
+        posts = self._model.exchange([float(zlib.crc32(text.encode())), values], "the batch of a step of a pipeline")
         if any(post != posts[0] for post in posts):
-            texts = self._model.exchange_object(told[:TEXT_LENGTH], "batches that differ")
+            texts = self._model.exchange_object(text[:TEXT_LENGTH], "batches that differ")
             raise ValueError(differing([tuple(post) for post in posts], texts))
         if train and self._plan.shard.reduce == "every":
             self._compare_number(len(parts))

@@ -270,8 +270,8 @@ def _quantization(spec: ChunkSpec, resident: bool, comm: CommPlan, facts: RankFa
 
 def _frozen_and_sent(spec: ChunkSpec, resident: bool, comm: CommPlan) -> bool:
     """Whether ``compress_frozen`` refers to the chunk."""
-    wanted = comm.compress_frozen
-    return wanted is not None and not spec.trainable and not resident and FORMATS[wanted][0].takes(spec.dtype)
+    fmt = comm.compress_frozen
+    return fmt is not None and not spec.trainable and not resident and FORMATS[fmt][0].takes(spec.dtype)
 
 
 def _unquantized(comm: CommPlan, layout: Layout, chunks: Sequence[ChunkPlacement], facts: RankFacts) -> list[str]:

@@ -278,15 +278,15 @@ class Storage:
 
 def _secondary_group(plan: Plan, mesh: Mesh) -> Group | None:
     """Return the ranks that share a second copy of parameters; ``None`` if the plan has none beyond the first."""
-    wanted, group = plan.mesh.secondary, mesh.secondary
-    if wanted is None or wanted == mesh.shard.size:
+    secondary, group = plan.mesh.secondary, mesh.secondary
+    if secondary is None or secondary == mesh.shard.size:
         return None
-    if wanted == "host":
+    if secondary == "host":
         return group
-    if group is None or group.size != wanted:
+    if group is None or group.size != secondary:
         raise ValueError(
-            f"secondary={wanted}, but the mesh has groups of {group and group.size} ranks for secondary shards: make "
-            "the mesh from the same plan (Mesh.create(plan.mesh, ...))"
+            f"secondary={secondary}, but the mesh has groups of {group and group.size} ranks for secondary shards: "
+            "make the mesh from the same plan (Mesh.create(plan.mesh, ...))"
         )
     return group
 

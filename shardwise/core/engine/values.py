@@ -104,13 +104,13 @@ class Values:
         if self.master_edits.moved(optimizer):
             self._take_edits("an update of changed parameters")
 
-    def before_load(self, whole: bool) -> None:
-        """Prepare for loading masters of the ``whole`` model or of a part: forget updates during backward, and keep the
+    def before_load(self, full_model: bool) -> None:
+        """Prepare for loading masters of the full model or of a part: forget updates during backward, and keep the
         program's writes to parameters that are not loaded. Collective."""
         if self._early.active:
             self.grads.passes.recover(dropping=True)
             self._early.lose(self._early.pending)
-        if not whole:
+        if not full_model:
             self.master_edits.take()
 
     @contextlib.contextmanager

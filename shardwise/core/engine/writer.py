@@ -114,19 +114,19 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
     index_of = {id(param): index for index, param in enumerate(partition.params)}
     sync = plan.comm.sync_init and mesh.mesh_group.size > 1
     with ValueWriter(storage) as writer:
-        for names, held, value, is_parameter in initial_values(model, mesh.device):
+        for names, present, value, is_parameter in initial_values(model, mesh.device):
             if sync:
                 value = value.contiguous() if value.layout is torch.strided else value
                 for part in parts_of(value):  # the same shapes on all ranks: describe_build compares them
                     mesh.mesh_group.broadcast(part, 0)
             if not is_parameter:
                 set_buffer(model, names, value.to(dtype_of_buffer(value, plan.precision.buffer_dtype)))
-            elif isinstance(held, nn.Parameter) and id(held) in index_of:
-                writer.store(index_of[id(held)], value)
-                _let_go(held, storage, index_of[id(held)], mesh.device)
-            elif isinstance(held, nn.Parameter):
-                held.grad = None
-                adopt(held, value.new_zeros(()).expand(value.shape))  # of another rank's stage
+            elif isinstance(present, nn.Parameter) and id(present) in index_of:
+                writer.store(index_of[id(present)], value)
+                _let_go(present, storage, index_of[id(present)], mesh.device)
+            elif isinstance(present, nn.Parameter):
+                present.grad = None
+                adopt(present, value.new_zeros(()).expand(value.shape))  # of another rank's stage
     storage.commit()
     for chunk in storage.chunks:
         storage.round_whole(chunk)

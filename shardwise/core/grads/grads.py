@@ -243,10 +243,10 @@ class ChunkGrads:
 
     def keep(self, out: torch.Tensor) -> None:
         """Store the first result of a step, converted to the dtype in which results add up."""
-        whole = self.bucket if self._ledger is not None and self.home is Tier.DEVICE else None
-        if whole is not None and (whole.dtype, whole.numel()) == (self.accumulate_dtype, out.numel()):
+        bucket = self.bucket if self._ledger is not None and self.home is Tier.DEVICE else None
+        if bucket is not None and (bucket.dtype, bucket.numel()) == (self.accumulate_dtype, out.numel()):
             # The bucket of all passes: it is not written before the next one.
-            self.reduced, self.aliased = whole.copy_(out), True
+            self.reduced, self.aliased = bucket.copy_(out), True
         else:
             self.reduced = self.own_memory().copy_(out)
 
@@ -324,8 +324,8 @@ class ChunkGrads:
         self.bucket = wide
         return wide
 
-    def hand_over(self, whole: Buffer, filled: Collection[int]) -> None:
-        """Have the input of the reduction in ``whole``: the slots ``filled``, and zero for other slots and padding."""
+    def hand_over(self, out: Buffer, filled: Collection[int]) -> None:
+        """Have the input of the reduction in ``out``: the slots ``filled``, and zero for other slots and padding."""
         bucket = self.bucket
         if bucket is None:
             return
@@ -334,15 +334,15 @@ class ChunkGrads:
                 bucket[slot.start : slot.end].zero_()
         for start, end in self.spec.gaps:
             bucket[start:end].zero_()
-        if bucket.dtype != whole.local.dtype:
-            whole.local.copy_(bucket)
+        if bucket.dtype != out.local.dtype:
+            out.local.copy_(bucket)
 
     def rescale(self, factor: float) -> None:
         """Multiply the present gradients by ``factor``."""
         self.claim()
-        for held in (self.reduced, self.bucket if self.waiting else None):
-            if held is not None:
-                held.mul_(factor)
+        for memory in (self.reduced, self.bucket if self.waiting else None):
+            if memory is not None:
+                memory.mul_(factor)
 
     def clear(self) -> None:
         """Drop the gradients of this step. Their memory stays, and a reduction that has begun goes on."""
@@ -390,8 +390,8 @@ class GradRing:
     def give(self, memory: torch.Tensor) -> None:
         """Take lent ``memory`` back."""
         # The tensor may be a part of its block: keep the whole block, or blocks would shrink with each use.
-        whole = torch.empty(0, dtype=torch.uint8, device=memory.device)
-        self._idle.append(whole.set_(memory.untyped_storage()))
+        storage = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._idle.append(storage.set_(memory.untyped_storage()))
 
 
 class BucketPool:
@@ -471,24 +471,24 @@ def exchange_sizes(
 ) -> tuple[Sizes, Sizes]:
     """Return size and dtype of the buffers for whole gradients (one per chunk, or the pool's), and of those for shards
     that are all-reduced over a second group."""
-    whole = [(each.spec.padded_numel, each.dtype) for each in states] if keep_unsharded else buckets.specs
-    return whole, [(each.chunk.shard_numel, each.dtype) for each in states] if two_groups else []
+    full_sizes = [(each.spec.padded_numel, each.dtype) for each in states] if keep_unsharded else buckets.specs
+    return full_sizes, [(each.chunk.shard_numel, each.dtype) for each in states] if two_groups else []
 
 
 def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:
     """Return the bytes of gradients in ``tier``; ``exchanged`` is further memory of the device."""
     # Read once each: updates during backward release it in another thread.
     own = [state.kept_memory for state in states if state.home is tier]
-    kept = [memory for memory in own if memory is not None]
+    own_memory = [memory for memory in own if memory is not None]
     rings = {id(s.ring): s.ring for s in states if s.ring is not None and s.home is tier}
     # Memory that is given back meanwhile is in both.
-    taken = {storage_id(memory.untyped_storage()) for memory in kept}
-    given = [memory for ring in rings.values() for memory in ring.idle()]
-    idle = sum(memory.nbytes for memory in given if storage_id(memory.untyped_storage()) not in taken)
+    in_use = {storage_id(memory.untyped_storage()) for memory in own_memory}
+    idle_memory = [memory for ring in rings.values() for memory in ring.idle()]
+    idle = sum(memory.nbytes for memory in idle_memory if storage_id(memory.untyped_storage()) not in in_use)
     if tier is not Tier.DEVICE:
-        return idle + sum(memory.nbytes for memory in kept)
+        return idle + sum(memory.nbytes for memory in own_memory)
     elsewhere = {id(state.kept_memory) for state in states if state.home is not tier}
-    arrays = [*kept, *exchanged]
+    arrays = [*own_memory, *exchanged]
     for state in states:
         arrays += [each for each in state.all_live() if id(each) not in elsewhere]
         arrays += [state.buffer.local] if state.buffer is not None else []

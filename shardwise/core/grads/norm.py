@@ -59,10 +59,10 @@ class OtherParts:
 
     def ask(self, mine: float, largest: bool) -> float:
         """Return the sum of the ranks' numbers, or the largest of them. Collective."""
-        found, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
+        result, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
         if self.differ is not None and not all(same):
             self.differ()
-        return found
+        return result
 
 
 def _combined(
@@ -192,8 +192,8 @@ def _shares(parts: Parts, p: float, wide: torch.dtype) -> list[float]:
     shares = [0.0] * len(parts)
     for (_, kind), own in _by_kind(parts).items():
         dtype = torch.float64 if kind == torch.float64 else wide
-        found = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()
-        for at, share in zip(own, (found if p == math.inf else found**p).tolist(), strict=True):
+        norms = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()
+        for at, share in zip(own, (norms if p == math.inf else norms**p).tolist(), strict=True):
             shares[at] = share
     return shares
 
@@ -213,8 +213,8 @@ def each_norm(parts: Parts, p: float, group: Group, others: Group | None, divide
         shares = _shares(parts, p, wide)
         shares, _ = group.totals(shares, NORMS, largest=p == math.inf)
         if others is not None:
-            whole, _ = others.totals(shares, NORMS, largest=p == math.inf)
-            shares = [w if cut else own for w, own, cut in zip(whole, shares, divided, strict=True)]
+            summed, _ = others.totals(shares, NORMS, largest=p == math.inf)
+            shares = [w if cut else own for w, own, cut in zip(summed, shares, divided, strict=True)]
         norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
         if p == math.inf or math.inf not in norms:
             break  # otherwise powers of large finite gradients may have overflown in fp32

@@ -324,8 +324,8 @@ class Reducer:
 
     def allocate(self) -> None:
         """Allocate the exchange memory, which the ledger has counted from the beginning. Collective."""
-        whole, shards = self._sizes
-        buffers = self._group.buffers(whole)
+        full_sizes, shards = self._sizes
+        buffers = self._group.buffers(full_sizes)
         if self.keep_unsharded:
             for state, buffer in zip(self.states, buffers, strict=True):
                 buffer.bounds = state.spec.shard_offsets

@@ -124,7 +124,7 @@ class ShardedGrad(torch.Tensor):
         self.owner, self.param_index, self.views, self.complete, self.arrived = owner, index, views, complete, None
         return self
 
-    def asked(self, what: str) -> GradOwner:
+    def checked_owner(self, what: str) -> GradOwner:
         """Return the owner, for operation ``what``.
 
         Raises:
@@ -235,12 +235,12 @@ _LIKE |= {aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new
 _COMPLETE = {aten.view, aten._reshape_alias, aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze}
 
 
-def _arrive(packet: Any, held: Any, arriving: torch.Tensor) -> torch.Tensor:
+def _arrive(packet: Any, present: Any, arriving: torch.Tensor) -> torch.Tensor:
     """Take the running pass's gradient, which autograd adds to the one in ``.grad``."""
-    if not isinstance(held, ShardedGrad):  # the arriving gradient is ours: the loss depends on a gradient
-        return packet(held, arriving.clone())  # type: ignore[no-any-return]
-    held.arrived = arriving
-    return held if packet is aten.add_ else arriving
+    if not isinstance(present, ShardedGrad):  # the arriving gradient is ours: the loss depends on a gradient
+        return packet(present, arriving.clone())  # type: ignore[no-any-return]
+    present.arrived = arriving
+    return present if packet is aten.add_ else arriving
 
 
 # ---- views
@@ -257,14 +257,14 @@ def _view(base: ShardedGrad, view: View | None, like: torch.Tensor, complete: bo
 
 
 def _take_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    base, rest = args[0], args[1:]
+    base, arguments = args[0], args[1:]
     flat = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device="meta")
-    shape = func(flat, *rest, **kwargs)
+    shape = func(flat, *arguments, **kwargs)
     complete = func.overloadpacket in _COMPLETE
     if isinstance(shape, torch.Tensor):
-        return _view(base, lambda whole: func(whole, *rest, **kwargs), shape, complete)
+        return _view(base, lambda grad: func(grad, *arguments, **kwargs), shape, complete)
     return [
-        _view(base, lambda whole, at=at: func(whole, *rest, **kwargs)[at], one, False)  # type: ignore[misc]
+        _view(base, lambda grad, at=at: func(grad, *arguments, **kwargs)[at], one, False)  # type: ignore[misc]
         for at, one in enumerate(shape)
     ]
 
@@ -282,7 +282,7 @@ def _vector_norm(
     p = float(ord)
     if not isinstance(x, ShardedGrad) or not x.complete or dim not in (None, []) or keepdim or not p > 0.0:
         return NotImplemented
-    (norm,) = x.asked("the norm").norms([x.param_index], p)
+    (norm,) = x.checked_owner("the norm").norms([x.param_index], p)
     return norm if dtype is None else norm.to(dtype)
 
 
@@ -294,12 +294,12 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
     ours = [each for each in tensors if isinstance(each, ShardedGrad)]
     if not all(each.complete for each in ours) or not float(ord) > 0.0:
         return NotImplemented
-    owners = {id(owner): owner for owner in (each.asked("the norm") for each in ours)}
-    found: dict[int, torch.Tensor] = {}
+    owners = {id(owner): owner for owner in (each.checked_owner("the norm") for each in ours)}
+    by_id: dict[int, torch.Tensor] = {}
     for owner in owners.values():
         own = [each for each in ours if each.owner() is owner]
-        found.update(zip(map(id, own), owner.norms([each.param_index for each in own], float(ord)), strict=True))
-    norms = [found[id(each)] if id(each) in found else torch.linalg.vector_norm(each, float(ord)) for each in tensors]
+        by_id.update(zip(map(id, own), owner.norms([each.param_index for each in own], float(ord)), strict=True))
+    norms = [by_id[id(each)] if id(each) in by_id else torch.linalg.vector_norm(each, float(ord)) for each in tensors]
     return norms if dtype is None else [norm.to(dtype) for norm in norms]
 
 
@@ -316,29 +316,29 @@ def _local(name: str, edit: Callable[..., None], operands: int, bounds: bool = F
     Under a loss scale non-finite values stay if the edit only ``bounds`` values, so that the step is skipped.
     """
 
-    def handler(x: Any, *rest: Any, **kwargs: Any) -> Any:
+    def handler(x: Any, *arguments: Any, **kwargs: Any) -> Any:
         if not isinstance(x, ShardedGrad) or not x.complete:
             return NotImplemented
-        given = list(rest[:operands])
-        if any(isinstance(each, ShardedGrad) for each in rest) or not all(map(_plain, kwargs.values())):
+        values = list(arguments[:operands])
+        if any(isinstance(each, ShardedGrad) for each in arguments) or not all(map(_plain, kwargs.values())):
             return NotImplemented
-        tensors = [each for each in given if isinstance(each, torch.Tensor) and each.dim()]
+        tensors = [each for each in values if isinstance(each, torch.Tensor) and each.dim()]
         if tensors and (x.views or any(each.size() != x.size() for each in tensors)):
             return NotImplemented
-        operands_of_all = (*rest, *kwargs.values())
-        owner = x.asked(f"{name}()")
+        operands_of_all = (*arguments, *kwargs.values())
+        owner = x.checked_owner(f"{name}()")
         part, where, scale = owner.part(x.param_index, operands_of_all, name == "copy_")
-        for at, each in enumerate(given):
+        for at, each in enumerate(values):
             if isinstance(each, torch.Tensor) and each.dim():
-                given[at] = each.detach().reshape(-1)[where].to(part.device)
+                values[at] = each.detach().reshape(-1)[where].to(part.device)
             elif isinstance(each, torch.Tensor):
-                given[at] = each.detach().to(part.device)
+                values[at] = each.detach().to(part.device)
         if part.numel() and bounds and owner.loss_scaled:
             bounded = part.clone()
-            edit(bounded, scale, *given, *rest[operands:], **kwargs)
+            edit(bounded, scale, *values, *arguments[operands:], **kwargs)
             part.copy_(torch.where(part.isfinite(), bounded, part))
         elif part.numel():
-            edit(part, scale, *given, *rest[operands:], **kwargs)
+            edit(part, scale, *values, *arguments[operands:], **kwargs)
         return x
 
     return handler
@@ -457,24 +457,24 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     _check_targets(what, written, list(ours.values()))
     wide = func.overloadpacket is aten._to_copy
-    whole: dict[tuple[int, int], torch.Tensor] = {}
+    full: dict[tuple[int, int], torch.Tensor] = {}
     before: dict[tuple[int, int], torch.Tensor] = {}
     changed = {(id(each.owner()), each.param_index): each for each in written if isinstance(each, ShardedGrad)}
 
     def plain(each: Any) -> Any:
         if not isinstance(each, ShardedGrad):
             return each
-        owner = each.asked(what)
+        owner = each.checked_owner(what)
         key = (id(owner), each.param_index)
-        if key not in whole:
+        if key not in full:
             with ordinary_tensors():
-                whole[key] = owner.full(each.param_index, wide)
+                full[key] = owner.full(each.param_index, wide)
             if key in changed:
-                before[key] = whole[key].clone()
-        found = whole[key]
+                before[key] = full[key].clone()
+        grad = full[key]
         for view in each.views:
-            found = view(found)
-        return found
+            grad = view(grad)
+        return grad
 
     plain_args, plain_kwargs = map_leaves(plain, (args, kwargs))
     if wide:
@@ -483,18 +483,18 @@ def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             plain_kwargs["dtype"] = args[0].dtype
     result = func(*plain_args, **plain_kwargs)
     for key, grad in changed.items():
-        _take_over(grad, before[key], whole[key])
+        _take_over(grad, before[key], full[key])
     returned = func._schema.returns
     return written[0] if written and returned and returned[0].alias_info is not None else result
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += [each for each in each_leaf(value) if isinstance(each, torch.Tensor)]
-    return found
+            tensors += [each for each in each_leaf(value) if isinstance(each, torch.Tensor)]
+    return tensors
 
 
 def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[ShardedGrad]) -> None:
@@ -502,7 +502,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
         if isinstance(target, ShardedGrad):
             continue
         for grad in ours:
-            owner = grad.asked(what)
+            owner = grad.checked_owner(what)
             if owner.writes_parameter(grad.param_index, target):
                 raise RuntimeError(
                     f"{what} updates {owner.name(grad.param_index)!r} with its .grad by hand; a sharded parameter is "
@@ -512,6 +512,6 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
 
 def _take_over(grad: ShardedGrad, before: torch.Tensor, after: torch.Tensor) -> None:
     """Write the changed elements back; the others keep a precision that the parameter's dtype may not have."""
-    part, where, scale = grad.asked("a change").part(grad.param_index, None, False)
+    part, where, scale = grad.checked_owner("a change").part(grad.param_index, None, False)
     old, new = (each.reshape(-1)[where].to(part.device) for each in (before, after))
     part.copy_(torch.where(old == new, part, new.to(part.dtype) * scale))

@@ -28,10 +28,10 @@ class DeviceMemoryError(RuntimeError):
     """The device has too little memory. The message lists the accounts.
 
     Attributes:
-        told: whether every rank of the gathering group raises this error, too.
+        announced: whether every rank of the gathering group raises this error, too.
     """
 
-    told = False
+    announced = False
 
 
 class Ledger:
@@ -153,7 +153,7 @@ class Ledger:
             f"ranks {list(ranks)} of {group} have not enough device memory for this pass; see their messages "
             f"(this rank's {self.device} has {size_text(self.free_bytes() or 0)} left)"
         )
-        error.told = True
+        error.announced = True
         return error
 
     def _message(self, what: str, total: int) -> str:

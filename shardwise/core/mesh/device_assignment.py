@@ -20,7 +20,7 @@ class RankDevice:
     Attributes:
         rank: the rank.
         host: the name of its host.
-        asked: the device that the user gave, or ``None``.
+        requested: the device that the user gave, or ``None``.
         device: the device that it would choose: ``"cpu"`` or ``"cuda:<index>"``.
         gpu: the identity of that GPU; ``None`` if it has none, or the device is the CPU.
         visible: the number of visible GPUs.
@@ -28,7 +28,7 @@ class RankDevice:
 
     rank: int
     host: str
-    asked: str | None
+    requested: str | None
     device: str
     gpu: str | None
     visible: int
@@ -65,9 +65,9 @@ def decide(devices: Sequence[RankDevice], may_share: bool) -> tuple[bool, str | 
             f"{[s.rank for s in gpu]} on GPUs. Start all ranks where there are GPUs, or give device='cpu' on all"
         )
     crowded = _shared(devices)
-    if not crowded or (may_share and all(s.asked is not None for s in devices)):
+    if not crowded or (may_share and all(s.requested is not None for s in devices)):
         return True, None
-    if all(s.asked is None for s in devices):
+    if all(s.requested is None for s in devices):
         return False, (
             f"{_crowd(crowded)}, so all {len(devices)} ranks compute on the CPU, and no GPU is used. To use GPUs, "
             f"{REMEDY}. To silence this warning, give device='cpu'"
@@ -83,8 +83,8 @@ def check_own_gpus(devices: Sequence[RankDevice]) -> None:
 
 
 def _why(seat: RankDevice) -> str:
-    if seat.asked is not None:
-        return f"rank {seat.rank} was given device={seat.asked!r}"
+    if seat.requested is not None:
+        return f"rank {seat.rank} was given device={seat.requested!r}"
     return f"rank {seat.rank} sees {seat.visible} GPUs on {seat.host}"
 
 

@@ -78,15 +78,15 @@ class LaunchFacts:
         Raises:
             ValueError: some variables are missing, not numbers, or out of range.
         """
-        found = os.environ if environment is None else environment
-        if "RANK" not in found and "WORLD_SIZE" not in found:
+        variables = os.environ if environment is None else environment
+        if "RANK" not in variables and "WORLD_SIZE" not in variables:
             return cls(
                 launched=False, rank=0, world_size=1, local_rank=0, local_world_size=1, restart_count=0, run_id="none"
             )
-        rank, world_size = _number(found, "RANK", None), _number(found, "WORLD_SIZE", None)
-        own, together = _from_slurm(found, rank) or (rank, world_size)
-        local_rank = _number(found, "LOCAL_RANK", own)
-        local_world_size = _number(found, "LOCAL_WORLD_SIZE", together)
+        rank, world_size = _number(variables, "RANK", None), _number(variables, "WORLD_SIZE", None)
+        own, together = _from_slurm(variables, rank) or (rank, world_size)
+        local_rank = _number(variables, "LOCAL_RANK", own)
+        local_world_size = _number(variables, "LOCAL_WORLD_SIZE", together)
         for name, value, limit in (
             ("RANK", rank, world_size),
             ("LOCAL_RANK", local_rank, local_world_size),
@@ -101,13 +101,13 @@ class LaunchFacts:
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            restart_count=_number(found, "TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=found.get("TORCHELASTIC_RUN_ID", "none"),
+            restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT", 0),
+            run_id=variables.get("TORCHELASTIC_RUN_ID", "none"),
         )
 
 
-def _number(found: Mapping[str, str], name: str, default: int | None) -> int:
-    text = found.get(name)
+def _number(variables: Mapping[str, str], name: str, default: int | None) -> int:
+    text = variables.get(name)
     if text is None:
         if default is None:
             raise ValueError(
@@ -120,13 +120,13 @@ def _number(found: Mapping[str, str], name: str, default: int | None) -> int:
         raise ValueError(f"{name}={text!r} in the environment is not an integer; start with torchrun") from None
 
 
-def _from_slurm(found: Mapping[str, str], rank: int) -> tuple[int, int] | None:
+def _from_slurm(variables: Mapping[str, str], rank: int) -> tuple[int, int] | None:
     """Return this task's local rank and local world size, if ``srun`` started it as ``rank``."""
-    if "LOCAL_RANK" in found or "LOCAL_WORLD_SIZE" in found or found.get("SLURM_PROCID") != str(rank):
+    if "LOCAL_RANK" in variables or "LOCAL_WORLD_SIZE" in variables or variables.get("SLURM_PROCID") != str(rank):
         return None
-    own, host = found.get("SLURM_LOCALID", ""), found.get("SLURM_NODEID", "0")
+    own, host = variables.get("SLURM_LOCALID", ""), variables.get("SLURM_NODEID", "0")
     counts: list[int] = []
-    for part in (found.get("SLURM_STEP_TASKS_PER_NODE") or found.get("SLURM_TASKS_PER_NODE") or "").split(","):
+    for part in (variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE") or "").split(","):
         tasks, _, times = part.rstrip(")").partition("(x")  # such as 8(x2),4
         if not tasks.isdecimal() or not (times or "1").isdecimal():
             return None
@@ -217,10 +217,10 @@ def launched_as(rank: int, world_size: int, host: str, port: int, local_rank: in
                 f"{dist.get_rank()} of {dist.get_world_size()}; call this once, or destroy that process group first"
             )
         return
-    told = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": int(port)}
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": int(port)}
     if local_rank is not None:
-        told["LOCAL_RANK"] = local_rank
-    os.environ.update({name: str(value) for name, value in told.items()})
+        variables["LOCAL_RANK"] = local_rank
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def _store(facts: LaunchFacts, timeout: timedelta) -> Store:
@@ -235,12 +235,12 @@ def _agreed(facts: LaunchFacts, store: Store, device: torch.device | str | None,
     refusal: ValueError | None = None
     try:
         chosen = _device(facts, device)
-        told = asdict(rank_device(chosen, facts.rank, None if device is None else str(device)))
-        told["listener"] = asdict(own_listener(facts.rank, read_variable(INTERFACE)))
+        post = asdict(rank_device(chosen, facts.rank, None if device is None else str(device)))
+        post["listener"] = asdict(own_listener(facts.rank, read_variable(INTERFACE)))
     except ValueError as error:
-        refusal, told = error, {"refused": str(error)}
+        refusal, post = error, {"refused": str(error)}
     devices, listeners = [], []
-    for rank, row in enumerate(_exchange(facts, store, told)):
+    for rank, row in enumerate(_exchange(facts, store, post)):
         if "refused" in row and refusal is None:
             raise ValueError(f"rank {rank} cannot use the device that it was given: {row['refused']}")
         if "refused" not in row:
@@ -262,11 +262,11 @@ def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list
         if facts.rank == 0:
             everything = [json.loads(store.get(f"device/{rank}")) for rank in range(facts.world_size)]
             store.set("devices", json.dumps(everything))
-        found: list[dict[str, Any]] = json.loads(store.get("devices"))
+        devices: list[dict[str, Any]] = json.loads(store.get("devices"))
         store.set(f"read/{facts.rank}", "")
         if facts.rank == 0:  # rank 0 may host the store, and must not end before all ranks have read it
             store.wait([f"read/{rank}" for rank in range(facts.world_size)])
-        return found
+        return devices
     except RuntimeError as error:
         raise PeerError(
             f"rank {facts.rank} of {facts.world_size}: not all ranks have started: {error}. Look at the first error of "
@@ -274,13 +274,13 @@ def _exchange(facts: LaunchFacts, store: Store, mine: dict[str, object]) -> list
         ) from error
 
 
-def rank_device(device: torch.device, rank: int, asked: str | None = None) -> RankDevice:
+def rank_device(device: torch.device, rank: int, chosen: str | None = None) -> RankDevice:
     """Return the description of ``device`` (with an index, if it is a GPU) that a rank sends to the others."""
     on_gpu = device.type == "cuda" and device.index is not None
     return RankDevice(
         rank=rank,
         host=socket.gethostname(),
-        asked=asked,
+        requested=chosen,
         device=str(device),
         gpu=gpu_identity(device.index, os.environ.get(VISIBLE)) if on_gpu else None,
         visible=visible_gpus(),

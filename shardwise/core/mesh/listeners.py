@@ -97,19 +97,19 @@ def _is_alias(name: str) -> bool:
 
 
 def _is_loopback(address: str) -> bool:
-    found = ipaddress.ip_address(address)
+    parsed = ipaddress.ip_address(address)
     # ::ffff:127.0.1.1 is 127.0.1.1; ipaddress handles it from Python 3.13 on.
-    return ((found.version == 6 and found.ipv4_mapped) or found).is_loopback
+    return ((parsed.version == 6 and parsed.ipv4_mapped) or parsed).is_loopback
 
 
 def _address() -> str:
     """Return what gloo uses if no interface is named: the first address of the host name that is the host's own."""
     try:
         # As bytes: Python refuses names that are formally invalid (a part of 64 characters), which the system may know.
-        found = socket.getaddrinfo(os.fsencode(socket.gethostname()), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(os.fsencode(socket.gethostname()), None, type=socket.SOCK_STREAM)
     except OSError:
         return NO_ADDRESS
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as trial:
                 trial.bind(address)

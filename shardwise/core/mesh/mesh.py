@@ -151,20 +151,20 @@ class Mesh(_Axes):
             shard, replicate, one, tensor, pipeline, sequence = (LocalGroup(name, device) for name in names)
             return cls(_Axes(shard, replicate, one, tensor, pipeline, tensor, one, one, sequence), None, None, ranks)
         # Exchanged before it is raised, since the other ranks may have valid arguments, and would wait.
-        wanted = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
-        wanted |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
+        settings = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "device": device.type}
+        settings |= {name: size for name, size in (("tp", sizes.tp), ("pp", sizes.pp), ("sp", sizes.sp)) if size > 1}
         if sizes.dp_outside:
-            wanted["dp_outside"] = True
+            settings["dp_outside"] = True
         if sizes.secondary is not None:
-            wanted["secondary"] = sizes.secondary
+            settings["secondary"] = sizes.secondary
         if refusal is not None:
-            wanted["refused"] = str(refusal)
+            settings["refused"] = str(refusal)
         some = group if group is not dist.group.WORLD else None
-        members = _told(refusal, lambda: Members(some, "group", wanted)) if some is not None else None
+        members = _exchange(refusal, lambda: Members(some, "group", settings)) if some is not None else None
         maker = GroupMaker(device, comm.shared_memory, timeout_s(group), members, comm.wait_timeout_s)
         try:
             if members is None:
-                _told(refusal, lambda: maker.agree("this mesh", wanted))
+                _exchange(refusal, lambda: maker.agree("this mesh", settings))
             if device.type == "cuda" and len(ranks) > 1 and maker.backend != "gloo":
                 rows = maker.tell(asdict(rank_device(device, dist.get_rank())))
                 check_own_gpus([RankDevice(**row) for row in rows])
@@ -324,17 +324,17 @@ def _resolved(plan: MeshPlan, device: torch.device, comm: CommPlan, size: int) -
         return plan, error
 
 
-def _told(refusal: ValueError | None, meet: Callable[[], T]) -> T:
+def _exchange(refusal: ValueError | None, meet: Callable[[], T]) -> T:
     """Return the result of ``meet``, which tells the other ranks; then raise this rank's own refusal."""
     try:
-        found = meet()
+        result = meet()
     except ValueError:
         if refusal is not None:
             raise refusal from None
         raise
     if refusal is not None:
         raise refusal
-    return found
+    return result
 
 
 def _grid(ranks: tuple[int, ...], sizes: MeshPlan) -> torch.Tensor:
@@ -361,13 +361,13 @@ def _axes(maker: GroupMaker, grid: torch.Tensor, sp: int) -> _Axes:
 
     world = across("world", shard, replicate, _along(grid, 1, 2))
     model = across(MODEL_AXIS, tensor, pipeline, _along(grid, 0, 3))
-    everyone = across("everyone", world, model, [sorted(grid.flatten().tolist())])
-    stage = everyone if stages == 1 else across("stage", world, tensor, _along(grid, 1, 2, 3))
+    model_group = across("everyone", world, model, [sorted(grid.flatten().tolist())])
+    stage = model_group if stages == 1 else across("stage", world, tensor, _along(grid, 1, 2, 3))
     wire = maker.make_wire(PIPELINE_AXIS, _along(grid, 0)) if stages > 1 else None
     lines = _along(grid.reshape(stages, replicas * shards // sp, sp, parts), 2)
     sequence = maker.make(SEQUENCE_AXIS, lines)
     ring = maker.make_wire(SEQUENCE_AXIS, lines) if sp > 1 else None
-    return _Axes(shard, replicate, world, tensor, pipeline, model, everyone, stage, sequence, wire, ring)
+    return _Axes(shard, replicate, world, tensor, pipeline, model, model_group, stage, sequence, wire, ring)
 
 
 def _secondary(maker: GroupMaker, grid: torch.Tensor, sizes: MeshPlan) -> Group | None:

@@ -54,11 +54,11 @@ class ArrayPool:
                 while self.idle_bytes() > self.limit_bytes and self._idle[other]:
                     self._forget([self._idle[other].pop(0)])
 
-    def missing_bytes(self, wanted: Iterable[tuple[int, torch.dtype]]) -> int:
+    def missing_bytes(self, sizes: Iterable[tuple[int, torch.dtype]]) -> int:
         """Return the bytes that :meth:`take` would have to allocate for all of these arrays."""
         free = {key: sum(storage_holders(array) == _UNSHARED for array in idle) for key, idle in self._idle.items()}
         missing = 0
-        for numel, dtype in wanted:
+        for numel, dtype in sizes:
             if free.get((numel, dtype), 0):
                 free[numel, dtype] -= 1
             else:

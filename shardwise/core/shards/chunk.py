@@ -382,14 +382,14 @@ class Chunk:
         """Return the index of the first parameter whose storage was replaced, or ``None``."""
         if self._state is Residency.UNPLACED:
             return None
-        found, dtype = [param.data_ptr() for param in self.params], self.spec.dtype
-        if found != self.addresses and self._shown is not None:
+        addresses, dtype = [param.data_ptr() for param in self.params], self.spec.dtype
+        if addresses != self.addresses and self._shown is not None:
             self._note_addresses(self._shown)  # ``share_memory_()`` moves it
         expected = self.addresses
-        if found == expected and not [param for param in self.params if param.dtype is not dtype]:
+        if addresses == expected and not [param for param in self.params if param.dtype is not dtype]:
             return None
         for index, (slot, param, address) in enumerate(zip(self.spec.slots, self.params, expected, strict=True)):
-            if slot.numel and (param.dtype != dtype or found[index] != address):
+            if slot.numel and (param.dtype != dtype or addresses[index] != address):
                 return index
         return None
 

@@ -39,7 +39,7 @@ MAX_LOG = 4096
 # run the same modules in the same order and if nothing else decides what a rank gathers: evictions and prefetches
 # follow from the order of use in this step and the last one, and from sizes. Two things do not:
 # * Something may hold a parameter on this rank and not on others (a graph, a list). Then the unit stays gathered here,
-#   counts as evicted, and is gathered again, over the same values, when the others gather it (ChunkPool._kept).
+#   counts as evicted, and is gathered again, over the same values, when the others gather it (ChunkPool._still_read).
 # * What fits on a device differs between ranks. Under a declared capacity they agree before each gather.
 # Where memory is mapped, ranks need no order. Gathers that still need all ranks there (from a disk, of secondary
 # shards) are agreed on, as under same_order=False.
@@ -244,7 +244,7 @@ class GatherAgreement:
     def __init__(
         self, group: Group, ledger: Ledger, units: int, model_id: ModelId, sources: Sequence[ShardSource]
     ) -> None:
-        self.group, self.ledger, self._units, self._party = group, ledger, units, model_id
+        self.group, self.ledger, self._units, self._model_id = group, ledger, units, model_id
         self.secondary = SecondaryShards(sources)
         self._reductions: Reductions | None = None
 
@@ -256,7 +256,7 @@ class GatherAgreement:
         """Whether this rank can begin reductions, so that an agreement is worthwhile without a gather."""
         return self._reductions is not None and self._reductions.ready > self._reductions.begun
 
-    def agree(self, wanted: Sequence[int] | None) -> Agreed:
+    def agree(self, units: Sequence[int] | None) -> Agreed:
         """Exchange the units that each rank wants; ``None`` at the end of its pass. Collective.
 
         Raises:
@@ -264,8 +264,8 @@ class GatherAgreement:
             PeerError: the ranks are at different operations, or one is gone.
         """
         ready = self._reductions.ready if self._reductions is not None else 0
-        values = [float(wanted is not None), float(ready), self.secondary.digest()]
-        votes = self._exchange(wanted or (), values)
+        values = [float(units is not None), float(ready), self.secondary.digest()]
+        votes = self._exchange(units or (), values)
         if votes.anywhere[self._units]:
             self._raise_out_of_memory(False)
         if votes.least[2] != votes.most[2]:
@@ -275,9 +275,9 @@ class GatherAgreement:
         same = votes.flags_alike and votes.least[0] == votes.most[0]
         return Agreed(units, same, bool(votes.most[0]), int(votes.least[1]))
 
-    def _exchange(self, wanted: Collection[int], values: list[float], out_of_memory: bool = False) -> Summary:
-        flags = [unit in wanted for unit in range(self._units)]
-        return self.group.summarize(values, WANTS, self._party, [*flags, out_of_memory])
+    def _exchange(self, units: Collection[int], values: list[float], out_of_memory: bool = False) -> Summary:
+        flags = [unit in units for unit in range(self._units)]
+        return self.group.summarize(values, WANTS, self._model_id, [*flags, out_of_memory])
 
     def all_fit(self, fits: bool) -> None:
         """Exchange whether each rank has room to take part in the others' gathers. Collective.
@@ -285,7 +285,7 @@ class GatherAgreement:
         Raises:
             DeviceMemoryError: a rank has no room.
         """
-        if not self.group.summarize([float(fits)], FITS, self._party).least[0]:
+        if not self.group.summarize([float(fits)], FITS, self._model_id).least[0]:
             self._raise_out_of_memory(not fits)
 
     def begin(self, reductions: int) -> None:
@@ -296,8 +296,8 @@ class GatherAgreement:
     def give_up(self) -> None:
         """Tell the others, at their next agreement, that this rank is out of memory."""
         self._exchange((), [0.0, 0.0, 0.0], out_of_memory=True)
-        self.group.exchange([1.0], SHORT, self._party)
+        self.group.exchange([1.0], SHORT, self._model_id)
 
     def _raise_out_of_memory(self, own: bool) -> NoReturn:
-        posts = self.group.exchange([float(own)], SHORT, self._party)
+        posts = self.group.exchange([float(own)], SHORT, self._model_id)
         raise self.ledger.short_elsewhere(self.group.name, [rank for rank, post in enumerate(posts) if post[0]])

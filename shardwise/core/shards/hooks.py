@@ -261,14 +261,14 @@ class GatherHooks:
             own = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
             blocks = units_of_module.get(name, [])
             units = sorted(own | set(blocks))
-            around = {u for block, held in units_of_module.items() if name.startswith(block + ".") for u in held}
+            around = {u for block, inner in units_of_module.items() if name.startswith(block + ".") for u in inner}
             self.units_of[name] = units
             # The root always has a frame: code in its forward may read any parameter.
             if units or module is model:
                 self._install(module, units, covered=bool(units) and around.issuperset(units))
             if own:
-                found = {n: probes[id(p)] for n, p in module._parameters.items() if id(p) in probes}
-                module._parameters = _Parameters(module._parameters, self.on_read, found, on_trace)
+                swapped = {n: probes[id(p)] for n, p in module._parameters.items() if id(p) in probes}
+                module._parameters = _Parameters(module._parameters, self.on_read, swapped, on_trace)
                 self._swapped.append(module)
 
     def _install(self, module: nn.Module, units: list[int], covered: bool) -> None:
@@ -385,15 +385,15 @@ class GatherHooks:
     def _push_saved_hooks(self) -> Callable[..., Any] | None:
         """Push our hooks on top of active ones, unless ours are there already. Return the pack hook that was
         pushed."""
-        others = top_saved_hooks()
+        outer = top_saved_hooks()
         packs = self._running.packs
-        if others is not None and packs and others[0] is packs[-1]:
+        if outer is not None and packs and outer[0] is packs[-1]:
             return None
         if not saved_hooks_enabled():
             return None  # some torch.func transforms allow none
         pack, unpack = self._saved_hooks
-        if others is not None:
-            composed = _Composed(self, *others)
+        if outer is not None:
+            composed = _Composed(self, *outer)
             pack, unpack = composed.pack, composed.unpack
         push_saved_hooks(pack, unpack)
         packs.append(pack)
@@ -409,8 +409,8 @@ class GatherHooks:
             pop_saved_hooks()
         if top is not None:
             pop_saved_hooks()
-        for others in reversed(above):
-            push_saved_hooks(*others)
+        for outer in reversed(above):
+            push_saved_hooks(*outer)
         packs.pop()
 
     def saved_view(self, tensor: torch.Tensor) -> _SavedView | None:

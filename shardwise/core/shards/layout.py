@@ -199,10 +199,10 @@ def module_units(model: nn.Module, packing: ByModule) -> list[str]:
     Raises:
         ValueError: a class in ``unit_classes`` does not occur in the model.
     """
-    found: list[str] = []
+    names: list[str] = []
     seen_classes: set[str] = set()
     for name, module in model.named_modules():
-        if any(name == unit or name.startswith(unit + ".") for unit in found):
+        if any(name == unit or name.startswith(unit + ".") for unit in names):
             continue
         for child_name, child in module.named_children():
             class_name = type(child).__name__
@@ -210,12 +210,12 @@ def module_units(model: nn.Module, packing: ByModule) -> list[str]:
             if class_name in packing.unit_classes or in_list:
                 seen_classes.add(class_name)
                 if next(child.parameters(), None) is not None:
-                    found.append(f"{name}.{child_name}" if name else child_name)
+                    names.append(f"{name}.{child_name}" if name else child_name)
     missing = set(packing.unit_classes) - seen_classes
     if missing:
         known = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"unit_classes={sorted(missing)} are not in the model; its classes are {known}")
-    return found
+    return names
 
 
 def _bins_by_module(facts: Sequence[ParamInfo], model: nn.Module, packing: ByModule) -> list[_Bin]:
@@ -229,17 +229,17 @@ def _bins_by_module(facts: Sequence[ParamInfo], model: nn.Module, packing: ByMod
         raise ValueError(f"unit_names={missing} are not modules of the model; use names of its named_modules()")
     units = sorted(packing.unit_names or module_units(model, packing), key=lambda name: -name.count("."))
     bins: dict[str, _Bin] = {}
-    rest: list[int] = []
+    unplaced: list[int] = []
     for index, fact in enumerate(facts):
         name = fact.names[0]
         unit = next((u for u in units if name.startswith(u + ".")), None)
         if unit is None and packing.unit_names:
-            rest.append(index)
+            unplaced.append(index)
         else:
             key = unit if unit is not None else "<rest>" + (name.split(".")[0] if "." in name else "")
             bins.setdefault(key, _Bin([], module=unit)).params.append(index)
     size = sum(fact.numel for fact in facts) if packing.rest_numel is None else packing.rest_numel
-    return sorted([*bins.values(), *_bins_by_numel(facts, rest, size)], key=lambda each: each.params[0])
+    return sorted([*bins.values(), *_bins_by_numel(facts, unplaced, size)], key=lambda each: each.params[0])
 
 
 def _bins(facts: Sequence[ParamInfo], model: nn.Module, packing: ByNumel | ByTensor | ByModule) -> list[_Bin]:
@@ -268,7 +268,7 @@ def _split_by_group(
         near = difflib.get_close_matches(unknown, known, 3, 0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "use names of named_modules()"
         raise ValueError(f"{unknown!r} in the plan's groups is neither a module nor a parameter of the model: {hint}")
-    found: list[_Bin] = []
+    divided: list[_Bin] = []
     for bin_ in bins:
         parts: dict[tuple[str, bool | None], list[int]] = {}
         for index in bin_.params:
@@ -277,8 +277,8 @@ def _split_by_group(
             parts.setdefault((module, options.get(name, bin_.reshard_after_forward)), []).append(index)
         for (name, option), params in parts.items():
             inside = name and (bin_.module is None or name.startswith(bin_.module + "."))
-            found.append(_Bin(params, name if inside else bin_.module, option))
-    return found
+            divided.append(_Bin(params, name if inside else bin_.module, option))
+    return divided
 
 
 def _group_name(fact: ParamInfo, options: Mapping[str, bool]) -> str:
@@ -389,22 +389,22 @@ def _is_lopsided(facts: Sequence[ParamInfo], params: Sequence[int], shards: int)
 
 
 def _merge_lopsided(
-    bins: Sequence[_Bin], facts: Sequence[ParamInfo], shards: int, whole: Collection[int]
+    bins: Sequence[_Bin], facts: Sequence[ParamInfo], shards: int, unsplit: Collection[int]
 ) -> list[_Bin]:
     """Merge bins by size if whole tensors would leave much of their equal shards empty."""
-    found: list[_Bin] = []
+    merged: list[_Bin] = []
 
     def lopsided(params: Sequence[int]) -> bool:
-        return any(facts[i].optimizer in whole for i in params) and _is_lopsided(facts, params, shards)
+        return any(facts[i].optimizer in unsplit for i in params) and _is_lopsided(facts, params, shards)
 
     for bin_ in bins:
-        if found and lopsided(found[-1].params):
-            found[-1].params.extend(bin_.params)
+        if merged and lopsided(merged[-1].params):
+            merged[-1].params.extend(bin_.params)
         else:
-            found.append(_Bin(list(bin_.params)))
-    if len(found) > 1 and lopsided(found[-1].params):
-        found[-2].params.extend(found.pop().params)
-    return found
+            merged.append(_Bin(list(bin_.params)))
+    if len(merged) > 1 and lopsided(merged[-1].params):
+        merged[-2].params.extend(merged.pop().params)
+    return merged
 
 
 def make_layout(
@@ -414,7 +414,7 @@ def make_layout(
     shard_size: int,
     replicate_size: int,
     groups: Sequence[ParamGroupPlan] = (),
-    whole: Collection[int] = (),
+    unsplit: Collection[int] = (),
     uneven: bool = True,
 ) -> Layout:
     """Pack parameters into units and chunks.
@@ -426,7 +426,7 @@ def make_layout(
         shard_size: every chunk divides by it.
         replicate_size: every shard divides by it.
         groups: options of the modules with some names, whose parameters are in chunks of their own.
-        whole: indices of optimizers that need whole tensors; see [Note: Whole tensors].
+        unsplit: indices of optimizers that need whole tensors; see [Note: Whole tensors].
         uneven: whether shards of their chunks may differ in length.
     """
     loads = [0] * shard_size
@@ -438,8 +438,8 @@ def make_layout(
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
         packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
-    if whole and not uneven and isinstance(packing, ByNumel):
-        bins = _merge_lopsided(bins, facts, shard_size, whole)
+    if unsplit and not uneven and isinstance(packing, ByNumel):
+        bins = _merge_lopsided(bins, facts, shard_size, unsplit)
     for unit_index, bin_ in enumerate(_split_by_group(bins, facts, model, groups) if groups else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:
@@ -447,7 +447,7 @@ def make_layout(
             keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
         first = len(chunks)
         for (dtype, trainable, optimizer), params in keyed.items():
-            tensors = trainable and optimizer in whole
+            tensors = trainable and optimizer in unsplit
             if tensors:
                 slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
@@ -483,9 +483,9 @@ def search_report(layout: Layout) -> str | None:
         return None
     dtypes = dict.fromkeys(chunk.dtype for chunk in layout.chunks)
     sizes = ", ".join(f"{layout.searched_numel * d.itemsize} bytes of {str(d).removeprefix('torch.')}" for d in dtypes)
-    held = sum(chunk.padded_bytes for chunk in layout.chunks)
+    padded = sum(chunk.padded_bytes for chunk in layout.chunks)
     empty = sum((end - start) * chunk.dtype.itemsize for chunk in layout.chunks for start, end in chunk.gaps)
     return (
         f"chunk search: {layout.searched_numel} elements a chunk ({sizes or 'no parameters'}), chunks: "
-        f"{len(layout.chunks)}, empty: {empty} of {held} bytes ({empty / max(held, 1):.2%})"
+        f"{len(layout.chunks)}, empty: {empty} of {padded} bytes ({empty / max(padded, 1):.2%})"
     )

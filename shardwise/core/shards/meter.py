@@ -55,7 +55,7 @@ class MemoryMeter:
         self._thread = 0
         # To measure peaks of a GPU's allocator they are reset, which users notice; so only while a trace is needed.
         self._always = not self._tracker.shares_peak
-        self._asked: set[tuple[int, bool]] = set()
+        self._uses: set[tuple[int, bool]] = set()
         """Uses of the running pass, as (unit, in backward); the rest was measured at each."""
 
     def attach(self, pool: ChunkPool) -> None:
@@ -97,7 +97,7 @@ class MemoryMeter:
         # See [Note: Which thread touches what].
         self._thread = threading.get_ident()
         if self._depth == 0:
-            self._asked.clear()
+            self._uses.clear()
             if self._always or self._recorder is not None:
                 # Passes that ended well have been measured; this peak is of a pass that failed, or older.
                 self._tracker.take_peak()
@@ -132,8 +132,8 @@ class MemoryMeter:
         elif self._always:
             self._peaks.take_peak()
         looked = self._recorder is not None or self._always
-        rest, highest = self._peaks.last_bytes if looked else self._tracker.live_bytes, self._tracker.highest_bytes
-        self._ledger.check_peak(rest, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
+        live, highest = self._peaks.last_bytes if looked else self._tracker.live_bytes, self._tracker.highest_bytes
+        self._ledger.check_peak(live, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
 
     def leave_all(self) -> None:
         """End all passes, after a forward pass that was interrupted without running its hooks."""
@@ -144,8 +144,8 @@ class MemoryMeter:
         """Measure before room is made for ``unit``."""
         self._tracker.call_above(1 << 62, lambda: None)  # gathered memory is about to be counted as model data
         use = (unit, in_backward())
-        if use not in self._asked or not self._is_gathered(unit):
-            self._asked.add(use)
+        if use not in self._uses or not self._is_gathered(unit):
+            self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
             self._check("before the next unit")
@@ -192,8 +192,8 @@ class MemoryMeter:
 
     def so_far(self) -> MemStats | None:
         """Return the stats of the running or failed step; if nothing ran since, of the last complete one."""
-        found = self._recorder.so_far() if self._recorder is not None else None
-        return found if found is not None and found.moments else self.stats
+        trace = self._recorder.so_far() if self._recorder is not None else None
+        return trace if trace is not None and trace.moments else self.stats
 
     # ---- placement
 
@@ -215,10 +215,10 @@ class MemoryMeter:
         names = {moment.unit: moment.name for moment in stats.moments if moment.unit in stats.order}
         for unit in sorted(set(stats.order) | set(stats.gathered_bytes)):
             name, size = known.get(unit, ("no such unit", 0))
-            found = names.get(unit, name), stats.gathered_bytes.get(unit, 0)
-            if unit not in known or found != (name, size):
+            entry = names.get(unit, name), stats.gathered_bytes.get(unit, 0)
+            if unit not in known or entry != (name, size):
                 raise ValueError(
-                    f"the trace's unit {unit} is {found[0]!r} of {found[1]} gathered bytes, this model's is {name!r} "
+                    f"the trace's unit {unit} is {entry[0]!r} of {entry[1]} gathered bytes, this model's is {name!r} "
                     f"of {size} ({len(known)} units in all): give a trace that the same plan recorded for the same "
                     "model on as many ranks"
                 )

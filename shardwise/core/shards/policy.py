@@ -119,17 +119,17 @@ def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None)
         sizes: gathered bytes of units; if given, more than ``count`` may come while all take at most
             :data:`AHEAD_BYTES`.
     """
-    found: dict[int, None] = {}
+    units: dict[int, None] = {}
     if count:
         here, room = trace.current[-1] if trace.current else None, AHEAD_BYTES
         for unit in trace.upcoming():
-            if unit == here or unit in found:
+            if unit == here or unit in units:
                 continue
             room -= 0 if sizes is None else sizes.get(unit, 0)
-            if len(found) >= count and (sizes is None or room < 0):
+            if len(units) >= count and (sizes is None or room < 0):
                 break
-            found[unit] = None
-    return list(found)
+            units[unit] = None
+    return list(units)
 
 
 def first_that_fit(units: Sequence[int], sizes: Mapping[int, int], free_bytes: int) -> list[int]:

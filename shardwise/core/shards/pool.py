@@ -160,7 +160,7 @@ class ChunkPool:
         events: Events,
         model_id: ModelId = NO_MODEL,
     ) -> None:
-        self._party, self._events, prefetch = model_id, events, limits.prefetch
+        self._model_id, self._events, prefetch = model_id, events, limits.prefetch
         count = 1 + max((u.index for u in units), default=-1)
         self.agreement = GatherAgreement(group, ledger, count, model_id, [c.source for c in chunks])
         self.units, self.chunks, self.group, self.ledger = units, chunks, group, ledger
@@ -175,7 +175,7 @@ class ChunkPool:
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
-        self.issued, self.in_forward, self._kept = GatherLog(self.in_order), False, set[int]()
+        self.issued, self.in_forward, self._still_read = GatherLog(self.in_order), False, set[int]()
         """Units gathered here because something reads them; other ranks may have evicted them.
         See [Note: Program order]."""
         self._reshards = {c.spec.unit for cs in self._transient.values() for c in cs if c.spec.reshard_after_forward}
@@ -188,7 +188,7 @@ class ChunkPool:
         self.arrays = ArrayPool(group.device, 2 * largest + max(prefetch * largest, ahead))
         self.lock, self._maps, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
-        self.by_storage, self._held, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
+        self.by_storage, self._gathered, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
         self.blocks, self.followed, self.moved_bytes = GatherScopes(self._transient), False, 0
         ledger.account("gathered parameters", lambda: self.copied_bytes)
         ledger.account(KEPT, self.arrays.idle_bytes)
@@ -243,12 +243,12 @@ class ChunkPool:
         """This rank's pass failed. Raise PeerError here, and on ranks that wait for its next gather, unless all come
         here."""
         if self.agrees:
-            self.group.exchange([], "how far a failed backward pass came", self._party)
+            self.group.exchange([], "how far a failed backward pass came", self._model_id)
 
     def tell(self, error: DeviceMemoryError) -> None:
         """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
-        if self.agrees and not error.told:
-            error.told = True
+        if self.agrees and not error.announced:
+            error.announced = True
             with suppress(PeerError):  # they failed, too
                 self.agreement.give_up()
 
@@ -256,7 +256,7 @@ class ChunkPool:
     def make_up(self) -> None:
         """Drop a pass on all ranks: each issues the gathers that any of them has issued. Collective."""
         if self.in_order:
-            self.issued.make_up(self.group, self._party, self.chunks, self.arrays)
+            self.issued.make_up(self.group, self._model_id, self.chunks, self.arrays)
 
     @locked
     def catch_up(self) -> None:
@@ -275,7 +275,7 @@ class ChunkPool:
     def invalidate(self, everything: bool = False) -> None:
         """After an update: evict trainable chunks, or all, since their values are stale. Ends the trace's step."""
         self.group.activity.step += 1
-        for unit in list(self._held):
+        for unit in list(self._gathered):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
                 self._evict_stale(unit)
         self.followed = self.training.followed and len(self.training.current) == len(self.training.recorded)
@@ -321,7 +321,7 @@ class ChunkPool:
             chunk.in_transform = True
 
     def _bring(self, unit: int) -> None:
-        if unit in self._held and self.ledger.capacity_bytes is not None:
+        if unit in self._gathered and self.ledger.capacity_bytes is not None:
             self._make_room(unit, self._soon())  # evict what was gathered when there was more room than now
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
@@ -343,7 +343,7 @@ class ChunkPool:
 
     def _counts(self, unit: int) -> bool:
         """Whether the unit is gathered, or being gathered, as far as the order of gathers is concerned."""
-        return unit in self._held and unit not in self._kept
+        return unit in self._gathered and unit not in self._still_read
 
     def _trim_idle(self) -> None:
         """Under a declared capacity, count idle arrays against the budget as well."""
@@ -358,7 +358,7 @@ class ChunkPool:
         if free is None:
             return ahead
         # The next gather reuses idle arrays, or they are freed for it.
-        free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._held else 0)
+        free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._gathered else 0)
         return first_that_fit(ahead, self.sizes, free)
 
     # ---- resident chunks that are renewed after an update
@@ -373,7 +373,7 @@ class ChunkPool:
         """Wait for all renewals; with ``ahead`` for all prefetched units as well, since shards will be written."""
         for unit in list(self._renewing):
             self._renew(unit)
-        for unit in list(self._held) if ahead else ():
+        for unit in list(self._gathered) if ahead else ():
             self._complete(unit)
 
     def _renew(self, unit: int) -> None:
@@ -389,14 +389,14 @@ class ChunkPool:
         :meth:`leave_scope`."""
         self.settle()
         self._maps = False
-        wanted = [unit for unit in self._transient if units is None or unit in units]
+        entered = [unit for unit in self._transient if units is None or unit in units]
         try:
-            for unit in wanted:
-                if unit in self._held and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
+            for unit in entered:
+                if unit in self._gathered and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
                     self._complete(unit)
                     self._evict(unit)
-            self.blocks.begin(holder, frozenset(wanted))
-            for unit in wanted:
+            self.blocks.begin(holder, frozenset(entered))
+            for unit in entered:
                 if not self._counts(unit):
                     self._gather([unit], [])
                 self._complete(unit)
@@ -411,7 +411,7 @@ class ChunkPool:
         left = self.blocks.end(holder)
         for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
             chunk.allow_holders()  # lists of parameters that were made inside and are kept
-        self._make_room(None, self._held.difference(left))  # nothing says when the next step begins
+        self._make_room(None, self._gathered.difference(left))  # nothing says when the next step begins
 
     # ---- eviction
 
@@ -421,13 +421,13 @@ class ChunkPool:
     def _make_room(self, unit: int | None, soon: Iterable[int] = ()) -> None:
         """Evict idle units beyond the budget, with ``unit`` counted and the units of ``soon`` spared."""
         needed = self.sizes[unit] if unit is not None else 0
-        for other in [u for u in self._kept if not (self._pinned(u) or self._is_read(u))]:
+        for other in [u for u in self._still_read if not (self._pinned(u) or self._is_read(u))]:
             self._evict(other)
         if self._reshards:
             self._reshard(self._reshards.difference([unit], soon))
-        others = [u for u in self._held if u != unit and u not in self._kept]
-        evictable = {u for u in others if not self._pinned(u)}
-        pinned = sum([self.sizes[u] for u in others if u not in evictable])
+        gathered = [u for u in self._gathered if u != unit and u not in self._still_read]
+        evictable = {u for u in gathered if not self._pinned(u)}
+        pinned = sum([self.sizes[u] for u in gathered if u not in evictable])
         idle = sum([self.sizes[u] for u in evictable])
         # The unit about to be used counts against the budget, but is gathered even where the budget is smaller.
         room = max(self.budget_bytes() - needed - pinned, 0)
@@ -440,8 +440,8 @@ class ChunkPool:
 
     def _reshard(self, units: Iterable[int]) -> None:
         """Evict those of ``units`` that are idle, whatever the budget."""
-        for unit in sorted(self._held.intersection(units)):
-            if unit not in self._kept and not self._pinned(unit):
+        for unit in sorted(self._gathered.intersection(units)):
+            if unit not in self._still_read and not self._pinned(unit):
                 self._evict_unread(unit)
 
     def _evict_unread(self, unit: int) -> bool:
@@ -452,7 +452,7 @@ class ChunkPool:
         if not read:
             self._evict(unit)
         elif self.in_order:
-            self._kept.add(unit)
+            self._still_read.add(unit)
         return self.in_order or not read
 
     def _is_read(self, unit: int) -> bool:
@@ -470,7 +470,7 @@ class ChunkPool:
         self._drop(among, self._evict_stale)
 
     def _drop(self, among: Collection[int] | None, evict: Callable[[int], object]) -> None:
-        for unit in [u for u in self._held if (among is None or u in among) and not self._pinned(u)]:
+        for unit in [u for u in self._gathered if (among is None or u in among) and not self._pinned(u)]:
             evict(unit)
         if among is None:
             self.arrays.drop()
@@ -497,9 +497,9 @@ class ChunkPool:
             if (array := chunk.evict()) is not None:
                 self.copied_bytes -= chunk.spec.padded_bytes
                 self.arrays.give(array)
-        self._kept.discard(unit)
-        if unit in self._held:
-            self._held.discard(unit)
+        self._still_read.discard(unit)
+        if unit in self._gathered:
+            self._gathered.discard(unit)
             self.gathered_bytes -= self.sizes[unit]
         self._events.evicted(unit)
 
@@ -513,10 +513,10 @@ class ChunkPool:
             elif needed or ahead or (self.agreement.due() and not self.blocks.all_held):
                 self._agree_and_gather(self._that_fit(needed, ahead))
 
-    def _agree_and_gather(self, wanted: list[int] | None) -> bool:
+    def _agree_and_gather(self, units: list[int] | None) -> bool:
         """Gather what any rank wants (``None``: this rank's pass is over). Return whether any rank's pass goes on."""
-        own = wanted or []
-        agreed = self.agreement.agree(wanted)
+        own = units or []
+        agreed = self.agreement.agree(units)
         if self.ledger.capacity_bytes is not None and not agreed.same:
             self.agreement.all_fit(self._peers_fit(set(agreed.units) - set(own), own))
         for unit in agreed.units:
@@ -546,14 +546,14 @@ class ChunkPool:
         passes = "forward" if self.in_training else "evaluation"
         phase = "backward" if current_graph_task() != -1 else passes
         self.group.activity.at(phase, "gather of unit", self.name_of, unit)
-        if unit in self._held:
+        if unit in self._gathered:
             self._gather_for_peers(unit)
-            self._kept.discard(unit)
+            self._still_read.discard(unit)
             return
         self._require_room(self._transient[unit], unit)
         self._events.gather_began(unit)
         # Held and counted before the first array is there, so that _evict undoes it at any point below.
-        self._held.add(unit)
+        self._gathered.add(unit)
         self.moved_bytes += self.sizes[unit]
         self.gathered_bytes += self.sizes[unit]
         self.peak_gathered_bytes = max(self.peak_gathered_bytes, self.gathered_bytes)
@@ -609,27 +609,29 @@ class ChunkPool:
         Raises:
             DeviceMemoryError: there is no room for a needed unit. The other ranks do not count on this one yet.
         """
-        wanted = [*needed, *ahead]
+        affordable = [*needed, *ahead]
         if self.ledger.capacity_bytes is None:
-            return wanted
-        while len(wanted) > len(needed) and not self.ledger.fits(self._missing_bytes(self._absent_chunks(wanted))):
-            wanted = wanted[:-1]
+            return affordable
+        while len(affordable) > len(needed) and not self.ledger.fits(
+            self._missing_bytes(self._absent_chunks(affordable))
+        ):
+            affordable = affordable[:-1]
         for unit in needed:
             self._require_room(self._transient[unit], unit)
-        return wanted
+        return affordable
 
-    def _peers_fit(self, others: Iterable[int], own: Sequence[int]) -> bool:
+    def _peers_fit(self, units: Iterable[int], own: Sequence[int]) -> bool:
         """Whether there is room to gather each of ``others``, one at a time, together with all of ``own``."""
 
         def missing() -> int:
-            return max((self._missing_bytes(self._absent_chunks([*own, unit])) for unit in others), default=0)
+            return max((self._missing_bytes(self._absent_chunks([*own, unit])) for unit in units), default=0)
 
         if not self.ledger.fits(missing()):
             self.arrays.drop()
         return self.ledger.make_room(missing()) and self.ledger.fits(missing())
 
     def _absent_chunks(self, units: Iterable[int]) -> list[Chunk]:
-        return [chunk for unit in units if unit not in self._held for chunk in self._transient[unit]]
+        return [chunk for unit in units if unit not in self._gathered for chunk in self._transient[unit]]
 
     def _missing_bytes(self, chunks: Iterable[Chunk]) -> int:
         """Return the bytes that have to be allocated to gather ``chunks``."""

@@ -130,15 +130,15 @@ class MemorySource(ShardSource):
 class _Keeping:
     """A handle that keeps the input of its operation alive."""
 
-    def __init__(self, handle: Handle, kept: object) -> None:
-        self._handle, self._kept = handle, kept
+    def __init__(self, handle: Handle, source: object) -> None:
+        self._handle, self._source = handle, source
 
     def finished(self) -> bool:
         return self._handle.finished()
 
     def wait(self) -> None:
         self._handle.wait()
-        self._kept = None
+        self._source = None
 
 
 # [Note: Buffers of shards on a disk]
@@ -345,15 +345,15 @@ class SecondarySource(MemorySource):
 
     Args:
         own: the home of this rank's shard.
-        kept: the home of its secondary shard, ``numel / k`` elements of a chunk.
+        secondary: the home of its secondary shard, ``numel / k`` elements of a chunk.
         among: the ``k`` ranks that have the other parts of the copy.
     """
 
     peers_take_part = True
 
-    def __init__(self, own: MemorySource, kept: MemorySource, among: Group) -> None:
+    def __init__(self, own: MemorySource, secondary: MemorySource, among: Group) -> None:
         super().__init__(own.exchange, own.tier, own._uploads, own._over)
-        self.kept, self._among = kept, among
+        self.secondary, self._among = secondary, among
         self.begun = False
         """Whether a gather has begun that brings the secondary shard, or has brought it."""
         self._arriving: _Arriving | None = None
@@ -371,12 +371,12 @@ class SecondarySource(MemorySource):
             self._arriving.wait()
         if self._among.one_sided_gather:
             self._among.fence()
-        return self.kept.gather(self._among, out)
+        return self.secondary.gather(self._among, out)
 
     def keep(self, arriving: _Arriving, full: torch.Tensor) -> None:
         """Copy this rank's part of ``full``, which has arrived, unless the shards have changed since."""
         if self._arriving is arriving:
-            self.kept.exchange.local.copy_(self._among.slice_of(full, self._among.rank))
+            self.secondary.exchange.local.copy_(self._among.slice_of(full, self._among.rank))
             self._arriving = None
 
     def joined(self, group: Group) -> torch.Tensor | None:

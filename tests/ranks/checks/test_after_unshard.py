@@ -90,7 +90,7 @@ def evaluate(session: Session) -> int:
     """How many units stay gathered."""
     with torch.no_grad():
         session.module(torch.ones(2, 4))
-    return len(session.engine.pool._held)
+    return len(session.engine.pool._gathered)
 
 
 def uses(name: str, folder: Path) -> dict[str, tuple[str, bool]]:
@@ -105,7 +105,7 @@ def uses(name: str, folder: Path) -> dict[str, tuple[str, bool]]:
         session.optimizers[0].step()
         assert bool(evaluate(session)) == (name != "zero2")
         session.unshard()
-        assert not session.engine.pool._held
+        assert not session.engine.pool._gathered
         before = state_of(model)
         try:
             call(session, folder)

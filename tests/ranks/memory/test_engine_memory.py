@@ -190,7 +190,7 @@ def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:
             if step % 10 == 0:
                 session.module.state_dict(), session.optimizer.state_dict(), session.full_gradients()
                 points.append((live_tensor_bytes(), sum(1 for _ in live_tensors())))
-        return points, len(session.engine.pool._held)
+        return points, len(session.engine.pool._gathered)
 
 
 @pytest.mark.parametrize("name", ["zero3", *campaign("zero1_gloo", "zero1", "zero2", "zero3_gloo")])
