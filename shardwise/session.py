@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -602,13 +602,31 @@ class Settings:
         return replace(tiers, device_capacity_bytes=device_bytes(self.device_memory))
 
 
+class ShardArguments(TypedDict, total=False):
+    """The fields of :class:`Settings` as keyword arguments of :func:`shard`, for editors and type checkers."""
+
+    stage: int
+    precision: str | None
+    max_norm: float
+    average: str
+    offload: str | os.PathLike[str] | None
+    replicas: int
+    tp: int
+    pp: int
+    sp: int
+    sequence: str | None
+    microbatches: int | None
+    device_memory: int | str | None
+    reshard_after_forward: Mapping[str, bool]
+
+
 def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     *,
     device: torch.device | str | None = None,
-    **settings: Any,
+    **settings: Unpack[ShardArguments],
 ) -> Session:
     """Shard ``model`` over all ranks, in place, with its optimizers. Collective.
 

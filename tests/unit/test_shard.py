@@ -7,7 +7,7 @@ import io
 import pickle
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.plan import DiskPlan, MeshPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, replicated, zero
-from shardwise.session import Settings
+from shardwise.session import Settings, ShardArguments
 from shardwise.testing import assert_close
 from tests.support.sets import full
 
@@ -55,6 +55,10 @@ def test_settings(given: dict[str, Any], plan: Plan) -> None:
 
 def test_every_setting_has_a_case() -> None:
     assert {each.name for each in fields(Settings)} == {name for given, _ in CASES for name in given}
+
+
+def test_an_editor_sees_every_setting() -> None:
+    assert get_type_hints(ShardArguments) == get_type_hints(Settings)
 
 
 @pytest.mark.parametrize(

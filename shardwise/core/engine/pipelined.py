@@ -84,7 +84,7 @@ class PipelineSteps:
         late, before = self._plan.shard.reduce == "last", grads.passes.held()
         try:
             with grads.no_sync() if late else contextlib.nullcontext():
-                with self._shared.kept() if self._shared is not None else contextlib.nullcontext():
+                with self._shared.accumulating() if self._shared is not None else contextlib.nullcontext():
                     outcome = self._run.step(schedule, parts, criterion, self._passes, wants_outputs)
                 if self._shared is not None:
                     with self._passes.one() as _:  # also without shared gradients: replicas run the same passes
@@ -199,7 +199,7 @@ class _EnginePasses(Passes):
         self._grads, self._optimizer = grads, optimizer
         self._pending: dict[WeightGradients, list[Arrived]] = {}
 
-    def whole(self, output: Tensor, grad: Tensor | None) -> None:
+    def full(self, output: Tensor, grad: Tensor | None) -> None:
         with self.one() as scale:
             torch.autograd.backward(_scaled(output, grad, scale), grad)
 

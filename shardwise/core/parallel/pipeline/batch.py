@@ -184,10 +184,10 @@ def _joined(values: Sequence[Any], join: Callable[[list[Tensor]], Tensor], name:
     elif all(isinstance(each, int | float) for each in values):
         kind = torch.float64 if any(isinstance(each, float) for each in values) else None
         return torch.tensor(values, dtype=kind, device="cpu")
-    other = next((each for each in values[1:] if not _same(_told(first), _told(each))), values[-1])
+    other = next((each for each in values[1:] if not _same(_outline(first), _outline(each))), values[-1])
     raise TypeError(
-        f"outputs{name} is {_told(first)} in one micro-batch and {_told(other)} in another, which cannot be made one "
-        "for return_outputs=True: have the model return tensors of as many dimensions and the same sizes "
+        f"outputs{name} is {_outline(first)} in one micro-batch and {_outline(other)} in another, which cannot be made "
+        "one for return_outputs=True: have the model return tensors of as many dimensions and the same sizes "
         "behind the first, numbers, or what is the same in each; or leave return_outputs away"
     )
 
@@ -215,7 +215,7 @@ def _sizes(value: Any) -> object:
     return (value.shape[1:],) if value.dim() else ()
 
 
-def _told(value: Any) -> str:
+def _outline(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -35,8 +35,8 @@ IDLE = "."
 
 def _spans(schedule: Schedule, times: Times) -> list[list[Span]]:
     forward, backward, weight = times
-    whole = backward if schedule.splits else backward + weight
-    of_kind = {Kind.FORWARD: forward, Kind.BACKWARD: whole, Kind.WEIGHT: weight}
+    backward_time = backward if schedule.splits else backward + weight
+    of_kind = {Kind.FORWARD: forward, Kind.BACKWARD: backward_time, Kind.WEIGHT: weight}
     return simulate(schedule, lambda action: of_kind[action.kind])
 
 
@@ -52,8 +52,8 @@ def _figures(schedule: Schedule, times: Times, spans: Sequence[Sequence[Span]]) 
     expected = expected_bubble(schedule) if len({*times}) == 1 else None
     formula = f" (its formula: {expected:.1%})" if expected is not None else ""
     lines.append(f"bubble: {bubble_fraction(spans):.1%} of all ranks' time{formula}")
-    held = " ".join(str(schedule.most_in_flight(rank)) for rank in range(schedule.ranks))
-    lines.append(f"micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): {held}")
+    in_flight = " ".join(str(schedule.most_in_flight(rank)) for rank in range(schedule.ranks))
+    lines.append(f"micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): {in_flight}")
     if schedule.splits:
         waiting = " ".join(str(schedule.most_waiting(rank)) for rank in range(schedule.ranks))
         lines.append(f"and of which it holds what gradients of weights are made of: {waiting}")
@@ -82,9 +82,9 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
             more = "-" * label + " " if label else letter
             row[first:last] = [text, *[more] * (last - first - 1)][: last - first]
         rows.append(f"rank {rank}".ljust(lead) + "".join(row).rstrip())
-    letters = "F forward, B backward" + (", W gradients of weights" if schedule.splits else "")
+    legend = "F forward, B backward" + (", W gradients of weights" if schedule.splits else "")
     small = "; small letters: the rank's other stages" if schedule.stages > schedule.ranks else ""
-    return "\n".join([*_figures(schedule, times, spans), f"{letters}{small}; {IDLE} waits", *rows])
+    return "\n".join([*_figures(schedule, times, spans), f"{legend}{small}; {IDLE} waits", *rows])
 
 
 def draw_schedule(schedule: Schedule, times: Times = (1.0, 1.0, 1.0)) -> str:

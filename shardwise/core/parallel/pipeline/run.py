@@ -104,7 +104,7 @@ class Outcome:
 #   the cached shape;
 # * it is not cached, and data comes: it is added, and the least recently used one is evicted (send; receive);
 # * it is not cached, and no data comes: nothing changes (send_sentinel; receive).
-# Lookups by one side only (told_of, check_shape) change nothing.
+# Lookups by one side only (cached_shape, check_shape) change nothing.
 class StageRun:
     """Runs the steps of one rank, one at a time.
 
@@ -134,7 +134,7 @@ class StageRun:
         self._wire = wire
         self._keeps_shapes = keeps_shapes
         self._tell = tell
-        self._told: dict[tuple[int, bool], OrderedDict[object, What]] = {}
+        self._cached_shapes: dict[tuple[int, bool], OrderedDict[object, What]] = {}
         self._step = 0
         self._over: str | None = None
         self._connected: Schedule | None = None
@@ -178,7 +178,7 @@ class StageRun:
                 step.do(action)
             if self._wire is not None:
                 self._wire.settle()
-            failures = self._tell(step.told()) if self._tell is not None else {}
+            failures = self._tell(step.status()) if self._tell is not None else {}
         except BaseException as error:
             self._over = f"{type(error).__name__}: {error}"
             if self._wire is not None:
@@ -248,7 +248,7 @@ class StageRun:
         else:
             self._wire.send(sentinel(*what, self._wire.device), rank, lane, self._tag(action), _called(action))
 
-    def told_of(self, stage: int, key: object) -> What | None:
+    def cached_shape(self, stage: int, key: object) -> What | None:
         """Return the shape that the receiver of a stage's output expects, or ``None`` if it has not been sent."""
         return self._shapes(stage, True).get(key) if self._keeps_shapes else None
 
@@ -271,16 +271,16 @@ class StageRun:
         Raises:
             RuntimeError: they differ.
         """
-        told = self.told_of(stage, key)
-        if told is not None and told != what:
+        cached = self.cached_shape(stage, key)
+        if cached is not None and cached != what:
             raise RuntimeError(
                 f"stage {stage} made {tuple(what[0])} x {what[1]} of inputs of the same shapes of which it made "
-                f"{tuple(told[0])} x {told[1]} before: its shapes follow from values, so use "
+                f"{tuple(cached[0])} x {cached[1]} before: its shapes follow from values, so use "
                 "enable_metadata_cache=False (cache_shapes of the plan)"
             )
 
     def _shapes(self, stage: int, sent: bool) -> OrderedDict[object, What]:
-        return self._told.setdefault((stage, sent), OrderedDict())
+        return self._cached_shapes.setdefault((stage, sent), OrderedDict())
 
     def _use(self, stage: int, sent: bool, key: object) -> What | None:
         """Return the cached shape for ``key`` and mark it as most recently used.
@@ -322,7 +322,7 @@ class _Step:
         self._run, self._schedule, self._parts, self._criterion = run, schedule, parts, criterion
         self._backward, self._wants_outputs = backward, wants_outputs
         self._apart = WeightsApart() if schedule.splits else None
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._tensors: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._later: dict[tuple[int, int], WeightGradients] = {}
         self._here: dict[Action, Tensor | None] = {}
         """Results of this rank for its other stages."""
@@ -339,12 +339,12 @@ class _Step:
 
     def do(self, action: Action) -> None:
         """Receive the inputs of an action, run it unless this or another rank has failed, and send the result."""
-        taken = self._take(action)
+        arrived = self._take(action)
         made: Tensor | None = None
         began = time.monotonic()
         if not self._failed:
             try:
-                made = self._made(action, taken)
+                made = self._made(action, arrived)
             except Exception as error:
                 self._error, self._where = error, f"{_named(action.kind)} of stage {action.stage}, micro-batch "
                 self._where += str(action.microbatch)
@@ -359,10 +359,10 @@ class _Step:
     def _fail(self) -> None:
         """Run no more passes, and release what they would have needed."""
         self._failed = True
-        for kept in (self._kept, self._later, self._here, self._losses, self._outputs):
-            kept.clear()
+        for tensors in (self._tensors, self._later, self._here, self._losses, self._outputs):
+            tensors.clear()
 
-    def told(self) -> str | None:
+    def status(self) -> str | None:
         """Return the status of the step on this rank: ``None`` for success, empty for a failure on another rank."""
         if self._error is not None:
             return f"{self._where}: {type(self._error).__name__}: {self._error}"
@@ -427,7 +427,7 @@ class _Step:
             place = self._places[rank][action._replace(stage=stage)]
             self._under_way.setdefault(rank, deque()).append((place, sent))
         elif forward:
-            self._passed[boundary] = self._run.told_of(action.stage, key)
+            self._passed[boundary] = self._run.cached_shape(action.stage, key)
             self._run.send_sentinel(action, rank, key, self._passed[boundary])
         elif self._passed[boundary] is not None:
             self._run.send_sentinel(action, rank, key, self._passed[boundary])
@@ -440,11 +440,11 @@ class _Step:
 
     # ---- passes
 
-    def _made(self, action: Action, taken: Tensor | None) -> Tensor | None:
+    def _made(self, action: Action, arrived: Tensor | None) -> Tensor | None:
         if action.kind is Kind.FORWARD:
-            return self._forward(action, taken)
+            return self._forward(action, arrived)
         if action.kind is Kind.BACKWARD:
-            return self._go_back(action, taken)
+            return self._go_back(action, arrived)
         assert self._backward is not None
         self._backward.weights(self._later.pop((action.stage, action.microbatch)))
         return None
@@ -464,7 +464,7 @@ class _Step:
             check_sent(output)  # checked here, so that the step fails on all ranks
             self._run.check_shape(stage, part.key, (output.shape, output.dtype))
         if self._backward is not None:
-            self._kept[stage, action.microbatch] = arrived, output
+            self._tensors[stage, action.microbatch] = arrived, output
         made: Tensor = output
         return made
 
@@ -491,11 +491,11 @@ class _Step:
     def _go_back(self, action: Action, grad: Tensor | None) -> Tensor | None:
         assert self._backward is not None
         stage, staging = action.stage, self._run.staging
-        arrived, output = self._kept.pop((stage, action.microbatch))
+        arrived, output = self._tensors.pop((stage, action.microbatch))
         staging.enter(stage, arrived)  # for recomputation of activations
         later = WeightGradients()
         if output.requires_grad and self._apart is None:
-            self._backward.whole(output, grad)
+            self._backward.full(output, grad)
         elif output.requires_grad and self._apart is not None:
             with self._apart.into(later):
                 self._backward.inputs(output, grad, later)

@@ -63,10 +63,10 @@ class Action(NamedTuple):
         Raises:
             ValueError: ``text`` has another format.
         """
-        found = re.fullmatch(r"(\d+)([FBW])(\d+)", text) if isinstance(text, str) else None
-        if found is None:
+        match = re.fullmatch(r"(\d+)([FBW])(\d+)", text) if isinstance(text, str) else None
+        if match is None:
             raise ValueError(f"{text!r} is no action: give a stage, F, B or W, and a micro-batch, such as '0F3'")
-        return cls(Kind(found[2]), int(found[1]), int(found[3]))
+        return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
     def needs(self, stages: int) -> tuple[Action, ...]:
         """Return the actions, on any rank, that must be completed first."""
@@ -140,19 +140,19 @@ class Schedule:
         return self._most(rank, Kind.BACKWARD, Kind.WEIGHT) if self.splits else 0
 
     def _most(self, rank: int, begin: Kind, end: Kind) -> int:
-        held = most = 0
+        in_flight = most = 0
         for action in self.orders[rank]:
-            held += (action.kind is begin) - (action.kind is end)
-            most = max(most, held)
+            in_flight += (action.kind is begin) - (action.kind is end)
+            most = max(most, in_flight)
         return most
 
     def messages(self) -> Iterator[Message]:
         """Yield the messages between ranks, in the order in which each rank receives them."""
         for rank, order in enumerate(self.orders):
             for action in order:
-                taken = action.takes(self.stages)
-                if taken is not None and self.rank_of(taken.stage) != rank:
-                    yield Message(taken, self.rank_of(taken.stage), rank)
+                source = action.takes(self.stages)
+                if source is not None and self.rank_of(source.stage) != rank:
+                    yield Message(source, self.rank_of(source.stage), rank)
 
 
 class Span(NamedTuple):
@@ -326,9 +326,12 @@ def given_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule:
         raise ValueError(f"a schedule of {len(read)} ranks for a pipeline of {ranks}: give the actions of each")
     for rank, order in enumerate(read):
         own = [stage for stage in range(2 * ranks) if rank_of_stage(stage, ranks, True) == rank]
-        wanted = Counter(Action(kind, stage, each) for kind in Kind for stage in own for each in range(microbatches))
-        found = Counter(order)
-        for what, which in (("lacks", wanted - found), ("has too many times, or not of its stages,", found - wanted)):
+        expected = Counter(Action(kind, stage, each) for kind in Kind for stage in own for each in range(microbatches))
+        actual = Counter(order)
+        for what, which in (
+            ("lacks", expected - actual),
+            ("has too many times, or not of its stages,", actual - expected),
+        ):
             if which:
                 some = ", ".join(map(str, list(which)[:6]))
                 raise ValueError(
@@ -339,12 +342,12 @@ def given_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule:
     sent: dict[tuple[int, int, Kind], list[Action]] = {}
     for action, sender, receiver in schedule.messages():
         sent.setdefault((sender, receiver, action.kind), []).append(action)
-    for (sender, receiver, _), taken in sent.items():
-        made = [action for action in read[sender] if action in set(taken)]
-        if made != taken:
-            at = next(index for index, pair in enumerate(zip(made, taken, strict=True)) if pair[0] != pair[1])
+    for (sender, receiver, _), received in sent.items():
+        made = [action for action in read[sender] if action in set(received)]
+        if made != received:
+            at = next(index for index, pair in enumerate(zip(made, received, strict=True)) if pair[0] != pair[1])
             raise ValueError(
-                f"the schedule's rank {receiver} takes {taken[at]} from rank {sender} before {made[at]}, which is made "
-                "first: give an order in which each rank takes what another sends in the order in which it was made"
+                f"the schedule's rank {receiver} takes {received[at]} from rank {sender} before {made[at]}, which is "
+                "made first: list the actions of a rank so that it receives in the order in which its peer sends"
             )
     return schedule

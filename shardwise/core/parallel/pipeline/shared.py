@@ -35,7 +35,7 @@ class SharedGradients:
         shared = [(staging.position_of(p), p) for p in params if p.requires_grad and len(staging.ranks_of(p)) > 1]
         self._shared = [(place, p, staging.ranks_of(p)) for place, p in sorted(shared, key=lambda each: each[0])]
         """In the order of the full model, which is the same on all ranks."""
-        self._kept: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
         self._keeps = False
         self._hooks = [param.register_hook(self._hook(place)) for place, param, _ in self._shared]  # type: ignore[no-untyped-call]
 
@@ -43,20 +43,20 @@ class SharedGradients:
         def keep(grad: Tensor) -> Tensor:
             if not self._keeps:
                 return grad
-            kept = self._kept.get(place)
-            if kept is None:
-                self._kept[place] = grad.detach().to(_wide(grad.dtype), copy=True)
+            total = self._sums.get(place)
+            if total is None:
+                self._sums[place] = grad.detach().to(_wide(grad.dtype), copy=True)
             else:
-                kept += grad.detach()
+                total += grad.detach()
             return torch.zeros_like(grad)
 
         return keep
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
         """Accumulate the gradients of shared parameters within the context."""
         self._keeps = True
-        self._kept.clear()
+        self._sums.clear()
         try:
             yield
         finally:
@@ -64,11 +64,11 @@ class SharedGradients:
 
     def summed(self, tag: Callable[[int], int]) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the sums of the gradients over all ranks that have the parameters, if there are any. Collective."""
-        found, what = [], "the gradient of a weight that several stages use"
+        sums, what = [], "the gradient of a weight that several stages use"
         # Each rank sends before it receives.
         self._wire.connect((*pair, 1) for _, _, ranks in self._shared for pair in permutations(ranks, 2))
         for place, param, ranks in self._shared:
-            own = self._kept.pop(place, None)
+            own = self._sums.pop(place, None)
             row = torch.zeros(param.numel() + 1, dtype=_wide(param.dtype), device=param.device)
             if own is not None:
                 row[:-1].copy_(own.reshape(-1))
@@ -84,9 +84,9 @@ class SharedGradients:
             for each in rows[1:]:
                 total += each
             if total[-1]:
-                found.append((param, total[:-1].view(param.shape).to(param.dtype)))
+                sums.append((param, total[:-1].view(param.shape).to(param.dtype)))
         self._wire.settle()
-        return found
+        return sums
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -138,11 +138,11 @@ class _Product(torch.autograd.Function):
                 "gradients inside of a forward pass are not there under schedule='zbv' (pp_style); use '1f1b'"
             )
         rows = grad.reshape(-1, grad.shape[-1])
-        taken = x.reshape(-1, x.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
         if operands.linear:
-            later.add(operands.weight, lambda: rows.t() @ taken)
+            later.add(operands.weight, lambda: rows.t() @ inputs)
         else:
-            later.add(operands.weight, lambda: taken.t() @ rows)
+            later.add(operands.weight, lambda: inputs.t() @ rows)
         if operands.bias is not None:
             later.add(operands.bias, lambda: rows.sum(0))
         return grad @ (weight if operands.linear else weight.t()), None
@@ -158,12 +158,12 @@ def walk(output: Tensor, grad: Tensor | None) -> None:
 class Passes:
     """Plain backward passes of autograd; an engine adds its own work to them."""
 
-    def whole(self, output: Tensor, grad: Tensor | None) -> None:
+    def full(self, output: Tensor, grad: Tensor | None) -> None:
         """Run backward from an output of a stage with its gradient, or ``None`` if the output is the loss."""
         torch.autograd.backward(output, grad)
 
     def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
-        """Run backward as :meth:`whole`, within :meth:`WeightsApart.into`; :meth:`weights` has to follow."""
+        """Run backward as :meth:`full`, within :meth:`WeightsApart.into`; :meth:`weights` has to follow."""
         walk(output, grad)
 
     def weights(self, later: WeightGradients) -> None:

@@ -82,25 +82,25 @@ OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attenti
 """Outputs that models collect from every layer, and that losses may use."""
 
 
-def layers_of_stages(layers: int, stages: int, given: Sequence[int] | None = None) -> list[int]:
-    """Return the number of layers of each stage: ``given``, or an even division with the larger stages in the middle,
+def layers_of_stages(layers: int, stages: int, chosen: Sequence[int] | None = None) -> list[int]:
+    """Return the number of layers of each stage: ``chosen``, or an even division with the larger stages in the middle,
     since the first and the last have the embedding and the head.
 
     Raises:
-        ValueError: fewer layers than stages, or ``given`` does not add up to ``layers``.
+        ValueError: fewer layers than stages, or ``chosen`` does not add up to ``layers``.
     """
-    if given is not None:
-        if len(given) != stages or sum(given) != layers or min(given) < 1:
+    if chosen is not None:
+        if len(chosen) != stages or sum(chosen) != layers or min(chosen) < 1:
             raise ValueError(
-                f"layers={list(given)} does not fit {stages} stages of a model with {layers} layers; give {stages} "
+                f"layers={list(chosen)} does not fit {stages} stages of a model with {layers} layers; give {stages} "
                 f"numbers >= 1 whose sum is {layers}"
             )
-        return list(given)
+        return list(chosen)
     if layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} stages; use at most {layers} stages")
-    rest = layers % stages
-    first = (stages - rest) // 2
-    return [layers // stages + (first <= stage < first + rest) for stage in range(stages)]
+    extra = layers % stages
+    first = (stages - extra) // 2
+    return [layers // stages + (first <= stage < first + extra) for stage in range(stages)]
 
 
 # [Note: What staging changes]
@@ -214,10 +214,10 @@ class Staging:
         Raises:
             ValueError: there is such a module.
         """
-        found: dict[tuple[int, nn.Module], tuple[str, int]] = {}
+        names: dict[tuple[int, nn.Module], tuple[str, int]] = {}
         for name, (stage, _) in self._units.items():
             rank = self.rank_of_stage(stage)
-            first, its = found.setdefault((rank, self.model.get_submodule(name)), (name, stage))
+            first, its = names.setdefault((rank, self.model.get_submodule(name)), (name, stage))
             if its != stage:
                 raise ValueError(
                     f"{first} and {name} of the {type(self.model).__name__} are one module, in stages {its} and "
@@ -226,13 +226,13 @@ class Staging:
                 )
 
     def _find_params(self) -> dict[int, set[int]]:
-        found: dict[int, set[int]] = {}
+        stages_by_param: dict[int, set[int]] = {}
         for name, param in self.model.named_parameters(remove_duplicate=False):
             unit = next((unit for unit in self._units if name.startswith(f"{unit}.")), None)
             stages = {self._units[unit][0]} if unit is not None else set(range(self.stages))
-            found.setdefault(id(param), set()).update(stages)
-        self._positions = {key: place for place, key in enumerate(found)}
-        return found
+            stages_by_param.setdefault(id(param), set()).update(stages)
+        self._positions = {key: place for place, key in enumerate(stages_by_param)}
+        return stages_by_param
 
     # ---- queries
 
@@ -282,7 +282,7 @@ class Staging:
                 module.__dict__["_stage"] = self, name, stage
                 module.__class__ = mixed_class(type(module), _StageLayer, type(module))
         self.model.forward = self._forward
-        self._check = self.body.register_forward_pre_hook(_check_asked, prepend=True, with_kwargs=True)
+        self._check = self.body.register_forward_pre_hook(_check_arguments, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         """Undo :meth:`install`. Parameter values are not restored."""
@@ -521,11 +521,11 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _check_asked(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(body: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check the arguments of every call of the body, including calls from within a model."""
-    asked = {**dict(zip(_names_of(type(body).forward), args, strict=False)), **kwargs}
+    arguments = {**dict(zip(_names_of(type(body).forward), args, strict=False)), **kwargs}
     settings = {name: getattr(getattr(body, "config", None), name, False) for name in OF_ALL_LAYERS}
-    settings |= {name: asked[name] for name in OF_ALL_LAYERS if asked.get(name) is not None}
+    settings |= {name: arguments[name] for name in OF_ALL_LAYERS if arguments.get(name) is not None}
     check_of_all_layers(settings, type(body).__name__)
 
 
@@ -534,7 +534,7 @@ def stage_model(
     rank: int,
     ranks: int,
     chunks: int = 1,
-    given: Sequence[int] | None = None,
+    layers_by_stage: Sequence[int] | None = None,
     body: Body | None = None,
     v_shaped: bool = False,
 ) -> Staging:
@@ -545,7 +545,7 @@ def stage_model(
         rank: pipeline rank of this process.
         ranks: number of pipeline ranks.
         chunks: stages per rank.
-        given: number of layers by stage.
+        layers_by_stage: number of layers of each stage.
         body: describes the model itself, if its class is not registered.
         v_shaped: assignment of stages to ranks, see :func:`~shardwise.core.parallel.pipeline.schedule.rank_of_stage`.
 
@@ -554,33 +554,33 @@ def stage_model(
         ValueError: the model has too few layers, or its configuration asks for outputs of all layers.
     """
     if body is not None:
-        found = [("", body)]
+        bodies = [("", body)]
     else:
-        found = []
+        bodies = []
         for name, module in model.named_modules():
             kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
             if kind is not None:
-                found.append((name, TABLES[kind.__name__]))
-    if not found:
+                bodies.append((name, TABLES[kind.__name__]))
+    if not bodies:
         raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
             f"({', '.join(known_bodies())}). Describe it with shardwise.register_body(class name, Body(...))"
         )
-    if len(found) > 1:
+    if len(bodies) > 1:
         raise ValueError(
-            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in found)}): only "
+            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in bodies)}): only "
             "a model with one body can be divided into stages; use pp=1"
         )
     config = getattr(model, "config", None)
     check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
-    name, table = found[0]
+    name, table = bodies[0]
     owner = model.get_submodule(name)
     layers = owner.get_submodule(table.layers)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(
             f"{type(owner).__name__}.{table.layers} is a {type(layers).__name__}; name an nn.ModuleList in Body.layers"
         )
-    counts = layers_of_stages(len(layers), ranks * chunks, given)
+    counts = layers_of_stages(len(layers), ranks * chunks, layers_by_stage)
     staging = Staging(model, name, table, rank, ranks, counts, v_shaped)
     for name in table.everywhere:
         if any(param.requires_grad for param in getattr(owner, name, nn.Module()).parameters()):
