@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.compat.impersonation import WHOLE, impersonate
+from shardwise.compat.impersonation import REPLACEABLE, impersonate
 
 __all__ = ["MODULE", "main"]
 
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: missing arguments, another library, or no such script or module.
     """
-    if len(arguments) < 2 or arguments[0] not in WHOLE or list(arguments[1:]) == ["-m"]:
-        sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(WHOLE)}, and a script (or -m and a module)")
+    if len(arguments) < 2 or arguments[0] not in REPLACEABLE or list(arguments[1:]) == ["-m"]:
+        sys.exit(f"{' '.join(arguments)!r}: give one of {', '.join(REPLACEABLE)}, and a script (or -m and a module)")
     library, *program = arguments
     impersonate(library)
     _tell_children(library)

@@ -88,7 +88,7 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     if options.to == "huggingface":
         more |= {name: _config_beside(options.source, name) for name in ("config", "generation_config")}
         if options.config is not None:
-            more["config"] = _given(options.config, "config.json")
+            more["config"] = _configuration(options.config, "config.json")
     elif options.to in LAYOUTS:
         more["layout"] = LAYOUTS[options.to]
     elif options.to == "peft":
@@ -113,7 +113,7 @@ def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str,
     adapter = options.adapter or the_adapter(source)
     config: dict[str, Any] | None = None
     if options.adapter_config is not None:
-        config = _given(options.adapter_config, "adapter_config.json")
+        config = _configuration(options.adapter_config, "adapter_config.json")
     elif options.lora_alpha is not None:
         config = deduced_config(source, adapter, options.lora_alpha)
     else:
@@ -124,7 +124,7 @@ def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str,
     return {"config": config, "adapter": adapter}
 
 
-def _given(path: Path, name: str) -> dict[str, Any]:
+def _configuration(path: Path, name: str) -> dict[str, Any]:
     from shardwise.core.checkpoint.bounds import read_json
 
     file = path / name if path.is_dir() else path
@@ -195,7 +195,6 @@ def add_parser(commands: Any) -> None:
         help="look into, convert, check and compare checkpoints",
         description="Look into, convert, check and compare checkpoints of any known format.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|convert|verify|diff")
     inspect = actions.add_parser("inspect", help="list tensors and the size of the state")
@@ -236,7 +235,7 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
         dest=f"{name}_optimizer",
         type=Path,
         metavar="DIR",
-        help="colossalai: the optimizer's directory, where it is not beside the model",
+        help="colossalai: the optimizer's directory, if it is not next to the model",
     )
     parser.add_argument(
         f"--parameter-names{suffix}",
@@ -284,7 +283,7 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
     from shardwise.core.checkpoint.formats.detect import open_checkpoint
-    from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+    from shardwise.core.checkpoint.source import CheckpointError
 
     path: Path = getattr(options, name)
     format, optimizer = getattr(options, f"{name}_format"), getattr(options, f"{name}_optimizer")
@@ -293,7 +292,7 @@ def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
         names = listed.read_text("utf-8").split() if listed is not None else None
         rules = dict(_rule(each) for each in getattr(options, f"{name}_rename"))
         return open_checkpoint(path, format, optimizer, names, rules)
-    except (OSError, ValueError, CheckpointError, CheckpointDamage) as problem:
+    except (OSError, ValueError, CheckpointError) as problem:
         raise BadInput(str(problem)) from None
 
 
@@ -336,7 +335,7 @@ class _Watched:
     def __init__(self, source: CheckpointSource, what: str) -> None:
         self._source = source
         self._facts = source.tensors()
-        self.bar = _Bar(what, sum(_nbytes(fact) for fact in self._facts.values()))
+        self.bar = _Bar(what, sum(fact.nbytes for fact in self._facts.values()))
 
     def tensors(self) -> Any:
         return self._facts
@@ -353,10 +352,6 @@ class _Watched:
         self._source.close()
 
 
-def _nbytes(fact: TensorInfo) -> int:
-    return fact.numel * fact.dtype.itemsize
-
-
 def _kind(name: str) -> str:
     return name.split("/", 1)[0] if "/" in name else "other"
 
@@ -369,7 +364,7 @@ def _inspect(options: argparse.Namespace) -> int:
         facts, state = source.tensors(), source.state()
         kinds: dict[str, list[int]] = {}
         for name, fact in facts.items():
-            kinds.setdefault(_kind(name), []).append(_nbytes(fact))
+            kinds.setdefault(_kind(name), []).append(fact.nbytes)
         state_bytes = len(json.dumps(state))
         if options.json:
             listed = {n: {"shape": list(f.shape), "dtype": _dtype_text(f)} for n, f in facts.items()}
@@ -380,7 +375,7 @@ def _inspect(options: argparse.Namespace) -> int:
         width = max((len(name) for name in facts), default=0)
         for name, fact in facts.items():
             shape = "x".join(map(str, fact.shape)) or "scalar"
-            _say(f"  {name:<{width}}  {_dtype_text(fact):<9} {shape:<16} {size_text(_nbytes(fact))}")
+            _say(f"  {name:<{width}}  {_dtype_text(fact):<9} {shape:<16} {size_text(fact.nbytes)}")
         for kind, sizes in kinds.items():
             _say(f"{kind}: {len(sizes)} tensors, {size_text(sum(sizes))}")
         _say(f"state: {size_text(state_bytes)} of JSON" + (f" ({', '.join(sorted(state))})" if state else ""))
@@ -412,7 +407,7 @@ def _convert(options: argparse.Namespace) -> int:
     import torch
 
     from shardwise.core.checkpoint.atomic import DISK
-    from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+    from shardwise.core.checkpoint.source import CheckpointError
 
     megabytes = _megabytes("5GB" if options.max_shard_size is None else options.max_shard_size)
     dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -423,7 +418,7 @@ def _convert(options: argparse.Namespace) -> int:
         watched = _Watched(source, f"writing {options.target}")
         try:
             write(watched, options, dtype, megabytes)
-        except (CheckpointError, CheckpointDamage, OSError, ValueError, TypeError) as problem:
+        except (CheckpointError, OSError, ValueError, TypeError) as problem:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
             raise BadInput(str(problem)) from None
@@ -533,7 +528,7 @@ def _named(source: CheckpointSource, model_only: bool) -> dict[str, str]:
 def _compare(
     first: CheckpointSource, name: str, second: CheckpointSource, other: str, options: argparse.Namespace
 ) -> str:
-    """Return a description of the difference; empty if there is none."""
+    """Return a description of the difference; empty without one."""
     import torch
 
     from shardwise.core.checkpoint.formats.lazy import blocks

@@ -33,7 +33,6 @@ def add_parser(commands: Any) -> None:
         help="print the memory that a model's training state will need",
         description="Print the bytes of parameters, gradients and optimizer state on one rank, without a build.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE_OR_MODULE:FUNCTION")

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from shardwise import __version__
@@ -42,14 +43,10 @@ class OneLineParser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run.add_parser(commands)
-    env.add_parser(commands)
-    estimate.add_parser(commands)
-    port.add_parser(commands)
-    trace.add_parser(commands)
-    schedule.add_parser(commands)
-    checkpoint.add_parser(commands)
+    formatted: Any = partial(OneLineParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=formatted)
+    for command in (run, env, estimate, port, trace, schedule, checkpoint):
+        command.add_parser(commands)
     return parser
 
 

@@ -37,7 +37,6 @@ def add_parser(commands: Any) -> None:
         help="make a program for ColossalAI, DeepSpeed or Lightning one for shardwise",
         description="Say of every foreign name and argument in programs what becomes of it, and rewrite their imports.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("files", type=Path, nargs="*", metavar="FILE", help="programs, or folders of them")
@@ -94,14 +93,14 @@ def main(options: argparse.Namespace) -> int:
 
 def _programs(paths: Iterable[Path]) -> Iterator[Path]:
     """Iterate over the given files, and those of folders except hidden ones and installed libraries."""
-    for given in paths:
-        if not given.is_dir():
-            yield given
+    for path in paths:
+        if not path.is_dir():
+            yield path
             continue
-        for path in sorted(given.rglob("*.py")):
-            parts = path.relative_to(given).parts
+        for program in sorted(path.rglob("*.py")):
+            parts = program.relative_to(path).parts
             if "site-packages" not in parts and not any(part.startswith(".") for part in parts):
-                yield path
+                yield program
 
 
 def _text(path: Path) -> str:

@@ -152,7 +152,6 @@ def add_parser(commands: Any) -> None:
         help="start a script on every rank",
         description="Start a script once a rank, with torch's elastic launcher. The exit status is the script's.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option of the script must not match a prefix of our options
     )
     parser.add_argument(
@@ -173,8 +172,8 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
     parser.add_argument("script", help="a Python file")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    rest.required = False  # may be empty; the error about a missing script should not mention these arguments
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    arguments.required = False  # may be empty; the error about a missing script should not mention these arguments
     parser.set_defaults(main=main)
 
 
@@ -207,10 +206,10 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             # The first host opens the rendezvous; torch would guess the host from names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
     if options.world:
-        from shardwise.compat.impersonation import WHOLE
+        from shardwise.compat.impersonation import REPLACEABLE
 
-        if options.world not in WHOLE:
-            raise BadInput(f"--as {options.world}: give one of {', '.join(WHOLE)}")
+        if options.world not in REPLACEABLE:
+            raise BadInput(f"--as {options.world}: give one of {', '.join(REPLACEABLE)}")
     if options.module or options.world:
         arguments.append("--module")
     return arguments

@@ -31,7 +31,6 @@ def add_parser(commands: Any) -> None:
         help="draw a step of a pipeline, with its bubble",
         description="Draw which rank of a pipeline does what when, with how long ranks wait and what they hold.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline")

@@ -40,11 +40,10 @@ def add_parser(commands: Any) -> None:
         help="draw the memory of one training step of a model",
         description="Run one training step of a model and draw what it held: model data, activations, the peak.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="what makes the model")
-    add("--batch", metavar="FUNCTION", help="function beside it that returns the batch")
+    add("--batch", metavar="FUNCTION", help="function in the same module that returns the batch")
     add("--optimizer", metavar="NAME", help="step this one of torch.optim as well, such as AdamW or SGD")
     add("--device", help="cpu, cuda, cuda:1, meta; default: where the model is")
     add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB; default: a GPU's own")
@@ -63,8 +62,8 @@ def main(options: argparse.Namespace) -> int:
     from shardwise.core.base.sizes import parse_size
 
     if (options.target is None) == (options.stats is None):
-        given = "neither" if options.target is None else "both"
-        raise BadInput(f"{given} of FILE_OR_MODULE:FUNCTION and --stats given: give one of them")
+        count = "neither" if options.target is None else "both"
+        raise BadInput(f"{count} of FILE_OR_MODULE:FUNCTION and --stats given: give one of them")
     for path in (options.out, options.json, options.dump):
         if path is not None:
             check_writable(path)

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from shardwise.compat.table import REST, Alias, AliasTable
+from shardwise.compat.table import ANY_NAME, Alias, AliasTable
 
 __all__ = ["AliasFinder", "UnsupportedName", "install_aliases", "lookup"]
 
@@ -84,7 +84,7 @@ class AliasFinder(MetaPathFinder, Loader):
         path = spec.name.removeprefix(f"{self.table.home}.")
         module = ModuleType(spec.name, f"Names of {self.table.full_name(path)}.")
         module.__getattr__ = partial(lookup, self.table, path)  # type: ignore[method-assign]
-        module.__all__ = sorted({*self.table.names.get(path, {})} - {REST})  # type: ignore[attr-defined]
+        module.__all__ = sorted({*self.table.names.get(path, {})} - {ANY_NAME})  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -18,9 +18,9 @@ from shardwise.compat.table import HOMES, alias_table
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = ["WHOLE", "Impersonation", "impersonate"]
+__all__ = ["REPLACEABLE", "Impersonation", "impersonate"]
 
-WHOLE = ("colossalai", "deepspeed")
+REPLACEABLE = ("colossalai", "deepspeed")
 """Libraries that we replace completely, so that our package can be imported under their name."""
 
 
@@ -82,7 +82,7 @@ def _distribution(foreign: str) -> Distribution:
 
 
 def impersonate(foreign: str) -> None:
-    """Import our package under the name ``foreign``, one of :data:`WHOLE`, from now on in this process.
+    """Import our package under the name ``foreign``, one of :data:`REPLACEABLE`, from now on in this process.
 
     Raises:
         ImportError: the library itself has been imported already, so that parts of the program would use it.

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.compat.table import REST, Alias, AliasTable, Unsupported
+from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Unsupported
 
 __all__ = ["Finding", "findings", "markdown", "rewritten"]
 
@@ -41,7 +41,7 @@ def findings(text: str, tables: Sequence[AliasTable]) -> list[Finding]:
         SyntaxError: the text is not Python.
     """
     reader = _Reader(ast.parse(text), tables)
-    return [Finding(*key, tuple(sorted(lines))) for key, lines in sorted(reader.found.items(), key=lambda e: min(e[1]))]
+    return [Finding(*key, tuple(sorted(lines))) for key, lines in sorted(reader.uses.items(), key=lambda e: min(e[1]))]
 
 
 def _table_of(dotted: str, tables: Sequence[AliasTable]) -> tuple[AliasTable, str] | None:
@@ -58,7 +58,7 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, tree: ast.Module, tables: Sequence[AliasTable]) -> None:
         self.tables = tables
-        self.found: dict[tuple[str, str, str], set[int]] = {}
+        self.uses: dict[tuple[str, str, str], set[int]] = {}
         self.bound: dict[str, str] = {}  # from a local name to the dotted name that it was bound to last
         self.imported: set[str] = set()
         for node in ast.walk(tree):
@@ -99,7 +99,7 @@ class _Reader(ast.NodeVisitor):
         return f"{inner}.{node.attr}" if isinstance(node, ast.Attribute) and inner else None
 
     def _add(self, name: str, verdict: str, text: str, line: int) -> None:
-        self.found.setdefault((name, verdict, text), set()).add(line)
+        self.uses.setdefault((name, verdict, text), set()).add(line)
 
     def _see(self, dotted: str, line: int) -> None:
         if (place := _table_of(dotted, self.tables)) is None:
@@ -246,7 +246,7 @@ def markdown(tables: Sequence[AliasTable]) -> str:
             if isinstance(entry, Alias):
                 works.setdefault(table.full_name(path), []).append(f"`{name}`")
             else:
-                star = name == REST and table.gone(path) is None
+                star = name == ANY_NAME and table.gone(path) is None
                 shown = f"`{table.full_name(path)}` (all other names)" if star else f"`{table.full_name(path, name)}`"
                 unsupported.setdefault(entry.instead, []).append(shown)
         sections = {

@@ -16,9 +16,9 @@ def names_of(arguments: type) -> tuple[str, ...]:
     return tuple(each.name for each in fields(arguments))
 
 
-def picked(arguments: type[A], given: Mapping[str, Any]) -> A:
-    """Return the dataclass ``arguments`` with the entries of ``given`` that are its fields."""
-    return arguments(**{name: given[name] for name in names_of(arguments) if name in given})
+def picked(arguments: type[A], values: Mapping[str, Any]) -> A:
+    """Return the dataclass ``arguments`` with the entries of ``values`` that are its fields."""
+    return arguments(**{name: values[name] for name in names_of(arguments) if name in values})
 
 
 def changed(arguments: Any, names: Iterable[str]) -> list[str]:

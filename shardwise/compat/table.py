@@ -23,9 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HOMES", "REST", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
+__all__ = ["ANY_NAME", "HOMES", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
 
-REST = "*"
+ANY_NAME = "*"
 """The entry that stands for all other names of a module."""
 HOMES: Mapping[str, str] = {
     "colossalai": "shardwise.colossalai",
@@ -111,14 +111,14 @@ class AliasTable:
         while path and path not in self.names:
             path = path.rpartition(".")[0]
         entries = self.names.get(path, {})
-        return entries[REST] if entries.keys() == {REST} else None
+        return entries[ANY_NAME] if entries.keys() == {ANY_NAME} else None
 
     def find(self, path: str, name: str) -> Entry | None:
-        """Return the entry of a name of the module ``path``; ``None``: there is none, or it is a module."""
+        """Return the entry of a name of the module ``path``; ``None``: no entry, or a module."""
         entries = self.names.get(path, {})
         if name in entries or self._has(f"{path}.{name}".lstrip(".")):
             return entries.get(name)
-        return entries.get(REST) or self.gone(path)
+        return entries.get(ANY_NAME) or self.gone(path)
 
     def _has(self, path: str) -> bool:
         return any(f"{each}.".startswith(f"{path}.") for each in self.names)

@@ -14,7 +14,7 @@ from packaging.version import Version
 import shardwise.compat
 from shardwise.cli.main import main
 from shardwise.compat import Alias, Unsupported, UnsupportedName, alias_table
-from shardwise.compat.table import HOMES, REST
+from shardwise.compat.table import ANY_NAME, HOMES
 
 FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
 KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
@@ -59,7 +59,7 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
         if table.home == "shardwise.huggingface":  # whose modules nobody imports under ours
             continue
         module: Any = import_module(f"{table.home}.{path}".rstrip("."))
-        found = getattr(module, "anything" if name == REST else name)
+        found = getattr(module, "anything" if name == ANY_NAME else name)
         if isinstance(entry, Alias):
             assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
             continue

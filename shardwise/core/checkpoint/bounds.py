@@ -10,24 +10,30 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import torch
+
 from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
 __all__ = [
+    "check_generators",
     "check_state",
     "checked_name",
     "checked_names",
     "checked_shape",
     "checked_total",
     "checked_tree",
+    "generator_state",
     "open_regular",
     "read_index_file",
     "read_json",
@@ -366,3 +372,38 @@ _FORMS: dict[str, Test] = {
     "vocabulary": _fields({"embeddings": _NAMES}, size=_is_count),
     "adapters": _dict_of(_BY_NAME),
 }
+
+
+def generator_state(python: Sequence[Any], numpy: Any) -> dict[str, Any]:
+    """Return the states of Python's and numpy's generators, as the libraries return them, with tensors and numbers."""
+    version, words, gauss = python
+    name, keys, position, has_gauss, cached = numpy
+    return {
+        "python": {
+            "version": version,
+            "words": torch.from_numpy(np.array(words, dtype=np.uint32)),
+            "gauss": None if gauss is None else float(gauss),
+        },
+        "numpy": {
+            "name": str(name),
+            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+    }
+
+
+def check_generators(state: dict[str, Any]) -> None:
+    """Check with fresh generators that all CPU generators accept ``state``.
+
+    Raises:
+        TypeError, ValueError, KeyError, RuntimeError: a generator rejects it.
+    """
+    python, numpy = state["python"], state["numpy"]
+    random.Random(0).setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    keys = (numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"])
+    np.random.RandomState(0).set_state(keys)
+    torch.Generator().set_state(state["torch"])
+    if "cuda" in state and not isinstance(state["cuda"], torch.Tensor):
+        raise TypeError(f"the state of a GPU's generator is a {type(state['cuda']).__name__}")

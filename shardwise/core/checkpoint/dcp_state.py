@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.core.base.validate import as_mapping
+from shardwise.core.checkpoint.formats.dcp import flattened
 from shardwise.core.comm import collectively
 from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
@@ -53,12 +54,12 @@ def get_model_state_dict(
     params = dict(module.unwrap().named_parameters(remove_duplicate=False))
     frozen = {name for name, param in params.items() if not param.requires_grad}
     form = _Form(module, chosen)
-    found = {
+    values = {
         name: form(value, divided=name in params)
         for name, value in module.full_state()
         if not (chosen.ignore_frozen_params and name in frozen)
     }
-    return form.given({name: found[name] for name in module.state_layout() if name in found})
+    return form.for_rank({name: values[name] for name in module.state_layout() if name in values})
 
 
 def get_optimizer_state_dict(
@@ -80,23 +81,23 @@ def get_optimizer_state_dict(
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer, names in _with_names(module, optimizers):
-        whole = optimizer.state_dict()
+        saved = optimizer.state_dict()
         shapes = module.state_layout()
-        if not whole[STATE]:
+        if not saved[STATE]:
             raise RuntimeError(
                 f"{type(optimizer.optimizer).__name__} has no state yet, so there is nothing to save or to load into: "
                 "session.checkpoints.load(directory) reads a directory of torch.distributed.checkpoint as it is"
             )
         flat = [name for group in names for name in group]
-        for number, values in whole[STATE].items():
+        for number, values in saved[STATE].items():
             shape = shapes[flat[number]].shape
             state[flat[number]] = {key: form(each, divided=_like(each, shape)) for key, each in values.items()}
         # A parameter that was never stepped (unused, or empty) gets an empty entry, so that it is not missing.
         state |= {name: {} for name in flat if name in trained and name not in state}
-        for group, own in zip(whole[GROUPS], names, strict=True):
+        for group, own in zip(saved[GROUPS], names, strict=True):
             groups.append({**group, PARAMS: list(own)})
-    found = {STATE: state, GROUPS: groups}
-    return form.given(_flattened(found) if chosen.flatten_optimizer_state_dict else found)
+    full = {STATE: state, GROUPS: groups}
+    return form.for_rank(flattened(full) if chosen.flatten_optimizer_state_dict else full)
 
 
 def get_state_dict(
@@ -116,8 +117,8 @@ def set_model_state_dict(
         RuntimeError: names or shapes do not fit; nothing was changed.
     """
     chosen, module = _options(options), _module(model)
-    given = _broadcast(module, model_state_dict, "the model") if chosen.broadcast_from_rank0 else model_state_dict
-    return module.load_state_dict({name: _whole(value) for name, value in given.items()}, strict=chosen.strict)
+    state = _broadcast(module, model_state_dict, "the model") if chosen.broadcast_from_rank0 else model_state_dict
+    return module.load_state_dict({name: _full_tensor(value) for name, value in state.items()}, strict=chosen.strict)
 
 
 def set_optimizer_state_dict(
@@ -145,7 +146,7 @@ def set_optimizer_state_dict(
                 "same model, or StateDictOptions(strict=False)"
             )
         state = {
-            number: {key: _whole(value) for key, value in nested[STATE][name].items()}
+            number: {key: _full_tensor(value) for key, value in nested[STATE][name].items()}
             for number, name in enumerate(flat)
             if nested[STATE].get(name)
         }
@@ -193,9 +194,9 @@ def _module(model: torch.nn.Module) -> ShardedModule:
     return model
 
 
-def _with_names(module: ShardedModule, given: Optimizers) -> list[tuple[ShardedOptimizer, list[list[str]]]]:
+def _with_names(module: ShardedModule, chosen: Optimizers) -> list[tuple[ShardedOptimizer, list[list[str]]]]:
     """Return each optimizer with the names of its parameters by group."""
-    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    optimizers = [chosen] if isinstance(chosen, torch.optim.Optimizer) else list(chosen)
     for each in optimizers:
         if not isinstance(each, ShardedOptimizer):
             raise TypeError(f"an optimizer is a {type(each).__name__}: give session.optimizer, or session.optimizers")
@@ -208,31 +209,31 @@ class _Form:
     """Converts full tensors: unchanged, on the host, or this rank's rows."""
 
     def __init__(self, module: ShardedModule, options: StateDictOptions) -> None:
-        self._whole, self._host = options.full_state_dict, options.cpu_offload
+        self._full, self._host = options.full_state_dict, options.cpu_offload
         mesh = module.sharded_values.shards.mesh
         _check_everybody(module)
         self._first, self._device = mesh.is_rank0, mesh.device
         kind = "cpu" if self._host else mesh.device.type
         self._mesh: DeviceMesh | None = None
-        if not self._whole and dist.is_initialized():
+        if not self._full and dist.is_initialized():
             self._mesh = init_device_mesh(kind, (dist.get_world_size(),))
 
     def __call__(self, value: Any, divided: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if self._whole and self._host and not self._first:
+        if self._full and self._host and not self._first:
             return None
         value = value.detach()
-        if self._whole or self._mesh is None or not divided or not value.dim():
+        if self._full or self._mesh is None or not divided or not value.dim():
             return value.to("cpu" if self._host or not value.dim() else self._device, copy=True)
         rows = value.tensor_split(_row_ends(value.shape[0], self._mesh.size()))[self._mesh.get_local_rank()]
         local = rows.to("cpu" if self._host else self._device, copy=True).contiguous()
         options = {"run_check": False, "shape": value.shape, "stride": value.contiguous().stride()}
         return DTensor.from_local(local, self._mesh, [Shard(0)], **options)
 
-    def given(self, found: dict[str, Any]) -> dict[str, Any]:
-        """Return ``found``, or nothing on ranks that get no state."""
-        return {} if self._whole and self._host and not self._first else found
+    def for_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state``, or nothing on ranks that get no state."""
+        return {} if self._full and self._host and not self._first else state
 
 
 def _check_everybody(module: ShardedModule) -> None:
@@ -258,7 +259,7 @@ def _like(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
 
 
-def _whole(value: Any) -> Any:
+def _full_tensor(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -280,16 +281,8 @@ def _broadcast(module: ShardedModule, state: Mapping[str, Any], into: str) -> Ma
             advice = "a dict with broadcast_from_rank0=True"
             box.append(dict(as_mapping("the state on rank 0", state, advice)) if mesh.is_rank0 else None)
         dist.broadcast_object_list(box, 0)
-    found: Mapping[str, Any] = box[0]
-    return found
-
-
-def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten like torch: an entry for each value of each parameter."""
-    flat = {f"{STATE}.{name}.{key}": x for name, own in nested[STATE].items() for key, x in own.items()}
-    for group in nested[GROUPS]:
-        flat |= {f"{GROUPS}.{name}.{key}": x for name in group[PARAMS] for key, x in group.items() if key != PARAMS}
-    return flat
+    received: Mapping[str, Any] = box[0]
+    return received
 
 
 def _nested(flat: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
@@ -297,9 +290,10 @@ def _nested(flat: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     groups = []
     for name in names:
         own, options = f"{STATE}.{name}.", f"{GROUPS}.{name}."
-        found = {key.removeprefix(own): value for key, value in flat.items() if key.startswith(own)}
-        state |= {name: found} if found else {}
+        entries = {key.removeprefix(own): value for key, value in flat.items() if key.startswith(own)}
+        state |= {name: entries} if entries else {}
         own_options = {k.removeprefix(options): v for k, v in flat.items() if k.startswith(options)}
-        state |= {name: {}} if own_options and not found else {}  # in the flattened form, an empty state has no entries
+        # In the flattened form, an empty state has no entries.
+        state |= {name: {}} if own_options and not entries else {}
         groups.append(own_options | {PARAMS: [name]})
     return {STATE: state, GROUPS: groups}

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.core.base.device import random_state, set_random_state
+from shardwise.core.checkpoint.bounds import generator_state
 from shardwise.core.checkpoint.load_plan import LoadPlan
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.engine.fragments import Stored
@@ -24,7 +25,6 @@ from shardwise.core.memory.disk.checksum import checksum
 
 __all__ = [
     "Options",
-    "check_generators",
     "check_scheduler",
     "checked_options",
     "read_generators",
@@ -174,35 +174,9 @@ def _check_small(trainer: RunOptimizer, match: LoadPlan, index: int) -> None:
 
 def read_generators(device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, numpy's and torch's generators, and the GPU's if ``device`` is one."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.from_numpy(np.array(words, dtype=np.uint32)), "gauss": gauss},
-        "numpy": {
-            "name": str(name),
-            "keys": torch.from_numpy(np.array(keys, dtype=np.uint32)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-    }
+    state = generator_state(random.getstate(), np.random.get_state(legacy=True))
     state["torch"], on_gpu = random_state(device)
     return state if on_gpu is None else {**state, "cuda": on_gpu}
-
-
-def check_generators(state: dict[str, Any]) -> None:
-    """Check with fresh generators that all CPU generators accept ``state``.
-
-    Raises:
-        TypeError, ValueError, KeyError, RuntimeError: a generator rejects it.
-    """
-    python, numpy = state["python"], state["numpy"]
-    random.Random(0).setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = (numpy["name"], numpy["keys"].numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"])
-    np.random.RandomState(0).set_state(keys)
-    torch.Generator().set_state(state["torch"])
-    if "cuda" in state and not isinstance(state["cuda"], torch.Tensor):
-        raise TypeError(f"the state of a GPU's generator is a {type(state['cuda']).__name__}")
 
 
 def restore_generators(state: dict[str, Any], device: torch.device) -> None:

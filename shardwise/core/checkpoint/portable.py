@@ -344,9 +344,7 @@ def _slice(value: torch.Tensor, start: int, numel: int | None) -> torch.Tensor:
     return value[start:] if numel is None else value[start : start + numel]
 
 
-def stream(
-    ranks: Ranks, prepare: Callable[[], LocalTensors], write: Callable[[CheckpointSource], object], what: str
-) -> None:
+def stream(ranks: Ranks, prepare: Callable[[], LocalTensors], write: Write, what: str) -> None:
     """Call ``write`` on rank 0 with a source of all ranks' tensors. Collective.
 
     Args:
@@ -390,12 +388,7 @@ _WRITING = threading.Lock()
 """Saves of a model and of its optimizer may replace the same directory; only rank 0 acquires it."""
 
 
-def _serve_writer(
-    ranks: Ranks,
-    portion: LocalTensors,
-    posts: Sequence[Mapping[str, Any]],
-    write: Callable[[CheckpointSource], object],
-) -> None:
+def _serve_writer(ranks: Ranks, portion: LocalTensors, posts: Sequence[Mapping[str, Any]], write: Write) -> None:
     try:
         with _WRITING:
             write(_Gathered(ranks, portion, posts))

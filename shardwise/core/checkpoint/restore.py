@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.bounds import reading
+from shardwise.core.checkpoint.bounds import check_generators, reading
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.trainer import kind_of
 from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
-from shardwise.core.checkpoint.options import Options, check_generators, restore_generators, spread_generators
+from shardwise.core.checkpoint.options import Options, restore_generators, spread_generators
 from shardwise.core.checkpoint.run import Run, as_run
 from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
@@ -224,7 +224,7 @@ class _OtherState:
         with reading("the state of the checkpoint"):
             saved = saved_schedulers(match) if lr_schedulers else []
             self._read(state, tensors)
-        self._others = read_buffers_and_extra_state(run, match)
+        self._module_state = read_buffers_and_extra_state(run, match)
         self._options = Options(run, match)
         self._schedulers = SchedulerLoadPlan(match, saved, lr_schedulers, strict)
 
@@ -246,7 +246,7 @@ class _OtherState:
 
     def apply(self) -> None:
         """Change the run."""
-        self._match.local_state.put_others(self._others)
+        self._match.local_state.put_others(self._module_state)
         self._options.apply()
         self._schedulers.apply(self._run)
         if self._generators is None:

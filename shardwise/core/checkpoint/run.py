@@ -127,11 +127,11 @@ class Run(Protocol):
     def local_state(self) -> LocalState:
         """Return the tensors that this rank holds now."""
 
-    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
+    def replaced(self, parameters: bool, complete: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
         """Return a context from before the first value that a load replaces until after the last.
 
         After an interrupt in the block these values must be loaded again before the run continues: ``parameters`` (all
-        of them, if ``whole``) and the state of ``optimizers``.
+        of them, if ``complete``) and the state of ``optimizers``.
         """
 
     def adopting(self, optimizers: Collection[int]) -> AbstractContextManager[None]:
@@ -193,12 +193,12 @@ class EngineRun:
         return EngineLocalState(self._session.values, self._session.optimizers)
 
     @contextmanager
-    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> Iterator[None]:
+    def replaced(self, parameters: bool, complete: bool, optimizers: Collection[int]) -> Iterator[None]:
         """Drop updates made during backward. See [Note: Broken sessions]."""
         values, states = self._session.values, [state_of(index) for index in optimizers]
-        values.before_load(whole)
+        values.before_load(complete)
         parts = [PARAMETERS, *states] if parameters else states
-        with values.guards.broken.replacing("a load", parts, partly=() if whole else (PARAMETERS,)):
+        with values.guards.broken.replacing("a load", parts, partly=() if complete else (PARAMETERS,)):
             yield
 
     @contextmanager
@@ -285,7 +285,7 @@ class Ranks:
         if not made:
             self._group = group or dist.group.WORLD
         elif members is not None:
-            self._group = members.new_group("beside", members.ranks, "gloo")
+            self._group = members.new_group("checkpoint", members.ranks, "gloo")
         else:
             make_room(self.size)
             self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s()))

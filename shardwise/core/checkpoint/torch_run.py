@@ -107,10 +107,8 @@ class TorchRun:
         self._ranks = ranks
         self._activity = Activity() if ranks is None else ranks.activity
 
-    @property
-    def members(self) -> None:
-        """Return None, which stands for all ranks."""
-        return None
+    members = None
+    """All ranks."""
 
     @property
     def rank(self) -> int:
@@ -154,7 +152,7 @@ class TorchRun:
             raise RuntimeError(f"the module of this run of {self.size} ranks is gone; keep it as long as it is trained")
         return TorchLocalState(module, self.optimizers, self.rank, self.size)
 
-    def replaced(self, parameters: bool, whole: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
+    def replaced(self, parameters: bool, complete: bool, optimizers: Collection[int]) -> AbstractContextManager[None]:
         """Return an empty context: after an interrupt the program loads again."""
         return nullcontext()
 
@@ -358,8 +356,8 @@ class TorchLocalState:
         modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
 
         def is_made(name: str) -> bool:
-            held = self.others[name]
-            return not is_extra(name, held) and keeper(modules, name) is None and id(held) not in registered
+            value = self.others[name]
+            return not is_extra(name, value) and keeper(modules, name) is None and id(value) not in registered
 
         return {name: takers(modules, name) for name in values if is_made(name)}
 

@@ -206,12 +206,12 @@ def _slots(model: nn.Module) -> dict[nn.Module, list[_Slot]]:
             names.setdefault(id(tensor), []).append(f"{path}.{leaf}" if path else leaf)
     slots: dict[nn.Module, list[_Slot]] = {module: [] for module in model.modules()}
     for module, leaf, tensor, is_parameter in _own_tensors(model.modules()):
-        found = tuple(dict.fromkeys(names.pop(id(tensor), ())))
+        full_names = tuple(dict.fromkeys(names.pop(id(tensor), ())))
         with no_torch_function():
             bare = tensor.device == META and tape_of(tensor) is None
             stride = tensor.stride() if tensor.layout is torch.strided else ()
             geometry = (tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
-        slots[module].append(_Slot(module, leaf, tensor, found, is_parameter, bare, *geometry))
+        slots[module].append(_Slot(module, leaf, tensor, full_names, is_parameter, bare, *geometry))
     return slots
 
 
@@ -329,11 +329,11 @@ class _Makers:
         finally:
             for slot, original in zip(slots, originals, strict=True):
                 slot.table[slot.leaf] = original
-        wanted = [(slot, result) for slot, result in zip(slots, results, strict=True) if slot.bare and slot.names]
-        missed = [slot for slot, result in wanted if result.numel() and not watch.saw(result)]
+        values = [(slot, result) for slot, result in zip(slots, results, strict=True) if slot.bare and slot.names]
+        missed = [slot for slot, result in values if result.numel() and not watch.saw(result)]
         if missed:
             self._fail(missed, "its initialisation did not write to them")
-        return {id(slot): result for slot, result in wanted}
+        return {id(slot): result for slot, result in values}
 
     def _fail(self, slots: list[_Slot], reason: str) -> None:
         names = ", ".join(slot.leaf for slot in slots if slot.bare)

@@ -5,8 +5,7 @@ Three parts intercept the operations:
 * :class:`Recorder` (below autograd) redirects creations to the meta device and records each operation that creates or
   writes.
 * :class:`Facade` (above autograd) answers queries on recorded tensors as the real tensors would, so that code that
-reads
-  ``device`` or ``is_meta`` takes the branches of a normal construction.
+  reads ``device`` or ``is_meta`` takes the branches of a normal construction.
 * :class:`DeferredTensor` and :class:`DeferredParameter` are the types of recorded tensors after the context has ended.
   They continue to record, so ``model.half()`` and ``parameter.data.mul_(2)`` work.
 
@@ -43,9 +42,9 @@ from shardwise.core.deferred.replay import (
     OWN_GENERATOR,
     Cell,
     Constant,
-    Kept,
     Operation,
     Ref,
+    ReplayCache,
     Tape,
     map_leaves,
     replay,
@@ -141,7 +140,7 @@ class Recorder(_Mode):
     def __init__(self, leave: Callable[[], None] = lambda: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.leave, self.paused = leave, False
-        self._kept = Kept()
+        self._cache = ReplayCache()
         self._states: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +151,7 @@ class Recorder(_Mode):
 
     def close(self) -> None:
         """Free the memory that was cached for data-dependent reads."""
-        self._kept.clear()
+        self._cache.clear()
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = tensors_in((args, kwargs))
@@ -178,7 +177,7 @@ class Recorder(_Mode):
         """Run ``func`` with real values instead of recorded tensors."""
 
         def real(leaf: object) -> object:
-            return replay(leaf, self._kept) if isinstance(leaf, Tensor) and tape_of(leaf) is not None else leaf
+            return replay(leaf, self._cache) if isinstance(leaf, Tensor) and tape_of(leaf) is not None else leaf
 
         try:
             args, kwargs = map_leaves(real, (args, kwargs))
@@ -270,9 +269,9 @@ def _device_of(func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> torch
     A meta device among the arguments mostly comes from torch itself (it creates the right side of ``x[0] = 1`` on the
     device of ``x``) and means the device of the recorded tensors.
     """
-    asked = kwargs.get("device")
-    if asked is not None and torch.device(asked) != META:
-        return torch.device(asked)
+    requested = kwargs.get("device")
+    if requested is not None and torch.device(requested) != META:
+        return torch.device(requested)
     # A CPU scalar may be combined with tensors on any device, so tensors with dimensions have priority.
     for tensor in sorted(inputs, key=lambda tensor: tensor.dim() == 0):
         tape = tape_of(tensor)
@@ -288,9 +287,9 @@ def _unread_first(func: Any, args: tuple[Any, ...]) -> Tensor | None:
         return None
     if func._schema.name in _LIKE:
         return first if isinstance(first, Tensor) else None
-    whole = first.is_contiguous() and first.numel() * first.element_size() == tape.cell.nbytes
-    others = tensors_in(args[1:])
-    if func._schema.name in _OVERWRITES and whole and not any(tape_of(other) is tape for other in others):
+    covers_cell = first.is_contiguous() and first.numel() * first.element_size() == tape.cell.nbytes
+    inputs = tensors_in(args[1:])
+    if func._schema.name in _OVERWRITES and covers_cell and not any(tape_of(other) is tape for other in inputs):
         return first if isinstance(first, Tensor) else None
     return None
 
@@ -414,53 +413,44 @@ def is_recording() -> bool:
     return bool(recorders())
 
 
-def _go_on_recording(func: Any, args: Any, kwargs: Any) -> Any:
-    kwargs = kwargs or {}
-    if func in _READ_VALUES:
-        return _read_values(func, args, kwargs)
-    with no_subclass_dispatch():
-        if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") or is_recording():
-            output = func(*args, **kwargs)
-        else:
-            with Recorder() as recorder:
+class _Recorded:
+    """Methods of deferred tensors: operations on them are recorded, also after the context has ended."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READ_VALUES:
+            return _read_values(func, args, kwargs)
+        with no_subclass_dispatch():
+            if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") or is_recording():
                 output = func(*args, **kwargs)
-            recorder.close()
-    if isinstance(output, Tensor):
-        return mark(output)
-    return map_leaves(mark, output) if type(output) in (list, tuple) else output
+            else:
+                with Recorder() as recorder:
+                    output = func(*args, **kwargs)
+                recorder.close()
+        if isinstance(output, Tensor):
+            return mark(output)
+        return map_leaves(mark, output) if type(output) in (list, tuple) else output
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            result = self.detach().clone()
+            if isinstance(self, nn.Parameter):
+                with no_subclass_dispatch():
+                    result = give_subclass(DeferredParameter, result, self.requires_grad)
+            result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            memo[id(self)] = result
+        return memo[id(self)]  # type: ignore[no-any-return]
 
 
-def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if id(tensor) not in memo:
-        result = tensor.detach().clone()
-        if isinstance(tensor, nn.Parameter):
-            with no_subclass_dispatch():
-                result = give_subclass(DeferredParameter, result, tensor.requires_grad)
-        result.__dict__.update(copy.deepcopy(tensor.__dict__, memo))
-        memo[id(tensor)] = result
-    return memo[id(tensor)]  # type: ignore[no-any-return]
-
-
-class DeferredTensor(torch.Tensor):
+class DeferredTensor(_Recorded, torch.Tensor):
     """A deferred buffer or other tensor: a meta tensor on which operations are recorded."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _go_on_recording(func, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _deep_copy(self, memo)
-
-
-class DeferredParameter(nn.Parameter):
+class DeferredParameter(_Recorded, nn.Parameter):
     """A deferred parameter: a meta tensor on which operations are recorded."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _go_on_recording(func, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return _deep_copy(self, memo)
 
 
 def mark(value: Any) -> Any:

@@ -35,9 +35,9 @@ __all__ = [
     "OWN_GENERATOR",
     "Cell",
     "Constant",
-    "Kept",
     "Operation",
     "Ref",
+    "ReplayCache",
     "Tape",
     "map_leaves",
     "replay",
@@ -261,7 +261,7 @@ class _Stale(Exception):
     """Cached memory is already past a state that a replay needs."""
 
 
-class Kept:
+class ReplayCache:
     """Memory cached by the last data-dependent read, so that loops such as rejection sampling replay in linear time."""
 
     def __init__(self) -> None:
@@ -273,32 +273,32 @@ class Kept:
         self.heads.clear()
 
 
-def _needed(cell: Cell, head: Operation | None, kept: dict[Cell, Operation | None]) -> list[Operation]:
+def _needed(cell: Cell, head: Operation | None, cached: dict[Cell, Operation | None]) -> list[Operation]:
     """Return the operations that bring ``cell`` from the cached states to the state that ``head`` left, in order.
 
     Raises:
         _Stale: a needed operation is older than a cached state that it would touch.
     """
-    found: set[Operation] = set()
+    needed: set[Operation] = set()
     stack: list[tuple[Cell, Operation | None]] = [(cell, head)]
     while stack:
         cell, operation = stack.pop()
-        if operation is None or operation in found or kept.get(cell) is operation:
+        if operation is None or operation in needed or cached.get(cell) is operation:
             continue
         for touched in (*operation.writes, *(ref.cell for _, ref in operation.creates)):
-            state = kept.get(touched)
+            state = cached.get(touched)
             if state is not None and state.order >= operation.order:
                 raise _Stale
         for read, state in operation.reads:
-            have = kept.get(read)
+            have = cached.get(read)
             if state is not None and have is not None and have.order > state.order:
                 raise _Stale
-        found.add(operation)
+        needed.add(operation)
         stack.extend(operation.reads)
-    return sorted(found, key=lambda operation: operation.order)
+    return sorted(needed, key=lambda operation: operation.order)
 
 
-def replay(tensor: Tensor, kept: Kept | None = None) -> Tensor:
+def replay(tensor: Tensor, cache: ReplayCache | None = None) -> Tensor:
     """Return the real value of a recorded ``tensor``: same shape and dtype, on the device of its construction.
 
     Temporaries are freed as soon as no later operation needs them. The generators are not changed.
@@ -308,27 +308,27 @@ def replay(tensor: Tensor, kept: Kept | None = None) -> Tensor:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no record to replay")
     with no_torch_function(), torch.no_grad():
         ref = Ref.of(tensor, tape, tape.head)
-        memory = {} if kept is None else kept.memory
+        memory = {} if cache is None else cache.memory
         try:
-            operations = _needed(ref.cell, ref.head, {} if kept is None else kept.heads)
+            operations = _needed(ref.cell, ref.head, {} if cache is None else cache.heads)
         except _Stale:
-            assert kept is not None
-            kept.clear()
+            assert cache is not None
+            cache.clear()
             operations = _needed(ref.cell, ref.head, {})
         try:
-            _execute(operations, ref.cell, memory, kept)
+            _execute(operations, ref.cell, memory, cache)
         except BaseException:
-            if kept is not None:
-                kept.clear()  # it may be partly modified
+            if cache is not None:
+                cache.clear()  # it may be partly modified
             raise
         value = ref.on(_allocated(memory, ref.cell))
-        if value.numel() * value.element_size() != ref.cell.nbytes or kept is not None:
+        if value.numel() * value.element_size() != ref.cell.nbytes or cache is not None:
             value = value.clone()
         return value
 
 
 def _execute(
-    operations: Sequence[Operation], target: Cell, memory: dict[Cell, torch.UntypedStorage], kept: Kept | None
+    operations: Sequence[Operation], target: Cell, memory: dict[Cell, torch.UntypedStorage], cache: ReplayCache | None
 ) -> None:
     last: dict[Cell, int] = {}
     for index, operation in enumerate(operations):
@@ -336,17 +336,17 @@ def _execute(
             last[cell] = index
     for index, operation in enumerate(operations):
         operation.run(memory)
-        if kept is not None:
+        if cache is not None:
             for cell in (*operation.writes, *(ref.cell for _, ref in operation.creates)):
-                kept.heads[cell] = operation
+                cache.heads[cell] = operation
         for cell in set(_cells(operation)):
-            if last[cell] == index and cell is not target and (kept is None or not _reachable(cell)):
+            if last[cell] == index and cell is not target and (cache is None or not _reachable(cell)):
                 memory.pop(cell, None)
-    if kept is not None:
+    if cache is not None:
         for cell in [cell for cell in memory if not _reachable(cell)]:
             del memory[cell]
-        for cell in [cell for cell in kept.heads if cell not in memory]:
-            del kept.heads[cell]
+        for cell in [cell for cell in cache.heads if cell not in memory]:
+            del cache.heads[cell]
 
 
 def _cells(operation: Operation) -> Iterator[Cell]:

@@ -45,8 +45,8 @@ class Ledger:
     def __init__(self, device: torch.device, capacity_bytes: int | None) -> None:
         self.device, self.capacity_bytes = device, capacity_bytes
         self._holders: dict[str, Callable[[], int]] = {}
-        self._spare: list[Callable[[], None]] = []
-        self._rest: Tracker | None = None
+        self._caches: list[Callable[[], None]] = []
+        self._tracker: Tracker | None = None
         self.peak_bytes = 0
         """The peak at any check; counted only if there is a capacity."""
 
@@ -56,7 +56,7 @@ class Ledger:
 
     def measure_rest(self, tracker: Tracker) -> None:
         """Let ``tracker`` measure memory that is not model data; see :meth:`charge`."""
-        self._rest = tracker
+        self._tracker = tracker
         self.account(REST, lambda: tracker.live_bytes)
 
     def expire(self) -> None:
@@ -66,17 +66,17 @@ class Ledger:
         for each unit in each pass, and one at the end of each pass. In between, only the accounts of model data change;
         other growth is detected at the next measurement.
         """
-        if self._rest is not None:
-            self._rest.expire()
+        if self._tracker is not None:
+            self._tracker.expire()
 
     def charge(self, tensor: torch.Tensor | None) -> None:
         """Count ``tensor`` only as model data, which its owner accounts for."""
-        if self._rest is not None and tensor is not None:
-            self._rest.exclude(tensor)
+        if self._tracker is not None and tensor is not None:
+            self._tracker.exclude(tensor)
 
     def reclaimable(self, release: Callable[[], None]) -> None:
         """Add a callback that frees cached memory; it is called before an error is raised for too little memory."""
-        self._spare.append(release)
+        self._caches.append(release)
 
     def held(self) -> Mapping[str, int]:
         """Return the current bytes by kind."""
@@ -118,7 +118,7 @@ class Ledger:
             return True
         total = sum(self.held().values()) + nbytes
         if total > self.capacity_bytes:
-            for release in self._spare:
+            for release in self._caches:
                 release()
             total = sum(self.held().values()) + nbytes
         if total <= self.capacity_bytes:
@@ -158,9 +158,9 @@ class Ledger:
 
     def _message(self, what: str, total: int) -> str:
         capacity = self.capacity_bytes or 0
-        held = sorted(self.held().items(), key=lambda item: -item[1])
-        accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in held if size)
-        advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in held if size and kind in ADVICE)
+        sizes = sorted(self.held().items(), key=lambda item: -item[1])
+        accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in sizes if size)
+        advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in sizes if size and kind in ADVICE)
         return (
             f"{what} {size_text(total)} of a capacity of "
             f"{size_text(capacity)}: {size_text(total - capacity)} too much. It holds:{accounts or ' nothing'}\n"

@@ -47,14 +47,14 @@ class Home:
 
 def _spread(sizes: Sequence[int], share: float) -> list[bool]:
     """Choose about ``share`` of the total size, evenly over the sequence; 0 chooses nothing and 1 everything."""
-    chosen, seen, taken = [], 0, 0
+    chosen, seen, total = [], 0, 0
     for size in sizes:
         seen += size
         # Rounded to the nearest size; the small term ensures that a share of 1.0, summed in floating point, chooses
         # all.
-        take = share > 0.0 and size > 0 and taken + size / 2 <= share * seen * (1 + 1e-9)
+        take = share > 0.0 and size > 0 and total + size / 2 <= share * seen * (1 + 1e-9)
         chosen.append(take)
-        taken += size if take else 0
+        total += size if take else 0
     return chosen
 
 
@@ -99,18 +99,18 @@ def missed_shares(
     """
     if plan.auto is not None:
         return []
-    found = []
+    lines = []
     for kind, weights in (("param", sizes), ("state", _with_state(sizes, trainable))):
         total = sum(weights)
         for tier in (Tier.HOST, Tier.DISK):
             name = f"{kind}_{tier.value}_fraction"
-            wanted, places = getattr(plan, name), [getattr(home, kind) for home in homes]
-            held = sum(w for w, place in zip(weights, places, strict=True) if place is tier) / max(total, 1)
-            if total and 0.0 < wanted < 1.0 and abs(held - wanted) > NOTICEABLE:
+            share, places = getattr(plan, name), [getattr(home, kind) for home in homes]
+            actual = sum(w for w, place in zip(weights, places, strict=True) if place is tier) / max(total, 1)
+            if total and 0.0 < share < 1.0 and abs(actual - share) > NOTICEABLE:
                 count = sum(w > 0 for w in weights)
-                found.append(
-                    f"{name}={wanted:g}, but the actual fraction is {held:.2g}: whole chunks are placed, and there are "
-                    f"{count}. To come closer, make them smaller (min_chunk_size_m, reduce_bucket_size_in_m, or "
+                lines.append(
+                    f"{name}={share:g}, but the actual fraction is {actual:.2g}: whole chunks are placed, and there "
+                    f"are {count}. To come closer, make them smaller (min_chunk_size_m, reduce_bucket_size_in_m, or "
                     "chunk_numel of a packing)"
                 )
-    return found
+    return lines

@@ -23,7 +23,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
 from shardwise.core.optim.offload import MomentStore, OffloadedMoments
-from shardwise.core.optim.whole_tensors import counted, loss_of
+from shardwise.core.optim.whole_tensors import load_counted, loss_of
 
 __all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
 
@@ -66,7 +66,7 @@ class _Adam(torch.optim.Optimizer):
     """fp32 values per parameter element with master parameters: master, gradient and two moments."""
     wide_moments: bool = True
     """Moments of 16-bit parameters are in fp32; otherwise they are rounded to the parameter's dtype after each step."""
-    _kept: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
+    _copied: tuple[str, ...] = ("adamw_mode", "wide_moments", "nvme_offload_fraction", "nvme_offload_dir")
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], adamw_mode: bool, offload: tuple[float, str | None]
@@ -176,14 +176,14 @@ class _Adam(torch.optim.Optimizer):
         every = [param for group in self.param_groups for param in group["params"]]
         offload.reserve([param for param in every if param.requires_grad or param.grad is not None])
         rules = [self._rule(group) for group in self.param_groups]
-        held = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
+        offloaded = [(p, rule) for params, rule in zip(live, rules, strict=True) for p in params if offload.holds(p)]
         # One block, which is returned to the system after the step; many would fragment the allocator.
-        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in held), pin_for=None)
+        copies = HostArena(sum(HostArena.rounded(param.nbytes) for param, _ in offloaded), pin_for=None)
         new: list[tuple[Tensor, Tensor]] = []
         gradient = torch.empty(0, device="cpu")
-        with contextlib.closing(offload.stream([param for param, _ in held])) as pieces:
+        with contextlib.closing(offload.stream([param for param, _ in offloaded])) as pieces:
             for piece in pieces:
-                param, rule = held[piece.index]
+                param, rule = offloaded[piece.index]
                 if piece.start == 0:
                     new.append((copies.take(param.numel(), param.dtype), self._next_count(param)))
                     new[-1][0].view(param.shape).copy_(param)
@@ -195,7 +195,7 @@ class _Adam(torch.optim.Optimizer):
                 part = slice(piece.start, piece.end)
                 exp_avg, exp_avg_sq = piece.moments
                 self._tiles.update([AdamSlot(values[part], gradient[part], exp_avg, exp_avg_sq, count)], rule, scale)
-        for (param, _), (values, count) in zip(held, new, strict=True):
+        for (param, _), (values, count) in zip(offloaded, new, strict=True):
             param.copy_(values.view(param.shape))
             self._state_of(param)["step"].copy_(count)
         return [[param for param in params if not offload.holds(param)] for params in live]
@@ -255,30 +255,21 @@ class _Adam(torch.optim.Optimizer):
             ValueError: the groups differ, or the state is of the AMSGrad variant.
             DiskError: offloaded moments could not be stored. The previous state is kept.
         """
-        seen: list[dict[str, Any]] = [state_dict]
-
-        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            seen[0] = final = counted(final)
-            if any(group.get("amsgrad") for group in final["param_groups"]):
-                raise ValueError(
-                    f"the state has amsgrad={[g.get('amsgrad') for g in final['param_groups']]}, and "
-                    f"{type(self).__name__} has no AMSGrad variant; load it into torch.optim.AdamW"
-                )
-            return final
-
-        handle = self.register_load_state_dict_pre_hook(last)  # after the user's own, which may replace the state
         before = self.state, self.param_groups
         try:
-            super().load_state_dict(state_dict)
+            loaded = dict(load_counted(self, super().load_state_dict, state_dict, self._check_variant))
             self._drop_torchs_mode()
-            numbers = [n for group in seen[0]["param_groups"] for n in group["params"]]
-            params = [p for group in self.param_groups for p in group["params"]]
-            self._take_moments(params, [seen[0]["state"].get(number) for number in numbers])
+            self._take_moments(loaded)
         except BaseException:
             self.state, self.param_groups = before
             raise
-        finally:
-            handle.remove()
+
+    def _check_variant(self, full: dict[str, Any]) -> None:
+        if any(group.get("amsgrad") for group in full["param_groups"]):
+            raise ValueError(
+                f"the state has amsgrad={[g.get('amsgrad') for g in full['param_groups']]}, and "
+                f"{type(self).__name__} has no AMSGrad variant; load it into torch.optim.AdamW"
+            )
 
     def _drop_torchs_mode(self) -> None:
         """Remove torch's group option for decoupled weight decay, which is ``adamw_mode`` here."""
@@ -288,16 +279,16 @@ class _Adam(torch.optim.Optimizer):
             warn_user(
                 f"the state was made with decoupled_weight_decay={not self.adamw_mode} and weight_decay={other}, and "
                 f"this {type(self).__name__} goes on with adamw_mode={self.adamw_mode}: make it with "
-                f"adamw_mode={not self.adamw_mode} to go on alike"
+                f"adamw_mode={not self.adamw_mode} to continue in the same way"
             )
 
     @torch.no_grad()
-    def _take_moments(self, params: list[Tensor], states: list[dict[str, Any] | None]) -> None:
+    def _take_moments(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Undo torch's cast of the moments to the parameter's dtype, and move offloaded ones to the store."""
         if self._offload is not None:
-            self._offload.place(params)
+            self._offload.place(list(states))
         moving: list[tuple[Tensor, dict[str, Any]]] = []
-        for param, state in zip(params, states, strict=True):
+        for param, state in states.items():
             if not state:
                 continue
             for key in MOMENTS:
@@ -319,16 +310,16 @@ class _Adam(torch.optim.Optimizer):
         Raises:
             DiskError: they could not be read. Nothing changes, and the call can be repeated.
         """
-        asked = self.nvme_offload_fraction, self.nvme_offload_dir
+        fraction_and_folder = self.nvme_offload_fraction, self.nvme_offload_dir
         if self._offload is not None:
-            held = [param for param, state in self.state.items() if state and self._offload.holds(param)]
+            offloaded = [param for param, state in self.state.items() if state and self._offload.holds(param)]
             # Read all before using any, so that a failed read changes nothing.
-            for param, moments in [(param, self._offload.read(param)) for param in held]:
+            for param, moments in [(param, self._offload.read(param)) for param in offloaded]:
                 self.state[param].update(zip(MOMENTS, moments, strict=True))
             self._offload.store.close()
             self._offload = None
         self.nvme_offload_fraction = 0.0
-        return asked
+        return fraction_and_folder
 
     def __getstate__(self) -> dict[str, Any]:
         if self._offload is not None:
@@ -336,7 +327,7 @@ class _Adam(torch.optim.Optimizer):
                 f"a {type(self).__name__} with nvme_offload_fraction={self.nvme_offload_fraction} cannot be copied or "
                 "pickled; copy its state_dict()"
             )
-        return super().__getstate__() | {key: getattr(self, key) for key in self._kept}
+        return super().__getstate__() | {key: getattr(self, key) for key in self._copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -481,7 +472,7 @@ class FusedAdam(_Adam):
         RuntimeError: ``amsgrad`` is True.
     """
 
-    _kept = (*_Adam._kept, "set_grad_none")
+    _copied = (*_Adam._copied, "set_grad_none")
 
     def __init__(
         self,
@@ -521,7 +512,7 @@ class FusedAdam(_Adam):
                 error.
         """
         removed = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
-        given = [name for name, value in removed.items() if value is not None]
-        if given:
-            raise RuntimeError(f"FusedAdam.step no longer takes {given}: gradients are read from the parameters")
+        names = [name for name, value in removed.items() if value is not None]
+        if names:
+            raise RuntimeError(f"FusedAdam.step no longer takes {names}: gradients are read from the parameters")
         return self._step(closure, div_scale)

@@ -128,17 +128,17 @@ class AdamTiles:
 
         The scale is applied after the cast of the gradient, so that a 16-bit gradient is not rounded again.
         """
-        whole: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
-        cut: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
+        unsplit: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
+        tiled: dict[tuple[torch.device, torch.dtype], list[AdamSlot]] = {}
         for slot in slots:
             if slot.exp_avg.dtype in HALF_DTYPES:  # which steps are not made in
                 self._update_narrow(slot, rule, scale)
                 continue
             plain = scale == 1.0 and slot.out is None and _fits_kernel(slot)
-            (whole if plain else cut).setdefault((slot.param.device, slot.exp_avg.dtype), []).append(slot)
-        for batch in whole.values():
+            (unsplit if plain else tiled).setdefault((slot.param.device, slot.exp_avg.dtype), []).append(slot)
+        for batch in unsplit.values():
             self._kernel(batch, [slot.param for slot in batch], [slot.grad for slot in batch], rule)
-        for (device, _), several in cut.items():
+        for (device, _), several in tiled.items():
             limit = self._tile_numel or _tile_numel(device)
             copies: list[tuple[Tensor, Tensor]] = []
             flat = [_flattened(slot, copies) for slot in several if slot.param.numel()]

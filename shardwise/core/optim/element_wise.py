@@ -58,14 +58,14 @@ def couples_elements(optimizer: torch.optim.Optimizer) -> bool:
     one that cannot be tested: it wraps another optimizer, has modules or process groups, cannot be copied, or cannot be
     stepped in this way (it needs a closure, or a GPU).
     """
-    said = getattr(optimizer, "element_wise", None)
-    if said is not None:
-        return not said
+    declared = getattr(optimizer, "element_wise", None)
+    if declared is not None:
+        return not declared
     if not {"param_groups", "state"} <= vars(optimizer).keys():  # a wrapper that forwards them to another optimizer
         return False
     with without_global_step_hooks():
         shapes = itertools.product(_distinct(optimizer.param_groups), (SHAPE, LARGE))
-        return any(_differs(optimizer, group, _whole, _in_parts, shape) for group, shape in shapes)
+        return any(_differs(optimizer, group, _unsplit, _in_parts, shape) for group, shape in shapes)
 
 
 def couples_parameters(optimizer: torch.optim.Optimizer) -> bool:
@@ -94,10 +94,10 @@ def _distinct(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_numbers: dict[str, dict[str, Any]] = {}
     for options in changed:
         by_numbers.setdefault(_key(options, texts=False), options)
-    found: dict[str, dict[str, Any]] = {}
+    distinct: dict[str, dict[str, Any]] = {}
     for options in [*by_numbers.values(), *changed]:
-        found.setdefault(_key(options, texts=True), options)
-    return list(found.values())[:MOST_GROUPS]
+        distinct.setdefault(_key(options, texts=True), options)
+    return list(distinct.values())[:MOST_GROUPS]
 
 
 def _key(options: dict[str, Any], texts: bool) -> str:
@@ -169,12 +169,12 @@ def _differs(
 
     try:
         first, second = walk(one, 0), walk(other, 0)
-        return not _alike(first, second) and _alike(first, walk(one, 1))
+        return not _close(first, second) and _close(first, walk(one, 1))
     except NotTriedError:
         return False
 
 
-def _whole(values: Tensor) -> Parts:
+def _unsplit(values: Tensor) -> Parts:
     return [[[values]]]
 
 
@@ -192,5 +192,5 @@ def _apart(values: Tensor) -> Parts:
     return [[[first]], [[second], [third]]]
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())

@@ -47,17 +47,17 @@ def _iterated(x: Tensor, steps: int) -> Tensor:
     (a, b, c), add = QUINTIC, torch.addmm if x.dim() == 2 else torch.baddbmm
     gram, factor = x @ x.mT, None
     for step in range(steps):
-        rest = add(gram, gram, gram, beta=b, alpha=c)  # a step is a * I + rest
+        product = add(gram, gram, gram, beta=b, alpha=c)  # a step is a * I + product
         if step == steps - 1:
             x = x if factor is None else factor @ x
-            return add(x, rest, x, beta=a)
+            return add(x, product, x, beta=a)
         if factor is None:
-            factor = rest.clone()
+            factor = product.clone()
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
         else:
-            factor = add(factor, rest, factor, beta=a)
-        once = add(gram, rest, gram, beta=a)
-        gram = add(once, rest, once, beta=a)
+            factor = add(factor, product, factor, beta=a)
+        once = add(gram, product, gram, beta=a)
+        gram = add(once, product, once, beta=a)
     return x
 
 

@@ -27,22 +27,22 @@ def flat(entry: Mapping[str, Any], leaves: tuple[type, ...] = (torch.Tensor,)) -
         ValueError: an entry has the name that a nested tensor gets.
         TypeError: a nested value is not a number, string, None, tensor, list, tuple or dict.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in entry.items():
         if not _holds(value):
-            found[key] = value
+            entries[key] = value
             continue
         own: dict[str, Any] = {}
-        found[key] = {NESTED: tree.encode_with(value, partial(_number, own, key), key, leaves)}
+        entries[key] = {NESTED: tree.encode_with(value, partial(_number, own, key), key, leaves)}
         if not own.keys().isdisjoint(entry):
             raise ValueError(f"optimizer state {sorted(own.keys() & entry.keys())}: {key!r} has tensors of these names")
-        found |= own
-    return found
+        entries |= own
+    return entries
 
 
 def nested(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Invert :func:`flat`, with the tensors that ``entry`` has now."""
-    made = _Taken({key: value for key, value in entry.items() if not is_form(value)})
+    made = _OnceRead({key: value for key, value in entry.items() if not is_form(value)})
     for key, value in entry.items():
         if is_form(value):
             made[key] = tree.decode(value[NESTED], made)
@@ -96,7 +96,7 @@ def misfits(value: Any, path: str) -> Iterator[str]:
         yield f"{path} is a {type(value).__name__} ({value!r:.80})"
 
 
-class _Taken(dict[str, Any]):
+class _OnceRead(dict[str, Any]):
     """Entries that leave the dictionary when they are read."""
 
     def __getitem__(self, name: str) -> Any:

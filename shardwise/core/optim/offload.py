@@ -70,7 +70,7 @@ class MomentStore:
             DiskError: there is no space. Previous reservations are kept.
         """
         if key not in self._records:
-            self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize, "moments")
+            self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize)
 
     def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _Fetch:
         """Start reading the moments that were last stored under ``key``; zeros if there are none."""
@@ -191,9 +191,9 @@ class OffloadedMoments:
         Raises:
             DiskError: there is no space. No moments change.
         """
-        held = [param for param in params if self.holds(param)]
-        for index, start, end in _pieces(held):
-            self.store.reserve(self._key(held[index], start), end - start, moment_dtype(held[index]))
+        offloaded = [param for param in params if self.holds(param)]
+        for index, start, end in _pieces(offloaded):
+            self.store.reserve(self._key(offloaded[index], start), end - start, moment_dtype(offloaded[index]))
 
     def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
         """Yield the moments of ``params`` in pieces, reading ahead.
@@ -207,14 +207,14 @@ class OffloadedMoments:
         """
         pieces = list(_pieces(params))
         waiting: deque[_Fetch] = deque()
-        asked = 0
+        requested = 0
         try:
             for index, start, end in pieces:
-                while asked < len(pieces) and len(waiting) <= self.store.ahead:
-                    which, first, last = pieces[asked]
+                while requested < len(pieces) and len(waiting) <= self.store.ahead:
+                    which, first, last = pieces[requested]
                     key, dtype = self._key(params[which], first), moment_dtype(params[which])
                     waiting.append(self.store.fetch(key, last - first, dtype))
-                    asked += 1
+                    requested += 1
                 fetched = waiting[0]
                 yield MomentPiece(index, start, end, fetched.moments())
                 if store_back:

@@ -72,68 +72,67 @@ class StateForm:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found: dict[tuple[str, tuple[int, ...]], dict[str, bool | None] | None] = {}
+        self._keys: dict[tuple[str, tuple[int, ...]], dict[str, bool | None] | None] = {}
         self._shapes: dict[tuple[str, tuple[int, ...]], dict[str, tuple[int, ...]] | None] = {}
 
-    def kept(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
+    def keys_of(self, options: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
         """Return the keys of the state of a parameter of that shape after a step, as in :class:`SavedForm`.
 
         ``None``: unknown, see :func:`shardwise.core.optim.element_wise.couples_elements`.
         """
         plain = {key: value for key, value in options.items() if key not in NOTED}
         key = (repr(plain), shape)
-        if key not in self._found:
-            self._found[key] = self._try(plain, shape)
-        return self._found[key]
+        if key not in self._keys:
+            self._keys[key] = self._try(plain, shape)
+        return self._keys[key]
 
-    def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, found: tuple[int, ...]) -> bool:
-        """Return True if the state ``key`` of a parameter of ``shape`` has the shape ``found`` after a step, such as
-        rows and columns of a factored state. For a parameter too large to test, the sizes in ``found`` have to be its
+    def has_shape(self, options: Mapping[str, Any], shape: tuple[int, ...], key: str, stored: tuple[int, ...]) -> bool:
+        """Return True if the state ``key`` of a parameter of ``shape`` has the shape ``stored`` after a step, such as
+        rows and columns of a factored state. For a parameter too large to test, the sizes in ``stored`` have to be its
         own.
         """
         plain = {name: value for name, value in options.items() if name not in NOTED}
         place = (repr(plain), shape)
         if place not in self._shapes:
             self._shapes[place] = None
-            if math.prod(shape) <= MOST_STEPPED and {"param_groups", "state"} <= vars(self._optimizer).keys():
-                param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
-                param.grad = torch.ones_like(param)
-                with (
-                    contextlib.suppress(NotTriedError, TypeError),
-                    without_global_step_hooks(),
-                    torch.random.fork_rng(devices=[]),
-                ):
-                    made = flat(self._step(plain, param)).items()
+            if math.prod(shape) <= MOST_STEPPED:
+                with contextlib.suppress(NotTriedError, TypeError):
+                    made = flat(self._step(plain, shape)).items()
                     self._shapes[place] = {k: tuple(v.shape) for k, v in made if isinstance(v, Tensor)}
         known = self._shapes[place]
-        return {*found} <= {1, *shape} if known is None else known.get(key) == found
+        return {*stored} <= {1, *shape} if known is None else known.get(key) == stored
 
     def _try(self, options: dict[str, Any], shape: tuple[int, ...]) -> dict[str, bool | None] | None:
-        said = getattr(self._optimizer, "state_keys", None)
-        if said is not None:
-            return dict.fromkeys(said, True)
-        if not {"param_groups", "state"} <= vars(self._optimizer).keys():  # a wrapper of another optimizer
+        declared = getattr(self._optimizer, "state_keys", None)
+        if declared is not None:
+            return dict.fromkeys(declared, True)
+        try:
+            return dict(SavedForm.of(shape, self._step(options, shape)).keys)
+        except NotTriedError:
             return None
+
+    def _step(self, options: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return the state of a parameter of ``shape`` after one step.
+
+        Raises:
+            NotTriedError: the optimizer wraps another one, or cannot be stepped in this way.
+        """
+        if not {"param_groups", "state"} <= vars(self._optimizer).keys():
+            raise NotTriedError
+        failure: Exception | None = None
         param = nn.Parameter(torch.ones(shape, device="cpu", dtype=torch.float32))
         param.grad = torch.ones_like(param)
         with without_global_step_hooks(), torch.random.fork_rng(devices=[]):
-            try:
-                return dict(SavedForm.of(shape, self._step(options, param)).keys)
-            except NotTriedError:
-                return None
-
-    def _step(self, options: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-        failure: Exception | None = None
-        for made in (False, True):
-            trial = stand_in(self._optimizer, options)
-            if made:
-                trial.state[param] = constructed_state(self._optimizer, options, param)
-            trial.param_groups[0]["params"] = [param]
-            try:
-                type(trial).step(trial)
-                return dict(trial.state.get(param, {}))
-            except Exception as error:  # state that it expects may be made in the constructor
-                failure = error
+            for made in (False, True):
+                trial = stand_in(self._optimizer, options)
+                if made:
+                    trial.state[param] = constructed_state(self._optimizer, options, param)
+                trial.param_groups[0]["params"] = [param]
+                try:
+                    type(trial).step(trial)
+                    return dict(trial.state.get(param, {}))
+                except Exception as error:  # state that it expects may be made in the constructor
+                    failure = error
         raise NotTriedError from failure
 
     def misfit(
@@ -163,21 +162,21 @@ class StateForm:
         saved: SavedForm,
         tried: tuple[int, ...],
     ) -> str | None:
-        kept, there = self.kept(options, tried), dict(saved.keys)
-        if kept is None:
+        own, stored = self.keys_of(options, tried), dict(saved.keys)
+        if own is None:
             return None if not saved_class or self.continues(saved_class) else "another class made it"
-        if _other_numbers(kept, there):
+        if _other_numbers(own, stored):
             return "it holds numbers of another kind"
         if self._is_own(saved_class):
-            changed = self.kept(saved_options, tried)
-            lacking = there and changed != kept and kept.keys() - there.keys()
+            changed = self.keys_of(saved_options, tried)
+            lacking = stored and changed != own and own.keys() - stored.keys()
             return f"{', '.join(sorted(lacking))} is missing for the options of its group" if lacking else None
-        if there.keys() == kept.keys() or (not there and (not saved_class or self.continues(saved_class))):
+        if stored.keys() == own.keys() or (not stored and (not saved_class or self.continues(saved_class))):
             return None
-        surplus_only = kept.keys() <= there.keys() and not saved_class
+        surplus_only = own.keys() <= stored.keys() and not saved_class
         if surplus_only and {*saved_options} - NOTED <= {*_defaults(self._optimizer), *options}:
             return None
-        return f"it has {_listed(there)}, where {type(self._optimizer).__name__} keeps {_listed(kept)}"
+        return f"it has {_listed(stored)}, where {type(self._optimizer).__name__} keeps {_listed(own)}"
 
     def _is_own(self, saved_class: str) -> bool:
         return saved_class in (each.__name__ for each in type(self._optimizer).__mro__)
@@ -192,10 +191,10 @@ def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return getattr(optimizer, "defaults", {})  # a wrapper of another library may have none
 
 
-def _other_numbers(kept: Mapping[str, bool | None], there: Mapping[str, bool | None]) -> bool:
+def _other_numbers(own: Mapping[str, bool | None], stored: Mapping[str, bool | None]) -> bool:
     """Return True if integer tensors replace floating-point ones; a step count may be either."""
-    both = (kept.keys() & there.keys()) - {"step"}
-    return any(there[key] != kept[key] for key in both if None not in (there[key], kept[key]))
+    both = (own.keys() & stored.keys()) - {"step"}
+    return any(stored[key] != own[key] for key in both if None not in (stored[key], own[key]))
 
 
 def _listed(keys: Collection[str]) -> str:
@@ -213,9 +212,9 @@ def constructed_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
     try:
         named = inspect.signature(kind).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in named.values())
-        given = {key: value for key, value in _defaults(optimizer).items() if takes_all or key in named}
+        defaults = {key: value for key, value in _defaults(optimizer).items() if takes_all or key in named}
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        return dict(kind([{**options, "params": [param]}], **given).state.get(param, {}))
+        return dict(kind([{**options, "params": [param]}], **defaults).state.get(param, {}))
     except Exception:  # of any kind, since the class is the user's
         return {}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.core.base.validate import as_params
 
-__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "counted", "loss_of"]
+__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "load_counted", "loss_of"]
 
 
 def as_computed(value: Tensor) -> Tensor:
@@ -62,6 +62,33 @@ def counted(full: dict[str, Any]) -> dict[str, Any]:
     return {**full, "state": state, "param_groups": own}
 
 
+def load_counted(
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[dict[str, Any]], None],
+    state_dict: dict[str, Any],
+    check: Callable[[dict[str, Any]], None] = lambda final: None,
+) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Call torch's ``load`` with step counts per parameter; return each parameter with its state before torch's casts.
+
+    ``check`` sees the state after the user's own hooks, which may replace it, and before anything is changed.
+    """
+    seen = [state_dict]
+
+    def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+        seen[0] = counted(final)
+        check(seen[0])
+        return seen[0]
+
+    handle = optimizer.register_load_state_dict_pre_hook(last)
+    try:
+        load(state_dict)
+    finally:
+        handle.remove()
+    numbers = [number for group in seen[0]["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return zip(params, (seen[0]["state"].get(number) or {} for number in numbers), strict=True)
+
+
 class WholeTensorOptimizer(torch.optim.Optimizer):
     """Updates each full parameter separately; see ``docs/optim.md`` for the consequences for shards."""
 
@@ -81,24 +108,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups differ.
         """
-        seen = [state_dict]
-
-        def last(_optimizer: torch.optim.Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            seen[0] = counted(final)
-            return seen[0]
-
-        handle = self.register_load_state_dict_pre_hook(last)  # after the user's own, which may replace the state
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-        numbers = [number for group in seen[0]["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            for key, value in seen[0]["state"].get(number, {}).items():
-                taken = self.state[param].get(key)
-                if isinstance(taken, Tensor) and taken.is_floating_point() and as_computed(taken) is not taken:
-                    self.state[param][key] = as_computed(value).to(taken.device)  # torch has rounded it
+        for param, state in load_counted(self, super().load_state_dict, state_dict):
+            for key, value in state.items():
+                loaded = self.state[param].get(key)
+                if isinstance(loaded, Tensor) and loaded.is_floating_point() and as_computed(loaded) is not loaded:
+                    self.state[param][key] = as_computed(value).to(loaded.device)  # torch has rounded it
 
     def _live(self) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         for group in self.param_groups:

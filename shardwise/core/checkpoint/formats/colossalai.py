@@ -109,54 +109,44 @@ def open_colossalai(
             shards = Shards(model_index.parent)
             opened.callback(shards.close)
             metadata, weight_map = read_index(model_index)
-            found, aliases = shards.entries(weight_map)
+            stored, aliases = shards.entries(weight_map)
             beside_them = metadata.get(HEADER)
             header = beside_them if isinstance(beside_them, dict) else shards.header()
-            named, state = named_entries(found, header, aliases)
+            named, state = named_entries(stored, header, aliases)
             entries.update(named)
-            shapes = {name: entry.info.shape for name, entry in found.items() if f"model/{name}" in named}
+            shapes = {name: entry.info.shape for name, entry in stored.items() if f"model/{name}" in named}
         if optimizer_index is not None:
-            files = _OptimizerShards(optimizer_index)
-            opened.callback(files.close)
-            names = parameter_names if parameter_names is not None else files.more.get("names")
-            found, record, more = from_numbered(files.state_dict(), 0, shapes, names, str(optimizer_index))
-            entries.update(found)
-            state |= numbered_state([record], files.more)
+            saved, described = _optimizer_state(optimizer_index)
+            names = parameter_names if parameter_names is not None else described.get("names")
+            stored, record, more = from_numbered(saved, 0, shapes, names, str(optimizer_index))
+            entries.update(stored)
+            state |= numbered_state([record], described)
             notes += more
         return LazySource("colossalai", entries, state, notes, opened.pop_all().close)
 
 
-class _OptimizerShards:
-    """State in ``pytorch_optim-*.bin``: number -> key -> tensor. Files are memory-mapped; unread tensors take no
-    memory.
+def _optimizer_state(index: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ``state_dict()`` in ``pytorch_optim-*.bin``, and our entry of the index.
+
+    Files are memory-mapped; unread tensors take no memory.
     """
-
-    def __init__(self, index: Path) -> None:
-        metadata, weight_map = read_index(index)
-        self.directory = index.parent
-        more = metadata.get(HEADER)
-        self.more: dict[str, Any] = more if isinstance(more, dict) else {}
-        groups = metadata.get("param_groups")
-        if not isinstance(groups, str) or Path(groups).name != groups:
-            raise CheckpointDamage(
-                f"{index} does not name a file of parameter groups (metadata.param_groups is {groups!r:.80})"
-            )
-        self._groups = load_torch(self.directory / checked_name(groups, f"{index}, for its parameter groups,"))
-        self._state: dict[int, dict[str, Any]] = {}
-        for file in dict.fromkeys(weight_map.values()):
-            if not (self.directory / file).is_file():
-                raise CheckpointDamage(f"{self.directory / file} is missing, and the index names it")
-            content = load_torch(self.directory / file)
-            self._state.update({int(number): values for number, values in content.items()})
-        missing = [number for number in weight_map if int(number) not in self._state]
-        if missing:
-            raise CheckpointDamage(f"{index} names parameters that are in no file ({missing[:8]})")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"state": self._state, "param_groups": self._groups}
-
-    def close(self) -> None:
-        self._state = {}
+    metadata, weight_map = read_index(index)
+    groups, described = metadata.get("param_groups"), metadata.get(HEADER)
+    if not isinstance(groups, str) or Path(groups).name != groups:
+        raise CheckpointDamage(
+            f"{index} does not name a file of parameter groups (metadata.param_groups is {groups!r:.80})"
+        )
+    listed = load_torch(index.parent / checked_name(groups, f"{index}, for its parameter groups,"))
+    state: dict[int, dict[str, Any]] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        if not (index.parent / file).is_file():
+            raise CheckpointDamage(f"{index.parent / file} is missing, and the index names it")
+        content = load_torch(index.parent / file)
+        state.update({int(number): values for number, values in content.items()})
+    missing = [number for number in weight_map if int(number) not in state]
+    if missing:
+        raise CheckpointDamage(f"{index} names parameters that are in no file ({missing[:8]})")
+    return {"state": state, "param_groups": listed}, described if isinstance(described, dict) else {}
 
 
 def _named(base: str, prefix: str | None) -> str:

@@ -53,7 +53,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, check_pickle, load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
-__all__ = ["Chunk", "DcpItem", "open_dcp", "read_dcp_index", "write_dcp"]
+__all__ = ["Chunk", "DcpItem", "flattened", "open_dcp", "read_dcp_index", "write_dcp"]
 
 
 @dataclass(frozen=True)
@@ -531,7 +531,7 @@ def write_dcp(
     state: dict[str, Any] = dict(model) if titan else {"model": dict(model)}
     optimizer = _nested_optimizer(source)
     if optimizer:
-        state["optimizer" if titan else "optim"] = _flat(optimizer) if titan else optimizer
+        state["optimizer" if titan else "optim"] = flattened(optimizer) if titan else optimizer
     if not model and not optimizer:
         raise CheckpointError(f"nothing to write to {path}: the checkpoint holds no tensors")
     entries: dict[str, Entry] = {}
@@ -580,13 +580,12 @@ def _nested_optimizer(source: CheckpointSource) -> dict[str, Any]:
     }
 
 
-def _flat(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state and the options of each parameter under torchtitan's names."""
-    flat: dict[str, Any] = {}
-    for name, keys in optimizer.get("state", {}).items():
-        flat.update({f"state.{name}.{key}": value for key, value in keys.items()})
-    for group in optimizer.get("param_groups", ()):
+def flattened(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's nested state with an entry for each value of each parameter, as torch flattens it."""
+    flat = {f"state.{name}.{key}": value for name, own in optimizer["state"].items() for key, value in own.items()}
+    for group in optimizer["param_groups"]:
         options = {option: value for option, value in group.items() if option != "params"}
-        for name in group["params"]:
-            flat.update({f"param_groups.{name}.{option}": value for option, value in options.items()})
+        flat |= {
+            f"param_groups.{name}.{option}": value for name in group["params"] for option, value in options.items()
+        }
     return flat

@@ -22,7 +22,7 @@ from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.indexed import read_index
-from shardwise.core.checkpoint.formats.lazy import renamed
+from shardwise.core.checkpoint.formats.lazy import closed_on_error, renamed
 from shardwise.core.checkpoint.formats.native import NativeSource, write_native
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
 from shardwise.core.checkpoint.formats.single import open_single, write_single
@@ -292,15 +292,15 @@ def detect_format(path: str | Path, part: str | None = None) -> str:
     place = located(place)
     at = list(formats_at(place))
     runs = [each.name for each in at if each.of_run]
-    found = [each.name for each in at]
+    names = [each.name for each in at]
     if runs:  # a native checkpoint next to it has everything
-        found = ["native"] if "native" in found else runs
-    if part is not None and found == ["colossalai", "huggingface"]:
+        names = ["native"] if "native" in names else runs
+    if part is not None and names == ["colossalai", "huggingface"]:
         return "huggingface" if part == "model" else "colossalai"  # an optimizer next to a model in one file
-    if len(found) > 1:
-        raise CheckpointError(f"{place} holds several formats: {', '.join(found)}; choose one with format=")
-    if found:
-        return found[0]
+    if len(names) > 1:
+        raise CheckpointError(f"{place} holds several formats: {', '.join(names)}; choose one with format=")
+    if names:
+        return names[0]
     files = loose_files(place)
     if len(files) == 1:
         return "single"
@@ -344,11 +344,8 @@ def open_checkpoint(
     source = _opened(path, format, OpenOptions(optimizer, parameter_names))
     if not rename:
         return source
-    try:
+    with closed_on_error(source):
         return renamed(source, rename)
-    except BaseException:
-        source.close()
-        raise
 
 
 def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenSource:
@@ -375,14 +372,11 @@ def _opened(path: str | Path, format: str | None, options: OpenOptions) -> OpenS
 def _checked(source: OpenSource, places: Sequence[str | Path | None]) -> OpenSource:
     """Check that names, sizes and state of a foreign file are plausible."""
     where, there = places[0], 0
-    try:
+    with closed_on_error(source):
         for place in (Path(each) for each in places if each is not None):
             files = place.rglob("*") if place.is_dir() else place.parent.iterdir()
             there += sum(file.stat().st_size for file in files if file.is_file())
         checked_names(source.tensors(), where)
         checked_total(source.tensors(), there, where)
         check_state(source.state(), where)
-    except BaseException:
-        source.close()
-        raise
     return source

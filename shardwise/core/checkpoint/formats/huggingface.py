@@ -17,7 +17,7 @@ import torch
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
 from shardwise.core.checkpoint.formats.indexed import Shards, read_index
-from shardwise.core.checkpoint.formats.lazy import LazySource, model_entries
+from shardwise.core.checkpoint.formats.lazy import LazySource, closed_on_error, model_entries
 from shardwise.core.checkpoint.formats.output import write_json, write_shards
 from shardwise.core.checkpoint.formats.safetensors_file import (
     extra_entries,
@@ -43,7 +43,7 @@ def open_huggingface(path: str | Path) -> LazySource:
     """
     directory = Path(path)
     shards = Shards(directory)
-    with shards.closed_on_error():
+    with closed_on_error(shards):
         for single, index in zip(SINGLE_FILES, INDEX, strict=True):
             if (directory / single).is_file():
                 entries, aliases = shards.file(single)

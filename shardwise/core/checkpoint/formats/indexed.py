@@ -5,8 +5,6 @@ Hugging Face and ColossalAI share this layout and differ in file names. Shards a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,15 +95,6 @@ class Shards:
             self._torch(file)
         assert self._loaded is not None
         return self._loaded[1][name].read(start, numel)
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close opened files if an error is raised in the block."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Close every file."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "Entry",
     "LazySource",
     "blocks",
+    "closed_on_error",
     "entries_of",
     "entry_of_tensor",
     "in_memory",
@@ -34,6 +36,17 @@ __all__ = [
 BLOCK_BYTES = 64 * 1024**2  # the most that a writer holds of one tensor
 
 
+@contextmanager
+def closed_on_error(*opened: Any) -> Iterator[None]:
+    """Close the ``opened`` files or sources if an error is raised in the block."""
+    try:
+        yield
+    except BaseException:
+        for each in opened:
+            each.close()
+        raise
+
+
 @dataclass(frozen=True)
 class Entry:
     """A lazy tensor. ``read(start, numel)`` returns elements, 1-D on the CPU, in the dtype of ``info``."""
@@ -44,7 +57,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Return the number of bytes of the full tensor."""
-        return self.info.numel * self.info.dtype.itemsize
+        return self.info.nbytes
 
     def cast(self, dtype: torch.dtype | None) -> Entry:
         """Return the tensor in another dtype, cast block by block."""

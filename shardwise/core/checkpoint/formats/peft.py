@@ -19,7 +19,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.atomic import atomic_directory
 from shardwise.core.checkpoint.bounds import read_json
 from shardwise.core.checkpoint.formats.indexed import Shards
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, model_entries, to_tensor
+from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, closed_on_error, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.output import write_text, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.core.checkpoint.settings import plain
@@ -68,7 +68,7 @@ def name_in_file(name: str, config: Mapping[str, Any], adapter: str = "default")
     return name if bias is not None and name.endswith(bias) and not re.search(rf"\.({_OWN})\.", name) else None
 
 
-def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
+def open_peft(path: str | Path) -> LazySource:
     """Open an adapter's parameters under the names of a ``PeftModel``; its configuration is ``state()["peft"]``.
 
     Raises:
@@ -85,9 +85,9 @@ def open_peft(path: str | Path, adapter: str = "default") -> LazySource:
             f"{directory} has {CONFIG} but neither {' nor '.join(WEIGHTS)}; use a save that has finished"
         )
     shards = Shards(directory)
-    with shards.closed_on_error():
+    with closed_on_error(shards):
         entries, _ = shards.file(file)
-        named = {f"model/{name_in_model(name, config, adapter)}": entry for name, entry in entries.items()}
+        named = {f"model/{name_in_model(name, config)}": entry for name, entry in entries.items()}
     return LazySource("peft", named, {"peft": config}, close=shards.close)
 
 
@@ -183,7 +183,7 @@ def the_adapter(source: CheckpointSource) -> str:
     return "default" if "default" in adapters else adapters[0]
 
 
-def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: str | None = None) -> dict[str, Any]:
+def deduced_config(source: CheckpointSource, adapter: str, alpha: float) -> dict[str, Any]:
     """Return ``adapter_config.json`` of the adapter in ``source``.
 
     Rank, targets, ``modules_to_save``, DoRA and biases of ``lora_B`` are known from names and shapes. The scale
@@ -193,7 +193,6 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
         source: a checkpoint with the parameters of a ``PeftModel``.
         adapter: its name in the model.
         alpha: ``lora_alpha``.
-        base: ``base_model_name_or_path``: a name or a directory.
 
     Raises:
         CheckpointError: there is no such adapter, or it has parameters of an unknown kind.
@@ -216,7 +215,7 @@ def deduced_config(source: CheckpointSource, adapter: str, alpha: float, base: s
     return {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,

@@ -20,7 +20,7 @@ import torch
 from shardwise.core.base.names import EXTRA_STATE
 from shardwise.core.checkpoint.bounds import checked_shape, open_regular
 from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
-from shardwise.core.checkpoint.formats.lazy import Entry, blocks
+from shardwise.core.checkpoint.formats.lazy import Entry, blocks, closed_on_error
 from shardwise.core.checkpoint.formats.output import new_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
@@ -51,7 +51,7 @@ class SafetensorsFile:
         if not path.is_file():
             raise FileNotFoundError(f"no checkpoint file {path}; check the path, and that the save finished")
         self._fd = open_regular(path)
-        try:
+        with closed_on_error(self):
             header, self._data_start = self._header()
             metadata = header.pop("__metadata__", None)
             self.metadata: dict[str, str] = (
@@ -61,9 +61,6 @@ class SafetensorsFile:
             )
             self.entries = {name: self._entry(name, infos) for name, infos in header.items()}
             self._check_length(header)
-        except BaseException:
-            self.close()
-            raise
 
     def _header(self) -> tuple[dict[str, Any], int]:
         length = struct.unpack("<Q", os.pread(self._fd, 8, 0).ljust(8, b"\0"))[0]

@@ -17,7 +17,14 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.names import EXTRA_STATE
-from shardwise.core.checkpoint.formats.lazy import Entry, LazySource, entry_of_tensor, in_memory, model_entries
+from shardwise.core.checkpoint.formats.lazy import (
+    Entry,
+    LazySource,
+    closed_on_error,
+    entry_of_tensor,
+    in_memory,
+    model_entries,
+)
 from shardwise.core.checkpoint.formats.optimizer_state import (
     from_numbered,
     in_memory_state,
@@ -69,14 +76,11 @@ def open_single(path: str | Path, parameter_names: Sequence[str] | None = None) 
 def open_safetensors(path: Path) -> LazySource:
     """Open one safetensors file with the model, or with the optimizer that :func:`write_single_optimizer` wrote."""
     file = SafetensorsFile(path)
-    try:
+    with closed_on_error(file):
         header = read_header(file.metadata)
         if header.get("kind") == "optimizer":
             return LazySource("safetensors", file.entries, header.get("state") or {}, close=file.close)
         named, state = named_entries(file.entries, header, {})
-    except BaseException:
-        file.close()
-        raise
     return LazySource("safetensors", named, state, close=file.close)
 
 

@@ -8,9 +8,9 @@ their groups; in Trainer's optimizers, parameters with weight decay come first.
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.bounds import read_json, reading
+from shardwise.core.checkpoint.bounds import check_generators, generator_state, read_json, reading
 from shardwise.core.checkpoint.formats.dcp import open_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface
@@ -103,14 +103,8 @@ def open_trainer(path: str | Path, parameter_names: Sequence[str] | None = None)
                 "with FULL_STATE_DICT, or with SHARDED_STATE_DICT through torch's distributed checkpoints"
             )
         raise FileNotFoundError(f"{directory} has no model: none of {', '.join(SINGLE_FILES + INDEX)}")
-    model = reader()
-    opened = [model]
-    try:
-        return _with_state(directory, model, opened, parameter_names)
-    except BaseException:
-        for each in opened:
-            each.close()
-        raise
+    with ExitStack() as opened:  # close all files if a later one is damaged
+        return _with_state(directory, reader(), opened, parameter_names)
 
 
 def _model_reader(path: Path) -> Callable[[], LazySource] | None:
@@ -126,8 +120,9 @@ def _model_reader(path: Path) -> Callable[[], LazySource] | None:
 
 
 def _with_state(
-    directory: Path, model: LazySource, opened: list[LazySource], parameter_names: Sequence[str] | None
+    directory: Path, model: LazySource, opened: ExitStack, parameter_names: Sequence[str] | None
 ) -> LazySource:
+    opened.callback(model.close)
     entries, state, notes = entries_of(model), dict(model.state()), list(model.notes)
     if not state.get("optimizers"):
         sources = _optimizers(directory, model, opened, parameter_names, notes)
@@ -156,12 +151,7 @@ def _with_state(
             notes.append(f"{item} holds a rank's random number generators, and was left out: seed them")
         elif _LEFT_OUT.fullmatch(item.name):
             notes.append(f"{item} holds objects of Python's, or a place in the data, and was left out")
-
-    def close() -> None:
-        for each in opened:
-            each.close()
-
-    return LazySource(kind, entries, state, notes, close)
+    return LazySource(kind, entries, state, notes, opened.pop_all().close)
 
 
 # ---- optimizers
@@ -179,7 +169,7 @@ def _numbered(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _optimizers(
-    directory: Path, model: LazySource, opened: list[LazySource], names: Sequence[str] | None, notes: list[str]
+    directory: Path, model: LazySource, opened: ExitStack, names: Sequence[str] | None, notes: list[str]
 ) -> list[Numbered]:
     folders = [item for item in directory.iterdir() if _OPTIMIZER_FOLDER.fullmatch(item.name)]
     if any((folder / ".metadata").is_file() for folder in folders):
@@ -199,9 +189,9 @@ def _optimizers(
     return optimizers
 
 
-def _of_folder(folder: Path, index: int, opened: list[LazySource]) -> Numbered:
+def _of_folder(folder: Path, index: int, opened: ExitStack) -> Numbered:
     source = open_dcp(folder)
-    opened.append(source)
+    opened.callback(source.close)
     records = source.state().get("optimizers", [])
     if len(records) != 1:
         raise CheckpointError(f"{folder} holds {len(records)} optimizers, and one is expected; load another copy")
@@ -330,28 +320,10 @@ def read_random_states(path: Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise CheckpointDamage(f"{path} holds a {type(content).__name__}, not random number generators")
     with reading(path):
-        version, words, gauss = content["python"]
-        kind, keys, position, has_gauss, cached = content["numpy"]
-        array = keys.words() if isinstance(keys, _Array) else np.asarray(keys, dtype=np.uint32)
-        state: dict[str, Any] = {
-            "python": {
-                "version": version,
-                "words": torch.from_numpy(np.array(words, dtype=np.uint32)),
-                "gauss": None if gauss is None else float(gauss),
-            },
-            "numpy": {
-                "name": str(kind),
-                "keys": torch.from_numpy(array),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            },
-            "torch": content["cpu"],
-        }
-        # Try the values on separate generators now: an error after the weights were loaded would be too late.
-        random.Random().setstate((version, tuple(words), gauss))
-        np.random.RandomState().set_state((str(kind), array, int(position), int(has_gauss), float(cached)))
-        torch.Generator().set_state(content["cpu"])
+        kind, keys, *numbers = content["numpy"]
+        array = keys.words() if isinstance(keys, _Array) else keys
+        state = {**generator_state(content["python"], (kind, array, *numbers)), "torch": content["cpu"]}
+        check_generators(state)  # an error after the weights were loaded would be too late
         gpu = content.get("cuda")
         if isinstance(gpu, list | tuple) and gpu:  # saved by one process with all GPUs, which trains on the first
             gpu = gpu[0]

@@ -26,21 +26,21 @@ _SHIFT = np.uint64(29)
 
 def checksum(data: npt.NDArray[np.uint8]) -> int:
     """Return the checksum of contiguous ``data`` (uint8, any length; fastest if its address is a multiple of 8)."""
-    whole = data.nbytes // 8 * 8
-    result = int(_hash(data[:whole].view(np.uint64)))
+    aligned = data.nbytes // 8 * 8
+    result = int(_hash(data[:aligned].view(np.uint64)))
     # The length and the last few bytes, which must count even if the words are zero.
-    tail = int.from_bytes(data[whole:].tobytes(), "little") | 1 << 8 * (data.nbytes - whole)
+    tail = int.from_bytes(data[aligned:].tobytes(), "little") | 1 << 8 * (data.nbytes - aligned)
     # Odd constants are invertible, so a product with one loses no information.
     return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + data.nbytes) % 2**64
 
 
 def _hash(words: Words) -> np.uint64:
     while len(words) > _ROW_WORDS:
-        whole = len(words) // _ROW_WORDS * _ROW_WORDS
+        full_rows = len(words) // _ROW_WORDS * _ROW_WORDS
         # einsum's loop over two contiguous rows is the fastest product of integers in numpy.
-        sums: Words = np.einsum("ij,j->i", words[:whole].reshape(-1, _ROW_WORDS), _WEIGHTS)
-        if whole < len(words):
-            sums = np.append(sums, _dot(words[whole:]))
+        sums: Words = np.einsum("ij,j->i", words[:full_rows].reshape(-1, _ROW_WORDS), _WEIGHTS)
+        if full_rows < len(words):
+            sums = np.append(sums, _dot(words[full_rows:]))
         # Without mixing, the levels would be linear together, and rectangles of changes could cancel.
         words = sums ^ (sums >> _SHIFT)
     return _dot(words)

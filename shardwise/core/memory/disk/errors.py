@@ -25,7 +25,7 @@ class DiskError(RuntimeError):
     """An operation of the disk tier failed. What was committed before is intact.
 
     Attributes:
-        errno: the system's error number; 0 if there is none (a wrong checksum, a short file).
+        errno: the system's error number; 0 without one (a wrong checksum, a short file).
     """
 
     def __init__(self, message: str, errno: int = 0) -> None:

@@ -85,10 +85,10 @@ def remove_abandoned(parent: str) -> list[str]:
             lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(lock)
-                if found.st_nlink:  # otherwise its owner has just closed it
+                status = os.fstat(lock)
+                if status.st_nlink:  # otherwise its owner has just closed it
                     _empty(path)
-                    if found.st_size:  # otherwise it is being created: its creator retries with another name
+                    if status.st_size:  # otherwise it is being created: its creator retries with another name
                         removed.append(name)
             finally:
                 os.close(lock)
@@ -200,7 +200,7 @@ class DiskFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, offset)
             raise DiskError(
-                f"cannot reserve {nbytes} bytes for {purpose} in {self.path} beside {offset} bytes there already; "
+                f"cannot reserve {nbytes} bytes for {purpose} in {self.path} after {offset} bytes there already; "
                 f"free: {self.free_bytes()} bytes; {explain(error.errno or 0)}",
                 error.errno or 0,
             ) from error

@@ -159,26 +159,22 @@ _LOOK_SECONDS = 1.0  # interval at which a waiting caller checks that the I/O th
 
 
 class Traffic:
-    """Numbers of transferred bytes, by direction and kind of record. The I/O threads update them."""
+    """Numbers of transferred bytes. The I/O threads update them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes: dict[tuple[bool, str], int] = {}
+        self.read = self.written = 0
 
-    def add(self, writing: bool, kind: str, nbytes: int) -> None:
+    def add(self, writing: bool, nbytes: int) -> None:
         """Count one transfer."""
         with self._lock:
-            self._bytes[writing, kind] = self._bytes.get((writing, kind), 0) + nbytes
-
-    def by_kind(self, writing: bool) -> dict[str, int]:
-        """Return the number of bytes written or read, by kind."""
-        with self._lock:
-            return {kind: nbytes for (way, kind), nbytes in self._bytes.items() if way == writing}
+            self.read += 0 if writing else nbytes
+            self.written += nbytes if writing else 0
 
     def reset(self) -> None:
         """Reset all counts to 0."""
         with self._lock:
-            self._bytes.clear()
+            self.read = self.written = 0
 
 
 @dataclass(eq=False)
@@ -196,7 +192,6 @@ class Operation:
     """
 
     what: str
-    kind: str
     writing: bool
     offset: int
     nbytes: int
@@ -308,8 +303,8 @@ class _Part:
                 self._fail(request, f"only {result} bytes were transferred: the file was cut short from outside", 0)
                 return False
             self.exhausted = False
-            rest = (request.address + result, request.nbytes - result, request.offset + result)
-            self._again.append(Request(request.writing, *rest, self, request.segment))
+            remainder = (request.address + result, request.nbytes - result, request.offset + result)
+            self._again.append(Request(request.writing, *remainder, self, request.segment))
         self._missing[request.segment] -= result
         if self._missing[request.segment]:
             return False
@@ -327,14 +322,14 @@ class _Part:
         self.unchecked -= 1
         operation = self.operation
         start = segment * segment_bytes
-        found = checksum(operation.memory[start : min(start + segment_bytes, operation.nbytes)])
+        computed = checksum(operation.memory[start : min(start + segment_bytes, operation.nbytes)])
         if operation.writing:
-            operation.sums[segment] = found
-        elif found != operation.sums[segment]:
+            operation.sums[segment] = computed
+        elif computed != operation.sums[segment]:
             operation.fail(
                 DiskError(
                     f"{operation.name}: the {segment_bytes} bytes at offset {operation.offset + start} are not what "
-                    f"was written there (checksum {found:016x}, not {operation.sums[segment]:016x}); the file was "
+                    f"was written there (checksum {computed:016x}, not {operation.sums[segment]:016x}); the file was "
                     "changed from outside or the device is faulty: start again from a checkpoint, on another device "
                     "if this repeats"
                 )
@@ -465,7 +460,7 @@ class _Worker:
             self._in_flight -= 1
             part: _Part = request.owner
             if result > 0:
-                self._traffic.add(request.writing, part.operation.kind, result)
+                self._traffic.add(request.writing, result)
             if part.completed(request, result):
                 self._to_check.append((part, request.segment))
             if not part.exhausted and part not in self._parts:
@@ -549,8 +544,8 @@ class DiskIO:
     def handle(self, operation: Operation) -> Transfer:
         """Return a handle to wait for an operation that was started here."""
         # A weak reference, since the handle may outlive the store and must not keep its threads alive.
-        io = weakref.ref(self)
-        return Transfer(operation, lambda: (found := io()) is not None and found.alive())
+        reference = weakref.ref(self)
+        return Transfer(operation, lambda: (disk := reference()) is not None and disk.alive())
 
     def close(self) -> None:
         """Stop the threads after their current work. Idempotent. Must not be called in one of them."""

@@ -143,9 +143,7 @@ class MediumFile:
             try:
                 self._medium.reserve(nbytes)
             except Exception as error:
-                doing = (
-                    f"cannot reserve {nbytes} bytes for {purpose} in {self.path} beside {offset} bytes there already"
-                )
+                doing = f"cannot reserve {nbytes} bytes for {purpose} in {self.path} after {offset} bytes there already"
                 raise _failed(doing, error) from error
         self.nbytes += nbytes
         return offset

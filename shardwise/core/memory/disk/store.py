@@ -52,7 +52,7 @@ class BufferPool:
         self._allocate = allocate or _pages
         self._buffers: list[tuple[int, Tensor]] = []
         """All buffers with their addresses, smallest first."""
-        self._taken: set[int] = set()  # addresses
+        self._in_use: set[int] = set()  # addresses
         self.reserved_bytes = 0
 
     def reserve(self, count: int, nbytes: int) -> None:
@@ -83,11 +83,11 @@ class BufferPool:
         """
         size = max(round_up(nbytes), ALIGNMENT_BYTES)
         for address, buffer in self._buffers:
-            if address not in self._taken and buffer.numel() >= size:
-                self._taken.add(address)
+            if address not in self._in_use and buffer.numel() >= size:
+                self._in_use.add(address)
                 return buffer[:size]
-        free = [buffer.numel() for address, buffer in self._buffers if address not in self._taken]
-        sizes = [buffer.numel() for address, buffer in self._buffers if address in self._taken]
+        free = [buffer.numel() for address, buffer in self._buffers if address not in self._in_use]
+        sizes = [buffer.numel() for address, buffer in self._buffers if address in self._in_use]
         raise RuntimeError(
             f"no free buffer of {size} bytes; free sizes: {free}, taken: {sizes}; "
             "give() one back first, or reserve() more"
@@ -95,7 +95,7 @@ class BufferPool:
 
     def idle(self, nbytes: int) -> int:
         """Return how many free buffers can hold ``nbytes``."""
-        return sum(buffer.numel() >= round_up(nbytes) for at, buffer in self._buffers if at not in self._taken)
+        return sum(buffer.numel() >= round_up(nbytes) for at, buffer in self._buffers if at not in self._in_use)
 
     def give(self, buffer: Tensor) -> None:
         """Take back a buffer of :meth:`take`, or a view with the same start.
@@ -103,15 +103,15 @@ class BufferPool:
         Raises:
             ValueError: it is not in use, or not from this pool.
         """
-        if buffer.data_ptr() not in self._taken:
+        if buffer.data_ptr() not in self._in_use:
             raise ValueError(
                 f"a buffer at address {buffer.data_ptr():#x} is not in use; give back what buffer() returned, once"
             )
-        self._taken.remove(buffer.data_ptr())
+        self._in_use.remove(buffer.data_ptr())
 
     def close(self) -> None:
         """Drop all buffers; one that is still referenced elsewhere stays valid."""
-        self._buffers, self._taken, self.reserved_bytes = [], set(), 0
+        self._buffers, self._in_use, self.reserved_bytes = [], set(), 0
 
 
 def _pages(nbytes: int) -> Tensor:
@@ -141,14 +141,10 @@ class _Version:
 
 @dataclass(eq=False)
 class Record:
-    """A named array of ``nbytes`` bytes on disk.
-
-    Its traffic is counted under ``kind``, and it is committed and rolled back with its ``owner``.
-    """
+    """A named array of ``nbytes`` bytes on disk, which is committed and rolled back with its ``owner``."""
 
     name: str
     nbytes: int
-    kind: str
     owner: int
     _versions: tuple[_Version, _Version]
     _committed: int | None = None
@@ -215,13 +211,12 @@ class DiskStore:
         # Also runs when the interpreter exits; the threads are daemons, so that they still work then.
         self._finalizer = weakref.finalize(self, _release, self._io, self._file, directory)
 
-    def create(self, name: str, nbytes: int, kind: str = "", owner: int = -1) -> Record:
+    def create(self, name: str, nbytes: int, owner: int = -1) -> Record:
         """Create a record, and reserve space for both of its versions.
 
         Args:
             name: for messages; unique.
             nbytes: its size.
-            kind: see :meth:`bytes_by_kind`.
             owner: see :meth:`commit`.
 
         Raises:
@@ -238,7 +233,7 @@ class DiskStore:
                 raise ValueError(f"nbytes={nbytes} for record {name!r}: give a size >= 0")
             size = round_up(nbytes)
             offset = self._file.reserve(2 * size, f"two versions of record {name!r} ({nbytes} bytes)")
-            record = Record(name, nbytes, kind, owner, (_Version(offset), _Version(offset + size)))
+            record = Record(name, nbytes, owner, (_Version(offset), _Version(offset + size)))
             self._records[name] = record
             return record
 
@@ -380,17 +375,12 @@ class DiskStore:
     @property
     def bytes_read(self) -> int:
         """Bytes transferred from disk since the start or :meth:`reset_counters`, with the padding to 4096."""
-        return sum(self._io.traffic.by_kind(False).values())
+        return self._io.traffic.read
 
     @property
     def bytes_written(self) -> int:
         """Bytes transferred to disk since the start or :meth:`reset_counters`, with the padding to 4096."""
-        return sum(self._io.traffic.by_kind(True).values())
-
-    def bytes_by_kind(self) -> dict[str, tuple[int, int]]:
-        """Return ``(bytes read, bytes written)`` by kind of record."""
-        read, written = self._io.traffic.by_kind(False), self._io.traffic.by_kind(True)
-        return {kind: (read.get(kind, 0), written.get(kind, 0)) for kind in sorted(read.keys() | written.keys())}
+        return self._io.traffic.written
 
     def reset_counters(self) -> None:
         """Reset the counters."""
@@ -446,7 +436,6 @@ class DiskStore:
             raise ValueError(f"record {record.name!r} belongs to another store, not to the one in {self.path}")
         return Operation(
             what=self._what(record),
-            kind=record.kind,
             writing=writing,
             urgent=urgent,
             offset=version.offset,

@@ -109,8 +109,8 @@ def _tick_step(top: float) -> tuple[float, str, float]:
 
 
 def _text(x: float, y: float, text: str, **style: str | int) -> str:
-    given = {"font-size": 13, "fill": "#333"} | {k.replace("_", "-"): v for k, v in style.items()}
-    attributes = " ".join(f"{key}='{value}'" for key, value in given.items())
+    styles = {"font-size": 13, "fill": "#333"} | {k.replace("_", "-"): v for k, v in style.items()}
+    attributes = " ".join(f"{key}='{value}'" for key, value in styles.items())
     return f"<text x='{x:.1f}' y='{y:.1f}' {attributes}>{escape(text)}</text>"
 
 
@@ -175,7 +175,7 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
         *_capacity(frame, stats),
         *_peak(frame, stats),
         *_tips(frame),
-        *_legend(kinds),
+        *_legend(kinds, LEFT, HEIGHT - 24),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -285,20 +285,20 @@ def _tips(frame: _Frame) -> list[str]:
     return parts
 
 
-def _legend(kinds: Sequence[str]) -> list[str]:
+def _legend(kinds: Sequence[str], left: float, top: float) -> list[str]:
     parts = []
-    x = float(LEFT)
+    x = left
     for kind in kinds:
         shown = printable(kind, 32)
-        parts.append(f"<rect x='{x:.1f}' y='{HEIGHT - 24}' width='13' height='13' fill='{color_of(kind, kinds)}'/>")
-        parts.append(_text(x + 19, HEIGHT - 13, shown))
+        parts.append(f"<rect x='{x:.1f}' y='{top}' width='13' height='13' fill='{color_of(kind, kinds)}'/>")
+        parts.append(_text(x + 19, top + 11, shown))
         x += 19 + 7.1 * len(shown) + 22
     return parts
 
 
 def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only: bool = False) -> str:
     """Return the trace as text: a bar for each moment or for adjacent ones, at most about ``rows`` lines."""
-    model, rest, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
+    model, other, mark = ("#", ".", "<") if ascii_only else ("█", "░", "◀")
     columns = _columns(stats.moments, rows)
     top = max(stats.peak_bytes, 1)
     name_width = max((len(printable(c.moment.name, 32)) for c in columns), default=0)
@@ -307,43 +307,40 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
     for column in columns:
         moment = column.moment
         total = round(room * moment.total_bytes / top)
-        held = min(round(room * moment.model_bytes / top), total)
-        bar = (model * held + rest * (total - held)).ljust(room)
+        filled = min(round(room * moment.model_bytes / top), total)
+        bar = (model * filled + other * (total - filled)).ljust(room)
         peak = f" {mark} peak" if column.first <= stats.peak_index <= column.last else ""
         name = printable(moment.name, 32)
         lines.append(f"{moment.phase:<8} {name:<{name_width}} {bar} {size_text(moment.total_bytes):>9}{peak}")
-    lines.append(f"{model} model data  {rest} {REST}")
+    lines.append(f"{model} model data  {other} {REST}")
     text = "\n".join(lines) + "\n"
     return text.encode("ascii", "replace").decode() if ascii_only else text
 
 
-WIDTH, LEFT, RIGHT, ROW, TOP = 1120, 110, 28, 66, 72
+TIERS_LEFT, TIERS_TOP, TIER_HEIGHT = 110, 72, 66
 SYMBOLS = "█▓▒░▚▞▤▥▦▧"
-ASCII_SYMBOLS = "#=+-:*ox%@"
-# A capacity further away than this multiple of the largest bar would flatten all bars.
-FAR = 2.0
 
 
 def _kinds(by_tier: Mapping[str, Mapping[str, int]]) -> list[str]:
-    return list(dict.fromkeys(kind for held in by_tier.values() for kind, size in held.items() if size))
+    return list(dict.fromkeys(kind for sizes in by_tier.values() for kind, size in sizes.items() if size))
 
 
 def _scale(by_tier: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int | None]) -> float:
     """Return the number of bytes that fill the width: one scale for all tiers, so that they can be compared."""
-    largest = max((sum(held.values()) for held in by_tier.values()), default=0)
+    largest = max((sum(sizes.values()) for sizes in by_tier.values()), default=0)
     near = [c for c in capacities.values() if c is not None and c <= FAR * largest]
     return float(max([largest, *near, 1]))
 
 
-def _facts(held: Mapping[str, int], capacity: int | None) -> str:
-    total = sum(held.values())
+def _facts(sizes: Mapping[str, int], capacity: int | None) -> str:
+    total = sum(sizes.values())
     if capacity is None:
         return size_text(total)
     return f"{size_text(total)} of {size_text(capacity)}{', over its capacity' if total > capacity else ''}"
 
 
-def _list(held: Mapping[str, int]) -> str:
-    return ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in held.items() if size) or "nothing"
+def _list(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{printable(kind, 32)} {size_text(size)}" for kind, size in sizes.items() if size) or "nothing"
 
 
 def draw_tiers(
@@ -360,32 +357,25 @@ def draw_tiers(
     """
     kinds = _kinds(by_tier)
     scale = _scale(by_tier, capacities)
-    height = TOP + ROW * max(len(by_tier), 1) + 46
-    room = WIDTH - LEFT - RIGHT
+    height = TIERS_TOP + TIER_HEIGHT * max(len(by_tier), 1) + 46
+    room = WIDTH - TIERS_LEFT - RIGHT
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}' "
         f"{FONT} font-size='13' fill='#333' role='img' aria-label='{escape(printable(title, 200))}'>",
         f"<rect width='{WIDTH}' height='{height}' fill='#ffffff'/>",
-        f"<text x='{LEFT}' y='34' font-size='18' font-weight='600' fill='#111'>{escape(printable(title, 100))}</text>",
+        _text(TIERS_LEFT, 34, printable(title, 100), font_size=18, font_weight=600, fill="#111"),
     ]
-    for row, (tier, held) in enumerate(by_tier.items()):
-        y = TOP + ROW * row
+    for row, (tier, sizes) in enumerate(by_tier.items()):
+        y = TIERS_TOP + TIER_HEIGHT * row
         capacity = capacities.get(tier)
-        name = escape(printable(tier, 14))
-        parts.append(f"<text x='{LEFT - 12}' y='{y + 30}' text-anchor='end' font-weight='600'>{name}</text>")
-        facts = escape(f"{_facts(held, capacity)}: {_list(held)}")
-        parts.append(f"<text x='{LEFT}' y='{y + 5}' font-size='12' fill='#555'>{facts}</text>")
-        parts += _bar(held, kinds, y + 12, room / scale)
+        parts.append(_text(TIERS_LEFT - 12, y + 30, printable(tier, 14), text_anchor="end", font_weight=600))
+        facts = f"{_facts(sizes, capacity)}: {_list(sizes)}"
+        parts.append(_text(TIERS_LEFT, y + 5, facts, font_size=12, fill="#555"))
+        parts += _bar(sizes, kinds, y + 12, room / scale)
         if capacity is not None and capacity <= scale:
-            box = f"<rect x='{LEFT}' y='{y + 12}' width='{capacity * room / scale:.1f}' height='28' fill='none'"
+            box = f"<rect x='{TIERS_LEFT}' y='{y + 12}' width='{capacity * room / scale:.1f}' height='28' fill='none'"
             parts.append(f"{box} stroke='#c0212b' stroke-width='1.5' stroke-dasharray='7 4'/>")
-    x = float(LEFT)
-    for kind in kinds:
-        shown = printable(kind, 32)
-        parts.append(f"<rect x='{x:.1f}' y='{height - 30}' width='13' height='13' fill='{color_of(kind, kinds)}'/>")
-        parts.append(f"<text x='{x + 19:.1f}' y='{height - 19}'>{escape(shown)}</text>")
-        x += 19 + 7.1 * len(shown) + 22
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return "\n".join([*parts, *_legend(kinds, TIERS_LEFT, height - 30), "</svg>"]) + "\n"
 
 
 def _ink(color: str) -> str:
@@ -394,11 +384,11 @@ def _ink(color: str) -> str:
     return "#111" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "#fff"
 
 
-def _bar(held: Mapping[str, int], kinds: list[str], y: float, points_per_byte: float) -> list[str]:
+def _bar(sizes: Mapping[str, int], kinds: list[str], y: float, points_per_byte: float) -> list[str]:
     parts = []
-    x = float(LEFT)
+    x = float(TIERS_LEFT)
     for kind in kinds:
-        size = held.get(kind, 0)
+        size = sizes.get(kind, 0)
         if size:
             width = size * points_per_byte
             tip = f"<title>{escape(printable(kind))}: {size_text(size)}</title>"
@@ -406,10 +396,8 @@ def _bar(held: Mapping[str, int], kinds: list[str], y: float, points_per_byte: f
             parts.append(f"{box}>{tip}</rect>")
             label = size_text(size)
             if width > 7.5 * len(label) + 10:
-                parts.append(
-                    f"<text x='{x + width / 2:.1f}' y='{y + 18.5}' text-anchor='middle' font-size='12' "
-                    f"fill='{_ink(color_of(kind, kinds))}'>{label}</text>"
-                )
+                ink = _ink(color_of(kind, kinds))
+                parts.append(_text(x + width / 2, y + 18.5, label, text_anchor="middle", font_size=12, fill=ink))
             x += width
     return parts
 
@@ -418,22 +406,20 @@ def tiers_text(
     by_tier: Mapping[str, Mapping[str, int]],
     capacities: Mapping[str, int | None],
     width: int = 100,
-    ascii_only: bool = False,
 ) -> str:
     """Return a bar for each tier as text; arguments as for :func:`draw_tiers`. A ``|`` marks the end of a capacity."""
-    symbols = ASCII_SYMBOLS if ascii_only else SYMBOLS
     kinds = _kinds(by_tier)
-    symbol = {kind: symbols[i % len(symbols)] for i, kind in enumerate(kinds)}
+    symbol = {kind: SYMBOLS[i % len(SYMBOLS)] for i, kind in enumerate(kinds)}
     scale = _scale(by_tier, capacities)
     name_width = max((len(printable(tier, 14)) for tier in by_tier), default=0)
-    facts = {tier: _facts(held, capacities.get(tier)) for tier, held in by_tier.items()}
+    facts = {tier: _facts(sizes, capacities.get(tier)) for tier, sizes in by_tier.items()}
     room = max(width - name_width - 3 - max(map(len, facts.values()), default=0), 10)
     lines = []
-    for tier, held in by_tier.items():
+    for tier, sizes in by_tier.items():
         cells: list[str] = []
         total = 0
         for kind in kinds:
-            total += held.get(kind, 0)
+            total += sizes.get(kind, 0)
             cells += [symbol[kind]] * (round(room * total / scale) - len(cells))
         cells += [" "] * (room + 1 - len(cells))
         capacity = capacities.get(tier)
@@ -441,9 +427,8 @@ def tiers_text(
             cells[min(round(room * capacity / scale), room)] = "|"
         lines.append(f"{printable(tier, 14):<{name_width}} {''.join(cells)} {facts[tier]}")
     lines.append("  ".join(f"{symbol[kind]} {printable(kind, 32)}" for kind in kinds))
-    lines += [f"{printable(tier, 14):<{name_width}} {_list(held)}" for tier, held in by_tier.items()]
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
-    return text.encode("ascii", "replace").decode() if ascii_only else text
+    lines += [f"{printable(tier, 14):<{name_width}} {_list(sizes)}" for tier, sizes in by_tier.items()]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 TOP_HOLDERS = 10

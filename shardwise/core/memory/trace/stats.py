@@ -32,7 +32,7 @@ class Moment:
     """A point of the step, and the memory in use from it until the next one.
 
     Attributes:
-        unit: index (>= 0) of the unit that is about to be used, or -1 if there is none.
+        unit: index (>= 0) of the unit that is about to be used, or -1.
         name: name for pictures, such as the module's name.
         phase: ``forward``, ``backward`` or ``step``.
         model_bytes: model data on the device: parameters, gathered or not, gradients, optimizer state.
@@ -79,14 +79,14 @@ class MemStats:
     @cached_property
     def _uses(self) -> tuple[tuple[int, int], ...]:
         """(unit, peak of non-model bytes until the next use) by position."""
-        found: list[tuple[int, int]] = []
+        uses: list[tuple[int, int]] = []
         for moment in self.moments:
-            if moment.unit != NO_UNIT and not (found and found[-1][0] == moment.unit):
-                found.append((moment.unit, moment.non_model_bytes))
-            elif found and (moment.unit != NO_UNIT or moment.phase != "step"):
-                unit, highest = found[-1]
-                found[-1] = (unit, max(highest, moment.non_model_bytes))
-        return tuple(found)
+            if moment.unit != NO_UNIT and not (uses and uses[-1][0] == moment.unit):
+                uses.append((moment.unit, moment.non_model_bytes))
+            elif uses and (moment.unit != NO_UNIT or moment.phase != "step"):
+                unit, highest = uses[-1]
+                uses[-1] = (unit, max(highest, moment.non_model_bytes))
+        return tuple(uses)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -163,8 +163,8 @@ class MemStats:
         except ValueError as error:
             raise ValueError(f"not a memory trace: no JSON ({error}); give what MemStats.save wrote") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"not a memory trace: format is {found!r}, not {FORMAT!r}; give what MemStats.save wrote")
+            form = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"not a memory trace: format is {form!r}, not {FORMAT!r}; give what MemStats.save wrote")
         if data.get("version") != VERSION:
             raise ValueError(f"a memory trace of version {data.get('version')!r}; this library reads {VERSION}")
         capacity = data.get("capacity_bytes")
@@ -353,8 +353,8 @@ def model_budget_bytes(
     if stats is None:
         return int(capacity_bytes * (1 - warmup_non_model_ratio))
     intervals = stats.interval_bytes
-    rest = intervals[position] if 0 <= position < len(intervals) else max(intervals, default=0)
-    return max(int(capacity_bytes * steady_capacity_ratio) - rest, 0)
+    other = intervals[position] if 0 <= position < len(intervals) else max(intervals, default=0)
+    return max(int(capacity_bytes * steady_capacity_ratio) - other, 0)
 
 
 def margin_bytes(
@@ -372,5 +372,5 @@ def margin_bytes(
     """
     _check(capacity_bytes, steady_capacity_ratio=steady_capacity_ratio, margin_ratio=margin_ratio)
     usable = int(capacity_bytes * steady_capacity_ratio)
-    held = (m.non_model_bytes + (m.model_bytes if needed_bytes is None else needed_bytes) for m in stats.moments)
-    return max(int(margin_ratio * (usable - max(held, default=needed_bytes or 0))), 0)
+    totals = (m.non_model_bytes + (m.model_bytes if needed_bytes is None else needed_bytes) for m in stats.moments)
+    return max(int(margin_ratio * (usable - max(totals, default=needed_bytes or 0))), 0)

@@ -135,9 +135,9 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 def _default_loss(model: nn.Module, batch: Batch) -> Tensor:
     output = _call(model, batch)
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
     parts = [x for x in _tensors(output) if x.is_floating_point()]
     if not parts:
         raise TypeError(f"the model returned no floating tensor ({type(output).__name__}): give loss=...")
@@ -203,8 +203,8 @@ def _restore_optimizer(
 ) -> None:
     for parameter, value in values:
         _put_back(parameter, value)
-    for group, kept in zip(optimizer.param_groups, groups, strict=True):
-        group.update(kept)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update(saved)
     for parameter in list(optimizer.state):
         if parameter not in state:
             del optimizer.state[parameter]
@@ -309,8 +309,8 @@ class _Run:
         # The interval that ends now has the gradient in its peak; remove the gradient from the count only afterwards.
         self.recorder.end_interval()
         # Several gradients may share a storage (``torch.cat`` of parameters returns views of its gradient).
-        found = {key: size for of_one in self._gradients.values() for key, size in of_one.items()}
-        self._set("gradients", sum(found.values()))
+        sizes = {key: size for of_one in self._gradients.values() for key, size in of_one.items()}
+        self._set("gradients", sum(sizes.values()))
         self.tracker.exclude(gradient)
         self.moment(unit, name)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,29 +28,36 @@ __all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "size
 Origin = Literal["input", "new", "unknown"]
 
 
-class Tracker(Protocol):
-    """Interface of both trackers.
+class Tracker:
+    """Base of both trackers. A method without a body does nothing, because one of them does not need it.
 
     Attributes:
         shares_peak: if True, the tracker resets peak statistics that other code (torch's own statistics) uses as well.
-        highest_bytes: maximal total memory, including model data, since :meth:`begin_pass`; 0 if it is unknown.
     """
 
-    shares_peak: bool
+    shares_peak = False
 
-    @property
-    def highest_bytes(self) -> int: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
 
     @property
     def live_bytes(self) -> int:
         """Current bytes without model data."""
+        raise NotImplementedError(f"{type(self).__name__}.live_bytes")
+
+    @property
+    def highest_bytes(self) -> int:
+        """Maximal total memory, including model data, since :meth:`begin_pass`; 0 if it is unknown."""
+        return 0
 
     def take_peak(self) -> int:
         """Return the maximum of ``live_bytes`` since the last call, and start a new interval."""
+        raise NotImplementedError(f"{type(self).__name__}.take_peak()")
 
     def exclude(self, tensor: Tensor) -> None:
         """Mark the tensor's storage as model data."""
@@ -258,7 +265,7 @@ def _facts(func: Any) -> tuple[Origin, bool]:
     return "input" if aliased else "unknown", resizes
 
 
-class TensorTracker:
+class TensorTracker(Tracker):
     """Counts the storages that operations create while it is active, until each is freed (also after it was exited).
 
     A storage counts once, however many tensors view it, with its current size; storages that existed before do not
@@ -270,9 +277,6 @@ class TensorTracker:
     operations inside a compiled graph.
     """
 
-    shares_peak = False
-    highest_bytes = 0
-
     def __init__(self, device: torch.device) -> None:
         # Without an index, "cuda" would never be equal to the device of a tensor.
         needs_index = device.type not in ("cpu", "meta") and device.index is None
@@ -281,7 +285,7 @@ class TensorTracker:
         self._mode = _CountingMode(self._count)
         self._depth = 0
 
-    def __enter__(self) -> TensorTracker:
+    def __enter__(self) -> Self:
         if self._depth == 0:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._depth += 1
@@ -323,17 +327,8 @@ class TensorTracker:
         """Count a storage that was created while the tracker was not active, unless it is known already."""
         self._count.note(tensor, "new", (), {})
 
-    def expire(self) -> None:
-        """Do nothing, since every change is tracked."""
 
-    def begin_pass(self, limit_bytes: int) -> None:
-        """Do nothing."""
-
-    def sample(self) -> None:
-        """Do nothing, since excluded storages are not counted."""
-
-
-class AllocatorTracker:
+class AllocatorTracker(Tracker):
     """A tracker that queries CUDA's caching allocator: allocated memory minus ``model_bytes()``.
 
     It includes everything that torch allocates on the device, rounded as the allocator does (512 bytes per tensor). It
@@ -353,14 +348,6 @@ class AllocatorTracker:
         self._peak = self._live = self._total_peak = self._highest = 0
         self._stale = True
         self._restart()
-
-    def __enter__(self) -> AllocatorTracker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def _restart(self) -> None:
         self._model_at_start = self._model_bytes()
@@ -404,23 +391,14 @@ class AllocatorTracker:
         self._peak = max(self._peak, self._total_peak - model)
         self._restart()
 
-    def call_above(self, limit_bytes: int, action: Callable[[], None]) -> None:
-        """Do nothing, since the allocator has no such callback."""
-
     def take_peak(self) -> int:
         """Return the maximum of ``live_bytes`` since the last call, and start a new interval."""
         self.sample()
         peak, self._peak = self._peak, self._live
         return peak
 
-    def exclude(self, tensor: Tensor) -> None:
-        """Do nothing, since ``model_bytes()`` returns the amount of model data."""
 
-    def include(self, tensor: Tensor) -> None:
-        """Do nothing, since the allocator counts the tensor."""
-
-
-def make_tracker(device: torch.device, model_bytes: Callable[[], int]) -> TensorTracker | AllocatorTracker:
+def make_tracker(device: torch.device, model_bytes: Callable[[], int]) -> Tracker:
     """Return the tracker for ``device``. ``model_bytes()`` returns the current bytes of model data on it. Only the
     tracker for CUDA uses it; :meth:`TensorTracker.exclude` provides the same information to the other."""
     return AllocatorTracker(device, model_bytes) if device.type == "cuda" else TensorTracker(device)
