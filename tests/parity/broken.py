@@ -19,8 +19,6 @@ from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from tests.parity.sharded import Run, Setting, train_on_rank
 
-__all__ = ["FAULTS", "train_broken"]
-
 _Patch = contextlib.AbstractContextManager[Any]
 
 

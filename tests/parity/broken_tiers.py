@@ -20,8 +20,6 @@ from tests.parity.covering import Row
 from tests.parity.sharded import Setting
 from tests.parity.tiers import TierRun, train_tiers
 
-__all__ = ["FAULTS", "Fault", "train_faulty"]
-
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
     return mock.patch.object(owner, name, make(getattr(owner, name)))

@@ -10,8 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
 
-__all__ = ["Row", "allowed_pairs", "cover", "each_once"]
-
 Row = dict[str, str]
 _Pair = tuple[str, str, str, str]
 _T = TypeVar("_T")

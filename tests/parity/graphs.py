@@ -19,8 +19,6 @@ from shardwise.testing import PlainRun, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, train_case
 from tests.support.models import Batch, ModelCase, mean_square
 
-__all__ = ["LAYERS", "OPERATIONS", "Graph", "Operation", "plain_graph", "train_graph"]
-
 WIDTH = 6
 LAYERS = ("linear", "no_bias", "mlp", "frozen", "half_frozen", "norm", "around", "stack")
 OPERATIONS = ("call", "call_checkpointed", "call_reentrant", "weight", "own", "add", "choose", "detach", "in_place")

@@ -20,8 +20,6 @@ from tests.support.engine_setup import adam
 from tests.support.tensor_cases import CASES
 from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 
-__all__ = ["LAYOUTS", "Found", "measured"]
-
 STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
 EXACT, SINGLE = 1e-11, 1e-6
 """Of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32; there twice what one process is off

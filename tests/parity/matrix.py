@@ -13,19 +13,6 @@ from tests.parity.covering import Row, cover, each_once
 from tests.parity.sharded import OPTIMIZERS, Setting, Tolerance
 from tests.support.models import MODELS
 
-__all__ = [
-    "FACTORS",
-    "PLANS",
-    "allowed",
-    "dangerous_product",
-    "default_rows",
-    "label",
-    "make_setting",
-    "plan_product",
-    "quick_rows",
-    "tolerance",
-]
-
 SMALL = ByNumel(chunk_numel=48)
 """About the size of one tiny layer, so that every model has several chunks."""
 

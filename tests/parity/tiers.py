@@ -21,19 +21,6 @@ from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setti
 from tests.parity.sharded import Run, Setting
 from tests.support.models import MODELS
 
-__all__ = [
-    "MIXES",
-    "TierRow",
-    "TierRun",
-    "default_rows",
-    "goes",
-    "own_optimizers",
-    "quick_rows",
-    "setting_of",
-    "tier_plan",
-    "train_tiers",
-]
-
 # Shares of parameters on host and disk, of state on host and disk.
 MIXES: dict[str, tuple[float, float, float, float]] = {
     "s_host": (0, 0, 1, 0),

@@ -163,9 +163,9 @@ def test_the_table_counts_chunks_of_equal_placement() -> None:
     grads = "host float32, reduced in bfloat16"
     assert rows == [
         ["chunks", "bytes", "shard", "in use", "masters", "state", "gradients", "first unit"],
-        ["1", "256 B", "host bfloat16", "gathered", "host float32", "host", grads, "unit 0"],
-        ["1", "512 B", "host bfloat16", "gathered, sent in int8", "-", "-", "-", "unit 1"],
-        ["1", "16 B", "device bfloat16", "resident", "host float32", "host", grads, "unit 2"],
+        ["1", "256 B", "host bfloat16", "gathered", "host float32", "host", grads, "weight"],
+        ["1", "512 B", "host bfloat16", "gathered, sent in int8", "-", "-", "-", "frozen"],
+        ["1", "16 B", "device bfloat16", "resident", "host float32", "host", grads, "bias"],
         ["3", "784 B", "total"],
     ]
     same = [("a", 64), ("b", 64), ("c", 64)]
@@ -173,4 +173,4 @@ def test_the_table_counts_chunks_of_equal_placement() -> None:
     layout = make_layout(infos, nn.Module(), ByTensor(persist_numel=0), 2, 1)
     lines = describe(place(zero(3), layout, TWO_RANKS), layout).splitlines()
     assert [line.split()[:3] for line in lines[1:]] == [["3", "384", "B"], ["3", "384", "B"]]
-    assert lines[1].endswith("unit 0") and len(lines) == 3
+    assert lines[1].endswith(" a") and len(lines) == 3

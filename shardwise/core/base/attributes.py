@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ModeOfModule", "TransparentModule", "attribute_of"]
-
 
 def attribute_of(wrapped: object, name: str, wrapper: object) -> Any:
     """Return ``wrapped.name``, for the ``__getattr__`` of ``wrapper``.

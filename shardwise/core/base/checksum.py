@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WORD", "sample_words", "word_of"]
-
 WORD = 1 << 52
 """Integers below it are exact in exchanges between ranks."""
 SAMPLED = 32

@@ -24,47 +24,6 @@ from torch import Tensor
 
 from shardwise.core.base.validate import check_type
 
-__all__ = [
-    "Accelerator",
-    "Later",
-    "Lent",
-    "MemoryFacts",
-    "RandomState",
-    "Runtime",
-    "SideCopy",
-    "allocator_bytes",
-    "behind_current",
-    "copy_ahead",
-    "default_generator",
-    "give_back",
-    "gpu_identity",
-    "gpus_of_host",
-    "is_page_locked",
-    "live_bytes",
-    "make_current",
-    "memory_facts",
-    "numbered",
-    "on_device",
-    "on_stream",
-    "page_lock",
-    "page_locked",
-    "random_state",
-    "record_event",
-    "recorded",
-    "replace_runtime",
-    "reset_allocator_peak",
-    "reset_peak",
-    "runs_ahead",
-    "runtime",
-    "sent_ahead",
-    "set_random_state",
-    "side_stream",
-    "synchronize",
-    "total_bytes",
-    "visible_gpus",
-    "wait_event",
-]
-
 RandomState = tuple[Tensor, Tensor | None]
 """The state of the CPU's generator, and of a GPU's generator."""
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec
 
-__all__ = ["Event", "Events"]
-
 P = ParamSpec("P")
 
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["deferred_interrupts"]
-
 
 class _Guard:
     """The handler of SIGINT while a block runs."""

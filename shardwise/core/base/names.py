@@ -12,19 +12,6 @@ from torch import nn
 
 from shardwise.core.base.torch_internals import incompatible_keys
 
-__all__ = [
-    "EXTRA_STATE",
-    "StateNames",
-    "call_load_hooks",
-    "hand_back",
-    "is_extra",
-    "is_one_kind",
-    "keeper",
-    "put_others",
-    "takers",
-    "with_load_hooks",
-]
-
 EXTRA_STATE = "_extra_state"  # torch's suffix of extra state after a module's name
 
 

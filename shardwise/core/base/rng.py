@@ -12,8 +12,6 @@ from torch import nn
 
 from shardwise.core.base.device import default_generator
 
-__all__ = ["Dropouts", "RankRng", "dropouts_of"]
-
 Dropouts = tuple[tuple[Any, str], ...]
 """Objects and the names of their attributes that are dropout rates; no numbers are drawn if all of them are 0."""
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from shardwise.core.base.validate import MOST_BYTES, integer
 
-__all__ = ["device_bytes", "parse_size", "size_classes", "size_text"]
-
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 FACTORS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{middle}B": (1024 if middle else 1000) ** power

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["Table"]
-
 S = TypeVar("S", bound=Enum)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SPARSE", "extent", "ordinary_tensors", "parts_of"]
-
 _BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _BY_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 SPARSE = (torch.sparse_coo, *_BY_ROWS, *_BY_COLUMNS)

@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,60 +30,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = [
-    "DispatchMode",
-    "abort_group",
-    "accumulate_hooks",
-    "add_each",
-    "at_end_of_backward",
-    "can_share_object",
-    "compiles_frames",
-    "copy_each",
-    "cpu_flash_attention",
-    "cpu_flash_attention_backward",
-    "current_graph_task",
-    "current_node",
-    "default_store",
-    "dispatch_modes",
-    "each_leaf",
-    "exchange_content",
-    "fused_adam",
-    "give_subclass",
-    "group_is_known",
-    "in_transform",
-    "incompatible_keys",
-    "is_transformed",
-    "is_wrapper",
-    "map_leaves",
-    "map_leaves_of",
-    "move_hooks",
-    "never_compiled",
-    "new_group",
-    "no_own_torch_function",
-    "no_subclass_dispatch",
-    "no_torch_function",
-    "norm_of_each",
-    "offset_of_part",
-    "parse_to",
-    "plain",
-    "point",
-    "pop_saved_hooks",
-    "push_saved_hooks",
-    "running_ddp",
-    "saved_hooks_enabled",
-    "storage_holders",
-    "storage_id",
-    "stored_at",
-    "tensor_holders",
-    "top_saved_hooks",
-    "version_of",
-    "versions_of",
-    "with_negative_bit",
-    "without_global_step_hooks",
-    "without_modes",
-    "without_transforms",
-    "wrapper_subclass",
-]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # ---- storages and shallow copies
 
@@ -361,6 +310,30 @@ def without_global_step_hooks() -> Iterator[None]:
 def incompatible_keys(missing: list[str], unexpected: list[str]) -> Any:
     """Return an object like the result of a module's ``load_state_dict``."""
     return _IncompatibleKeys(missing, unexpected)
+
+
+# ---- torch.profiler
+
+
+def labelled(kind: str, name: Callable[..., str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function, so that a profile shows its calls as ``shardwise::kind (name)``.
+
+    Args:
+        kind: the operation.
+        name: returns the modules that it is for, from the arguments of the call. Not called without a profiler.
+    """
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @wraps(call)
+        def labelled_call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch._C._autograd._profiler_enabled():  # a label is an operation, and modes would see it
+                return call(*args, **kwargs)
+            with torch.profiler.record_function(f"shardwise::{kind} ({name(*args, **kwargs)})"):
+                return call(*args, **kwargs)
+
+        return labelled_call
+
+    return decorate
 
 
 # ---- torch.distributed

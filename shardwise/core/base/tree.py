@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["decode", "encode", "encode_with"]
-
-
 Leaf = Callable[[Any, str], Any]
 """``leaf(tensor, path)``: the JSON-able value that stands for a tensor in the encoded data."""
 

@@ -12,34 +12,6 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = [
-    "MOST_BYTES",
-    "MOST_COUNT",
-    "MOST_NUMEL",
-    "MOST_RANKS",
-    "MOST_SCALE",
-    "MOST_SEED",
-    "MOST_STEP",
-    "SHARDED_MODEL",
-    "SHARDED_OPTIMIZER",
-    "UnknownModelError",
-    "as_mapping",
-    "as_params",
-    "as_path",
-    "boolean",
-    "check_tensor",
-    "check_type",
-    "class_name",
-    "fraction",
-    "in_a_line",
-    "integer",
-    "number",
-    "printable",
-    "refuse",
-    "require",
-    "short_repr",
-]
-
 SHARDED_MODEL = "session.module (or the model that boost, initialize or prepare returned)"
 SHARDED_OPTIMIZER = "session.optimizer (or the optimizer or engine that boost, initialize or prepare returned)"
 MOST_NUMEL = 2**42

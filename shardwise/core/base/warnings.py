@@ -6,8 +6,6 @@ import sys
 import warnings
 from types import FrameType
 
-__all__ = ["called_by", "warn_user"]
-
 # A fixed `stacklevel` is wrong as soon as a call goes through a context manager, a base class or another front-end.
 LIBRARIES = frozenset(
     {

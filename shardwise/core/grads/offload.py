@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.device import behind_current, copy_ahead, is_page_locked, record_event, recorded, side_stream
+from shardwise.core.base.torch_internals import labelled
 from shardwise.core.comm import Buffer
 from shardwise.core.grads.grads import ChunkGrads, GradRing
 from shardwise.core.memory.tier import Tier
@@ -70,6 +71,7 @@ class GradOffload:
         """Whether the result leaves a GPU."""
         return self._downloads is not None and state.home is not Tier.DEVICE
 
+    @labelled("offload", lambda _, state, *__: state.spec.title)
     def begin(self, state: ChunkGrads, out: torch.Tensor, exchanged: Buffer | None) -> None:
         """Begin to copy ``out`` to the gradient shard of ``state``, or to add it. It may lie in ``exchanged``."""
         if state.memory is None:

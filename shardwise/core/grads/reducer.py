@@ -19,6 +19,7 @@ import torch
 from shardwise.core.base.device import on_stream, record_event, side_stream, wait_event
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.torch_internals import labelled
 from shardwise.core.checks.hyper_parameters import Piggyback
 from shardwise.core.comm import Buffer, Group, Handle, ModelId
 from shardwise.core.grads.grads import (
@@ -456,10 +457,7 @@ class Reducer:
     def _advance(self) -> None:
         """Reduce the chunks whose turn it is. One that lacks gradients, or a bucket, waits for the next gradient of any
         chunk (:meth:`add`), or for the end of the pass (:meth:`finish`)."""
-        while self.begun < len(self._order):
-            state = self._order[self.begun]
-            if state.state is not Reduction.DEPOSITED:
-                return
+        while self.begun < len(self._order) and (state := self._order[self.begun]).state is Reduction.DEPOSITED:
             if state.buffer is None and not self._move_in(state, self._take_bucket(state)):
                 return  # no bucket without a wait: the rest is reduced at the end of the pass
             self.begin(self.begun + 1)
@@ -514,6 +512,7 @@ class Reducer:
         self._ledger.charge(state.overflow)
         self._issue(state, bucket)
 
+    @labelled("reduce", lambda _, state, __: state.spec.title)
     def _issue(self, state: ChunkGrads, bucket: Buffer) -> None:
         """Issue the collective. Its handle is waited for in :meth:`_complete`, by the next chunk that needs the bucket,
         or at the end of the pass."""
@@ -676,21 +675,18 @@ class Reducer:
     def _exchange_used(self) -> tuple[list[bool], list[bool]]:
         """Return for each chunk in the shared order whether any rank used it in this pass, and whether any rank has
         overflow for it."""
-        counts = list(map(float, self.counts.unreduced()))
+        counts, mask = list(map(float, self.counts.unreduced())), used_mask(self._order)
         if self._agrees:
             compared = [number for each in self.piggybacks for number in each.piggyback_on_pass()]
-            votes = self._summarize(compared + counts, "which parameters had gradients", flags=used_mask(self._order))
+            votes = self._summarize(compared + counts, "which parameters had gradients", flags=mask)
             first = len(compared)
             if votes.least[:first] != votes.most[:first]:
                 for each in self.piggybacks:
                     each.explain()
             self._waits.compared(votes.flags_alike)
-            counts = votes.most[first:]
-            used, overflow = take_used_mask(self._order, votes.anywhere)
-        else:
-            used, overflow = take_used_mask(self._order, used_mask(self._order))
+            counts, mask = votes.most[first:], votes.anywhere
         self.counts.were_reduced([int(count) for count in counts])
-        return used, overflow
+        return take_used_mask(self._order, mask)
 
     def _reorder(self, used: list[bool]) -> None:
         """Adopt rank 0's order of arrival, unused chunks last, when a new set of chunks comes into use."""

@@ -101,6 +101,8 @@ class ChunkSpec:
 
     index: int
     unit: int
+    title: str
+    """Of its unit."""
     dtype: torch.dtype
     trainable: bool
     optimizer: int
@@ -147,16 +149,17 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """Chunks that are gathered together; ``module`` is the FQN of the block it covers, or ``None``."""
+    """Chunks that are gathered together.
+
+    Attributes:
+        module: the FQN of the block that it covers, or ``None``.
+        title: its name in messages, pictures and profiles: the module, or its parameters.
+    """
 
     index: int
     chunks: tuple[int, ...]
     module: str | None
-
-    @property
-    def title(self) -> str:
-        """Its name in traces and pictures."""
-        return self.module or f"unit {self.index}"
+    title: str
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,11 @@ def _bins_by_numel(facts: Sequence[ParamInfo], params: Iterable[int], chunk_nume
         bins[-1].params.append(index)
         used += numel
     return bins
+
+
+def span_text(names: Sequence[str]) -> str:
+    """Return the first and the last of ``names``, or the only one."""
+    return " to ".join(dict.fromkeys([names[0], names[-1]]))
 
 
 def module_units(model: nn.Module, packing: ByModule) -> list[str]:
@@ -445,7 +453,7 @@ def make_layout(
         for index in bin_.params:
             fact = facts[index]
             keyed.setdefault((fact.dtype, fact.trainable, fact.optimizer), []).append(index)
-        first = len(chunks)
+        first, title = len(chunks), bin_.module or span_text([facts[index].names[0] for index in bin_.params])
         for (dtype, trainable, optimizer), params in keyed.items():
             tensors = trainable and optimizer in unsplit
             if tensors:
@@ -460,6 +468,7 @@ def make_layout(
             spec = ChunkSpec(
                 index=len(chunks),
                 unit=unit_index,
+                title=title,
                 dtype=dtype,
                 trainable=trainable,
                 optimizer=optimizer,
@@ -470,7 +479,7 @@ def make_layout(
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)
-        units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module))
+        units.append(UnitSpec(unit_index, tuple(range(first, len(chunks))), bin_.module, title))
     return Layout(tuple(facts), tuple(units), tuple(chunks), tuple(where[i] for i in range(len(facts))), searched)
 
 

@@ -21,7 +21,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.base.torch_internals import current_graph_task, in_transform, storage_id
+from shardwise.core.base.torch_internals import current_graph_task, in_transform, labelled, storage_id
 from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
@@ -213,7 +213,7 @@ class ChunkPool:
 
     def name_of(self, unit: int) -> str:
         """Return the unit's name for messages."""
-        return f"{unit} ({self.units[unit].module or 'no single module'}, {size_text(self.sizes[unit])})"
+        return f"{unit} ({self.units[unit].title}, {size_text(self.sizes[unit])})"
 
     # ---- passes
 
@@ -542,6 +542,7 @@ class ChunkPool:
             if full is None:
                 self.arrays.give(out)
 
+    @labelled("gather", lambda pool, unit: pool.units[unit].title)
     def _start(self, unit: int) -> None:
         passes = "forward" if self.in_training else "evaluation"
         phase = "backward" if current_graph_task() != -1 else passes

@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.torch_version import TorchVersion
 
 from shardwise.core.base.tensors import ordinary_tensors
-from shardwise.core.base.torch_internals import copy_each, plain, point
+from shardwise.core.base.torch_internals import copy_each, labelled, plain, point
 from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
 from shardwise.core.grads.grads import ChunkGrads
@@ -34,6 +34,7 @@ from shardwise.core.optim.element_wise import couples_elements, couples_paramete
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.layout import span_text
 from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
@@ -421,6 +422,7 @@ class TileStepper:
             return tile.pieces
         return [piece for piece in tile.pieces if piece.slot in touched]
 
+    @labelled("update", lambda _, pending, *__: span_text([each.tile.chunk.spec.title for each in pending]))
     def step_tiles(self, pending: Sequence[PendingTile], factor: float, groups: list[dict[str, Any]]) -> None:
         """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
 

@@ -10,18 +10,6 @@ from safetensors.torch import load_file
 
 from shardwise.core.deferred import is_deferred
 
-__all__ = [
-    "computed",
-    "described",
-    "exported",
-    "learnt",
-    "listening",
-    "loaded",
-    "on_the_host",
-    "too_large",
-    "written",
-]
-
 Names = dict[str, Any]
 STATE_BYTES = 16  # a parameter, under Adam in mixed precision
 

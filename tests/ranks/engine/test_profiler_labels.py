@@ -1,0 +1,57 @@
+"""Labels of gathers, reductions, updates and copies to the host in a profile of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.grads import offload
+from shardwise.plan import ByNumel, Plan, zero
+from shardwise.testing import run_ranks
+from tests.support.engine_setup import sharded
+from tests.support.tier_setup import with_tiers
+
+OF_BLOCKS = {f"shardwise::{kind} ({name})" for kind in ("gather", "reduce") for name in ("0", "1")}
+
+
+def copied(memory: Tensor, out: Tensor, *_: object) -> SimpleNamespace:
+    """A copy to the host that is complete at once."""
+    return SimpleNamespace(land=partial(memory.copy_, out.clone()))
+
+
+def labels(plan: Plan, to_host: bool = False) -> set[str]:
+    """The labels of the second step."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with contextlib.ExitStack() as stack:
+        if to_host:
+            stack.enter_context(mock.patch.multiple(offload, side_stream=lambda _device: "a stream", _Copy=copied))
+        session = stack.enter_context(sharded(model, optimizer, plan))
+
+        def step() -> None:
+            session.backward(session.module(torch.ones(2, 4)).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+
+        step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        return {event.key for event in profile.key_averages() if event.key.startswith("shardwise::")}
+
+
+def test_a_profile_of_a_step_names_the_modules() -> None:
+    for found in run_ranks(2, labels, zero(3)):
+        assert found > OF_BLOCKS, found
+        assert any(each.startswith("shardwise::update (0") for each in found), found
+    by_size = {"shardwise::reduce (0.weight to 1.bias)", "shardwise::update (0.weight to 1.bias)"}
+    assert run_ranks(1, labels, zero(2).but(packing=ByNumel(chunk_numel=1000))) == [by_size]
+
+
+def test_copies_of_gradients_to_the_host_are_labelled() -> None:
+    for found in run_ranks(2, labels, with_tiers(zero(3), "s_host", "no disk is used"), True):
+        assert found > {"shardwise::offload (0)", "shardwise::offload (1)"}, found
