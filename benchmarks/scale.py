@@ -345,7 +345,7 @@ def main(given: Sequence[str] | None = None) -> None:
     growth = [f"* {line}" for line in grows(rows)] or ["* nothing"]
     day = time.strftime("%Y-%m-%d", time.gmtime())
     untimed = any(math.isnan(row.step_s) for row in rows)
-    head = f"Machine: {machine()}. Peers are alike; transport: {options.transport}. {day}."
+    head = f"Machine: {machine()}. All peers do the same; transport: {options.transport}. {day}."
     parts = [
         head + (" No times were taken: other work had the machine." if untimed else ""),
         table(rows),

@@ -166,7 +166,7 @@ def table(kept: Kept) -> str:
     ]
     found = sum(str(place) in kept.found for place in chosen)
     reasons = dict.fromkeys(place.why_not for place in left_out)
-    others = "Calls of the same names that are no places of a device, by reason:\n\n"
+    others = "Calls of the same names that do not concern a device, by reason:\n\n"
     for why in reasons:
         own = [place for place in left_out if place.why_not == why]
         files = ", ".join(f"`{file}`" for file in dict.fromkeys(place.file for place in own))

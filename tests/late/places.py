@@ -37,19 +37,17 @@ RECEIVERS = {"drop": "self._lent"}
 
 DISK = "the host waits for a disk"
 PROGRAM = "the host waits for processes, threads or files"
-BEGINS = "begins a second operation, which begins later without it"
-TAKES_BACK = "takes back what passes have left; the update that follows waits for gathers itself"
-SENT = "what was sent is the wire's until it is through, and nobody writes to it: memory is let go of, losses are told"
-BOUND = (
-    "bounds memory: the block of what is on its way serves nobody else before it has landed, which who reads waits for"
-)
-SEEN = "the host has seen that it is done, and is told here what was lost"
-MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
+BEGINS = "begins a second operation, which would otherwise begin later"
+TAKES_BACK = "releases memory of passes; the update that follows waits for gathers itself"
+SENT = "the transport owns sent memory until delivery, and nothing writes to it: the call releases it or reports a loss"
+BOUND = "limits memory: a buffer is not reused while a copy uses it; readers wait for the copy"
+SEEN = "the host knows that it is done; the call reports a loss"
+MESSAGES = "groups of CPU ranks, and small messages between hosts"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
-    ("testing/", "", "", "of pools of ranks, which have no device"),
-    ("core/base/device.py", "Runtime.", "", "torch's device itself; the late device stands in its place"),
-    ("core/base/device.py", "synchronize", "", "is the host's wait itself; its calls are taken out one by one"),
-    ("core/base/device.py", "recorded", "", "is record_stream itself; its calls are taken out one by one"),
+    ("testing/", "", "", "pools of ranks, which have no device"),
+    ("core/base/device.py", "Runtime.", "", "torch's device itself; the late device replaces it"),
+    ("core/base/device.py", "synchronize", "", "the host's wait itself; its calls are removed one by one"),
+    ("core/base/device.py", "recorded", "", "record_stream itself; its calls are removed one by one"),
     ("cli/", "", "", PROGRAM),
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
@@ -78,7 +76,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
     ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("core/engine/full_values.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
+    ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 
