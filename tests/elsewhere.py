@@ -23,13 +23,11 @@ ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 TESTS = (
     "tests/unit/test_cli.py",
-    "tests/unit/test_cli_output.py",
     "tests/unit/test_disk.py",
-    "tests/unit/test_disk_run_directory.py",
     "tests/unit/test_formats_cli.py",
-    "tests/unit/test_launched_alone.py",
-    "tests/unit/test_names_are_used.py",
-    "tests/unit/test_plan_text.py",
+    "tests/unit/test_aliases.py",
+    "tests/unit/test_launch_matrix.py",
+    "tests/unit/test_plan.py",
     "tests/unit/test_port.py",
     "tests/ranks/checkpoint/test_checkpoint_resume.py",
     "tests/ranks/checkpoint/test_output_files.py",

@@ -19,13 +19,11 @@ from tests.matrix.table import Row, not_tried, today
 
 # What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
 SHORT_SET = (
-    "tests/unit/test_torch_internals.py",  # the one door to what is private in torch
     "tests/unit/test_testing_pool.py",  # processes
-    "tests/unit/test_readers.py",  # references are counted
-    "tests/unit/test_chunk_pool.py",
+    "tests/unit/test_readers.py",  # references are counted; the one door to what is private in torch
+    "tests/unit/test_chunk_layout.py",
     "tests/unit/test_deferred.py",  # factories of tensors, modes
-    "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed
-    "tests/unit/test_formats_single.py",  # pickles of torch.save
+    "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
     "tests/unit/test_hostile_files.py",
     "tests/unit/test_booster_signatures.py",  # annotations
     "tests/unit/test_checked_arguments.py",

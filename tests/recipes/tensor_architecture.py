@@ -36,8 +36,7 @@ class Mini(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.words(ids)))
-        return logits
+        return self.head(self.blocks(self.words(ids)))
 
 
 # By class name; what no rule names is whole on every rank.

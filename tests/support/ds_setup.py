@@ -60,5 +60,4 @@ class Recorded(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         inside = torch.tanh(self.middle(self.embed(tokens)) + self.frozen)
-        loss: Tensor = self.head(self.back(inside) + self.offset.to(inside.dtype)).float().logsumexp(-1).mean()
-        return loss
+        return self.head(self.back(inside) + self.offset.to(inside.dtype)).float().logsumexp(-1).mean()

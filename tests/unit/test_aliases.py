@@ -1,22 +1,44 @@
-"""Foreign names made from a table: what works is ours, what cannot says what to do, and only when it is used."""
+"""Foreign names made from a table: what works is ours, what cannot says what to do, and only when it is used.
+
+The tables of foreign names: each is in order, what works is there, and what cannot says what to do when used.
+Every name of a table that works has a test that uses it, beyond those that look at the tables themselves.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
+import tomllib
 from abc import ABC
 from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from torch import nn
 
-from shardwise.compat import UnsupportedName, impersonate, install_aliases
-from shardwise.compat.table import HOMES, parse_table
+import shardwise.compat
+from shardwise.cli.main import main
+from shardwise.compat import (
+    Alias,
+    AliasTable,
+    Unsupported,
+    UnsupportedName,
+    alias_table,
+    alias_tables,
+    impersonate,
+    install_aliases,
+)
+from shardwise.compat.table import ANY_NAME, HOMES, parse_table
 
 TABLE = parse_table(
     "foreignlib",
@@ -144,3 +166,146 @@ def test_the_library_itself_was_first(home: Any) -> None:
     sys.modules["foreignlib"] = ModuleType("foreignlib")
     with pytest.raises(ImportError, match=r"foreignlib is imported already.*first line"):
         impersonate(TABLE.foreign)
+
+
+FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
+KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
+OLDER = {
+    "ColossalAIPrecisionPlugin",
+    "ColossalAIStrategy",
+    "DDPFullyShardedPlugin",
+    "DDPFullyShardedStrategy",
+    "DeepSpeedPlugin",
+}
+"""Names of Lightning 1.x, which later releases do not have."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_file_is_in_order(file: Path) -> None:
+    table = tomllib.loads(file.read_text("utf-8"))
+    assert Version(table["version"]) and table.keys() <= KEYS
+    for section in KEYS & table.keys() - {"version", "partial", "also"}:
+        assert list(table[section]) == sorted(table[section]), section
+        seen = set[tuple[str, str]]()
+        for said, rows in table[section].items():
+            rows.pop("unless", None)
+            assert said.strip() and rows and list(rows) == sorted(rows), said
+            for place, names in rows.items():
+                assert names and names == sorted(names), (said, place)
+                told = {(place, name) for name in names}
+                assert not seen & told, (said, place)
+                seen |= told
+        table[section] = seen
+    assert not table["here"] & table.get("absent", set())  # one of them would win in silence
+    assert table.get("differs", set()) <= table["here"]
+
+
+@pytest.mark.parametrize("foreign", HOMES)
+def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> None:
+    table = alias_table(foreign)
+    for path, name, entry in table.entries():
+        if isinstance(entry, Alias):
+            ours = getattr(import_module(entry.module), entry.name)
+            if table.partial and name not in OLDER:  # which stays beside us
+                assert hasattr(import_module(table.full_name(path)), name), (path, name)
+        if table.home == "shardwise.huggingface":  # whose modules nobody imports under ours
+            continue
+        module: Any = import_module(f"{table.home}.{path}".rstrip("."))
+        found = getattr(module, "anything" if name == ANY_NAME else name)
+        if isinstance(entry, Alias):
+            assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
+            continue
+        assert isinstance(entry, Unsupported) and not isinstance(object(), found)
+        with pytest.raises(UnsupportedName) as caught:
+            found(1, key=2)
+        assert str(caught.value).startswith(f"{foreign}.") and entry.instead in str(caught.value)
+
+
+@pytest.mark.parametrize("foreign", HOMES)
+def test_arguments_and_values_are_of_names_that_work(foreign: str) -> None:
+    table = alias_table(foreign)
+    for place in {*table.ignored, *table.refused}:
+        path, name = place.split(":")
+        assert isinstance(table.find(path, name.split(".")[0]), Alias), place
+    for place in table.values:
+        path, name = place.partition("(")[0].split(":")
+        assert hasattr(import_module(table.full_name(path)), name), place
+
+
+PAGES = {
+    "porting-colossalai.md": ["colossalai"],
+    "porting-deepspeed.md": ["deepspeed"],
+    "porting-lightning.md": [
+        "lightning.pytorch",
+        "pytorch_lightning",
+        "lightning.fabric",
+        "lightning_fabric",
+        "lightning_colossalai",
+    ],
+    "porting-huggingface.md": ["transformers", "accelerate"],
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_show_the_tables(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["port", "--table", *PAGES[page]]) == 0
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    assert capsys.readouterr().out == text, (
+        f"write it anew: shardwise port --table {' '.join(PAGES[page])} > docs/{page}"
+    )
+
+
+TESTS = Path(__file__).parents[1]
+OF_TABLES = (
+    *("test_colossalai_names.py", "test_positions.py", "test_port.py"),
+    Path(__file__).name,
+)
+"""These import, list and inspect names, which is no use of them."""
+WORD = re.compile(r"\w+")
+
+
+def read(text: str) -> Iterator[str]:
+    """What a program reads, calls or asks for by name: never what it only imports or makes.
+
+    A text that is one word counts, too: many tests have what they try in a table of names.
+    """
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    own = {alias.asname or alias.name: alias.name for node in imports for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield own.get(node.id, node.id)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            yield node.value
+
+
+@cache
+def texts() -> tuple[str, ...]:
+    paths = [path for path in sorted(TESTS.rglob("*.py")) if path.name not in OF_TABLES]
+    return tuple(path.read_text("utf-8") for path in paths if "upstream" not in path.relative_to(TESTS).parts)
+
+
+def unused(table: AliasTable) -> set[str]:
+    """Names of the table, under none of which a test uses what they stand for."""
+    called: dict[tuple[str, str], set[str]] = {}
+    for _, name, entry in table.entries():
+        if isinstance(entry, Alias):
+            called.setdefault((entry.module, entry.name), {entry.name}).add(name)
+    left = list(called.values())
+    for text in texts():  # a file is parsed if a name that is left may be in it
+        if {each for names in left for each in names}.intersection(WORD.findall(text)):
+            used = set(read(text))
+            left = [names for names in left if not names & used]
+    return {min(names) for names in left}
+
+
+def test_an_import_is_no_use() -> None:
+    text = "from a import b as c, d\nimport e\nf = c(g.h, 'i', 'two words')\n__all__ = ['j']\n"
+    assert set(read(text)) == {"b", "g", "h", "i", "j"}
+
+
+@pytest.mark.parametrize("table", alias_tables(), ids=lambda table: table.foreign)
+def test_each_name_that_works_is_used(table: AliasTable) -> None:
+    assert unused(table) == set(), f"write tests that use these names of {table.foreign}"

@@ -1,4 +1,7 @@
-"""A program in which another library's name is ours: the processes that it starts, and its command line."""
+"""A program in which another library's name is ours: the processes that it starts, and its command line.
+
+What programs for ColossalAI and Lightning ask for that is not here: the error says what to do, and that works.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from program_setup import python, surroundings
+from torch import nn
 
+import shardwise.fabric
+import shardwise.lightning
+from shardwise.booster import Booster
+from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.cli import as_world
+from shardwise.deepspeed.logs import LOG
 
 CHILDREN = """
 import importlib, multiprocessing, subprocess, sys
@@ -91,3 +101,34 @@ def test_parsers_that_know_the_local_rank_are_given_it(
     found = [parser.parse_args(), parser.parse_args(list(own)), parser.parse_args([*own[:1], *own[1:], "--lr", "3"])]
     assert [each.local_rank for each in found if expected] == expected
     assert sys.argv[1:] == own and (expected or found[0].kind == "plain")
+
+
+def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device() -> None:
+    torch.manual_seed(0)
+    own = nn.Linear(3, 2)
+    before = own.weight.detach().clone()
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16"))
+    model, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    assert not hasattr(optimizer, "_param_store")
+    # Masters begin with the model's own values, not with rounded ones.
+    one = booster.plugin.session(model).one(own.weight)
+    assert own.weight.dtype is torch.bfloat16 and not torch.equal(own.weight.float(), before)
+    assert torch.equal(one.value(), before) and torch.equal(one.value(own=True), before.flatten())
+    assert torch.equal(model.state_dict()["weight"], before)
+    assert model.to("cpu") is model
+    with pytest.raises(RuntimeError, match=r"cannot become .*param_host_fraction=1.0.*offload='host'"):
+        model.to("meta")
+    booster.plugin.session(model).close()
+
+
+@pytest.mark.parametrize("package", [shardwise.lightning, shardwise.fabric])
+@pytest.mark.parametrize("name", ["deepspeed_engine", "_deepspeed_engine"])
+def test_the_engine_of_a_strategy(package: object, name: str) -> None:
+    level = LOG.level
+    try:
+        strategy = package.DeepSpeedStrategy(stage=2)  # type: ignore[attr-defined]
+    finally:
+        LOG.setLevel(level)  # Fabric's sets it
+    assert not hasattr(strategy, name)
+    with pytest.raises(AttributeError, match=r"strategy\.session.*get_grad_norm.*checkpoints\.save"):
+        getattr(strategy, name)

@@ -1,13 +1,24 @@
-"""The disk store: what goes in comes out, two versions a record, buffers, lifetime."""
+"""The disk store: what goes in comes out, two versions a record, buffers, lifetime.
+
+The checksum is its definition, and every kind of change is found.
+Shards on a disk share a pool of few buffers: gathers in flight, reads ahead.
+A run's directory goes with its process, however that ends, and never with another's.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
@@ -15,8 +26,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program_setup import forked_python, python
 
+from shardwise.core.comm.local import LocalGroup
 from shardwise.core.memory.disk import file as disk_file
+from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.shards.source import DiskSource, ReadAhead
+from tests.support.launching import SECONDS, forked, start
 from tests.support.sets import campaign
 
 
@@ -268,3 +284,166 @@ def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             put(store, record, 1)
             assert holds(store, record, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+ROW = 8 * _ROW_WORDS
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def by_definition(data: bytes, row_words: int = _ROW_WORDS) -> int:
+    """The same in plain integers."""
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
+    while len(words) > row_words:
+        rows = [words[i : i + row_words] for i in range(0, len(words), row_words)]
+        sums = [sum(w * int(k) for w, k in zip(row, _WEIGHTS, strict=False)) % 2**64 for row in rows]
+        words = [s ^ (s >> 29) for s in sums]
+    result = sum(w * int(k) for w, k in zip(words, _WEIGHTS, strict=False)) % 2**64
+    rest = data[len(data) // 8 * 8 :]
+    tail = int.from_bytes(rest, "little") + 256 ** len(rest)
+    return (result * 0x9E3779B97F4A7C15 + tail * 0xD1B54A32D192ED03 + len(data)) % 2**64
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, ROW - 1, ROW, ROW + 1, 3 * ROW + 13, 2**20])
+def test_it_is_its_definition(nbytes: int) -> None:
+    data = random_bytes(nbytes)
+    assert checksum(data) == by_definition(data.tobytes())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4 * ROW), st.data())
+def test_every_single_change_is_found(nbytes: int, choose: st.DataObject) -> None:
+    data = random_bytes(nbytes)
+    before = checksum(data)
+    data[choose.draw(st.integers(0, nbytes - 1))] ^= choose.draw(st.integers(1, 255))
+    assert checksum(data) != before
+
+
+@pytest.mark.parametrize("size", [1, 8, 512, 4096, ROW, 5 * ROW])
+def test_swaps_and_shifts_are_found(size: int) -> None:
+    data = random_bytes(20 * ROW)
+    before = checksum(data)
+    for first, second in ((0, size), (0, 2 * size), (ROW, ROW + size), (size, 3 * size)):
+        other = data.copy()
+        other[first : first + size], other[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
+        assert checksum(other) != before
+    assert checksum(np.roll(data, size)) != before
+
+
+CPU = torch.device("cpu")
+
+
+def source(store: DiskStore, shared: ReadAhead, name: str, numel: int) -> DiskSource:
+    made = DiskSource(store, store.create(name, numel * 4), numel, torch.float32, None, shared)
+    with made.opened(write=True) as shard:
+        assert not shard.any()
+        shard.fill_(1.0)
+    store.commit()
+    return made
+
+
+def test_many_gathers_in_flight_share_two_buffers(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(40_000, 2)
+        store.reserve(2, 40_000)
+        sources = [source(store, shared, f"s{i}", numel) for i, numel in enumerate((10_000, 1, 5_000, 0, 10_000))]
+        group = LocalGroup("alone", CPU)
+        outs = [torch.full((s._numel,), float("nan")) for s in sources]
+        handles = [s.gather(group, out) for s, out in zip(sources, outs, strict=True)]
+        for handle in reversed(handles):
+            handle.wait()
+        assert all((out == 1.0).all() for out in outs)
+        assert store.idle_buffers(40_000) == 2
+
+
+def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> None:
+    with DiskStore(disk_plan(tmp_path)) as store:
+        shared = ReadAhead(400, 4)
+        store.reserve(4, 400)
+        first, second = source(store, shared, "first", 100), source(store, shared, "second", 100)
+        for each in (first, second, first):
+            each.prepare()
+        assert shared.count == 2 and store.idle_buffers(400) == 2
+        with first.opened(write=True) as shard:
+            shard.fill_(2.0)
+        store.commit()
+        out = torch.zeros(100)
+        first.gather(LocalGroup("alone", CPU), out).wait()
+        assert (out == 2.0).all()
+        second.gather(LocalGroup("alone", CPU), out).wait()
+        assert (out == 1.0).all()
+        assert shared.count == 0 and store.idle_buffers(400) == 4
+
+
+def hold(parent: Path, told: Connection) -> None:
+    """In a process of its own: says which directory it has, and keeps it until it is killed."""
+    directory = RunDirectory(str(parent))
+    Path(directory.path, "rank0.data").write_bytes(b"x" * 100)
+    told.send(directory.path)
+    threading.Event().wait()
+
+
+@contextmanager
+def other_process(parent: Path) -> Iterator[tuple[BaseProcess, Path]]:
+    """A process that holds a directory with a named data file."""
+    hear, tell = multiprocessing.Pipe(duplex=False)
+    process = start(forked(hold, parent, tell))
+    tell.close()
+    try:
+        assert hear.poll(SECONDS)
+        yield process, Path(hear.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_directory_and_its_end(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "a" / "b"))
+    path = Path(directory.path)
+    assert path.parent == tmp_path / "a" / "b" and re.fullmatch(r"shardwise-disk-[0-9a-f]{16}", path.name)
+    assert (path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert path.stat().st_mode & 0o777 == 0o700
+    directory.close()
+    directory.close()
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_killed_processes_are_cleaned_up_after(tmp_path: Path) -> None:
+    with other_process(tmp_path) as (process, path):
+        first = DiskStore(disk_plan(tmp_path))
+        assert first.removed == [] and (path / "rank0.data").exists()  # it lives
+        process.kill()
+        process.join()
+        assert (path / "rank0.data").exists()
+        with DiskStore(disk_plan(tmp_path)) as second:
+            assert second.removed == [path.name] and not path.exists()
+            first.reserve(1, 5000)
+            record = first.create("weights", 5000)
+            put(first, record, 1)
+            assert holds(first, record, 1)
+        first.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    name = "shardwise-disk-0123456789abcdef"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").write_text("")
+    (tmp_path / name).symlink_to(elsewhere)
+    kept = tmp_path / name.replace("0", "1", 1)
+    kept.mkdir()
+    for file in ("lock", "rank0.data", "thesis.tex"):
+        (kept / file).write_text("")
+    for other in ("shardwise-disk-0123", "shardwise-0123456789abcdef", name + ".bak"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "lock").write_text("")
+    (tmp_path / name.replace("0", "2", 1)).write_text("a file")
+    before = set(tmp_path.rglob("*"))
+    remove_abandoned(str(tmp_path))
+    assert before - set(tmp_path.rglob("*")) == {kept / "lock", kept / "rank0.data"}

@@ -1,4 +1,7 @@
-"""``ds_config -> Plan`` by equality, one row a key; what is ignored, refused, unknown or "auto"."""
+"""``ds_config -> Plan`` by equality, one row a key; what is ignored, refused, unknown or "auto".
+
+Configurations as Hjson files.
+"""
 
 # The tables are wider than a line.
 # ruff: noqa: E501
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.deepspeed.config import batch_of, read_config
+from shardwise.deepspeed.config import batch_of, load_config, read_config
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan, replicated, zero
@@ -416,3 +420,64 @@ def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
     assert three(stage3_param_persistence_threshold=100).shard.packing == ByTensor(persist_numel=100)
     tiers = three(offload_param={"device": "nvme", "nvme_path": "/fast", "max_in_cpu": 54}).tiers
     assert (tiers.param_host_fraction, tiers.param_disk_fraction) == (pytest.approx(0.1), pytest.approx(0.9))
+
+
+HAND = """
+{
+  // what people write by hand
+  train_batch_size: 8   # eight
+  'gradient_clipping': -0.5e1
+  /* over
+     lines */
+  zero_optimization: {"stage": 3, offload_param: {device: "cpu",},}, // a comma too many
+  optimizer:
+  {
+    type: AdamW   # no quotes: up to the end of the line
+    params: {lr: 1e-3, "betas": [0.9
+      0.99], fused: null}
+  }
+  x: [true false
+  'it\\'s "so"', [], {}]
+}
+"""
+AS_JSON = {
+    "train_batch_size": 8,
+    "gradient_clipping": -5.0,
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "optimizer": {
+        "type": "AdamW   # no quotes: up to the end of the line",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.99], "fused": None},
+    },
+    "x": ["true false", 'it\'s "so"', [], {}],
+}
+
+
+def test_texts_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text(HAND)
+    assert load_config(path) == load_config(str(path)) == AS_JSON
+    path.write_text(HAND.strip().removeprefix("{").removesuffix("}"))
+    assert load_config(path) == AS_JSON
+    faults = {
+        "a: 1\na: 2": "'a' occurs twice",
+        "{a: {b: [1, 2}}": "",
+        "{a 1}": "",
+        "[1,]  #:": "holds list; a JSON object",
+        '{"a": ' + 100_000 * "[": "nested too deeply",
+        "a: " + 10_000 * "[" + 10_000 * "]" + "#": "nested too deeply",
+    }
+    for text, message in faults.items():
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"ds.hjson.*{message}"):
+            load_config(path)
+    for text in ("ds_config.json", "x" * 5000):
+        with pytest.raises(FileNotFoundError, match=r"cannot be read .*; give a dict"):
+            load_config(text)
+
+
+def test_hjson_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text(HAND)
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ValueError, match=r"it is not JSON: .* Install the package hjson"):
+        load_config(path)

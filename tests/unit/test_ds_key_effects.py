@@ -1,21 +1,27 @@
-"""Keys of a DeepSpeed configuration that the engine acts on, not the plan: what a run is without each and with it."""
+"""Keys of a DeepSpeed configuration that the engine acts on, not the plan: what a run is without each and with it.
+
+What an engine answers of its configuration, and what it says of the rest.
+What a function of a program's own, that saves a sharded parameter, is told of it in its backward pass.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from shardwise.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from test_ds_config import USED, Tree, merged
 from test_ds_monitors import Calls
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.deepspeed.config import batch_of, read_config
+from shardwise.deepspeed.engine import ABSENT
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.schema import KEYS
 
@@ -31,8 +37,7 @@ Probe = Callable[[Tree, Path, Callable[[], str]], Any]
 def tree_at(path: str, value: Any) -> Tree:
     for name in reversed(path.split(".")):
         value = {name: value}
-    tree: Tree = value
-    return tree
+    return value
 
 
 class Inner(nn.Sequential):
@@ -290,3 +295,104 @@ def test_every_key_that_is_used_has_an_effect() -> None:
         changed.add(path)
     of_use = {path for path, key in KEYS.items() if key.role == "used"}
     assert of_use == (changed & of_use) | set(EFFECTS), "give a key that is used a row"
+
+
+GETTERS: dict[str, Any] = {
+    "bfloat16_enabled": False,
+    "fp16_enabled": False,
+    "fp16_master_weights_and_gradients": False,
+    "get_model_parallel_rank": 0,
+    "get_sequence_parallel_group": None,
+    "get_tensor_parallel_rank": 0,
+    "loss_scale": 0.0,
+    "mics_shard_size": -1,
+    "optimizer_params": {"lr": 0.1},
+    "scheduler_name": None,
+    "steps_per_print": None,
+    "torch_autocast_enabled": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_hpz_partition_size": 1,
+    "zero_max_live_parameters": 1_000_000_000,
+    "zero_offload_optimizer": None,
+    "zero_optimization_stage": 1,
+    "zero_reduce_bucket_size": 70,
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    config = {
+        "train_batch_size": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 70},
+    }
+    made = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
+    yield made
+    made.destroy()
+
+
+def test_getters_of_keys(engine: Any) -> None:
+    found = {name: getattr(engine, name)() for name in GETTERS}
+    assert found == GETTERS
+
+
+def test_what_is_not_here_says_what_to_do(engine: Any) -> None:
+    for name in ABSENT:
+        assert not hasattr(engine, name)
+        with pytest.raises(AttributeError, match=f"{name!r} of DeepSpeed's engine is not available: "):
+            getattr(engine, name)
+    for name in ("zero_nothing", "fp16_nothing"):
+        with pytest.raises(AttributeError, match="nor has the Linear in it"):
+            getattr(engine, name)
+
+
+SEEN: list[Any] = []
+
+
+class Product(torch.autograd.Function):
+    """Gathers its weight where that has to be, as programs for DeepSpeed do."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        SEEN.append(weight.ds_status)  # type: ignore[attr-defined]
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        SEEN.append(weight.ds_status)
+        with deepspeed.zero.GatheredParameters([weight], enabled=weight.ds_status != ZeroParamStatus.AVAILABLE):
+            return grads[0] @ weight, grads[0].t() @ inputs
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Product.apply(inputs, self.weight)
+
+
+def test_a_saved_parameter_is_gathered_and_says_so() -> None:
+    model, inputs = Layer(), torch.tensor([[1.0, -2.0, 3.0]])
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
+    engine = deepspeed.initialize(model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})[
+        0
+    ]
+    SEEN.clear()
+    engine.backward(engine(inputs).square().sum())
+    assert SEEN == [ZeroParamStatus.AVAILABLE] * 2
+    assert not hasattr(inputs, "ds_status")
+    # The compiler asks the class for each of its names, once in a process.
+    torch.overrides._get_overridable_functions.cache_clear()
+    assert torch.Tensor in torch.overrides.get_overridable_functions()
+    assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(inputs), inputs + 1)
+    engine.step()
+    plain = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    (inputs @ plain.t()).square().sum().backward()
+    torch.testing.assert_close(engine.state_dict()["weight"], plain.detach() - 0.5 * plain.grad)  # type: ignore[operator]
+    engine.destroy()

@@ -1,14 +1,21 @@
-"""Optimizers and schedules by name against torch's own and DeepSpeed's sequences, and one process without a launcher."""
+"""Optimizers and schedules by name against torch's own and DeepSpeed's sequences, and one process without a launcher.
+
+Small functions and classes of DeepSpeed's that programs call around training, in one process.
+What DeepSpeed's smaller names do.
+"""
 
 # The tables are wider than a line.
 # ruff: noqa: E501
 
 from __future__ import annotations
 
+import importlib
+import logging
 import math
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +24,13 @@ import torch
 from torch import nn
 
 import shardwise.deepspeed as deepspeed
+from shardwise.compat import UnsupportedName
 from shardwise.core.checkpoint import CheckpointDamage
-from shardwise.deepspeed.config import AssertedError
+from shardwise.deepspeed import entry as entry_module
+from shardwise.deepspeed.config import AssertedError, read_config
 from shardwise.deepspeed.optimizers import FusedLamb, make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
+from tests.support.on_ranks import assert_refused
 
 Tree = dict[str, Any]
 
@@ -328,3 +338,314 @@ def test_zero_init_says_what_the_configuration_decides(arguments: Tree, message:
     texts = [str(each.message) for each in caught]
     assert len(texts) == bool(message) and all(re.search(message, text) for text in texts), texts
     assert all(each.filename == __file__ for each in caught), "the warning points at the caller"
+
+
+def found(path: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"shardwise.deepspeed.{path}".rstrip(".")), name)
+
+
+def test_one_process_is_all_of_its_groups() -> None:
+    groups = importlib.import_module("shardwise.deepspeed.utils.groups")
+    assert groups.get_tensor_model_parallel_src_rank() == groups.get_sequence_parallel_rank() == 0
+    comm = importlib.import_module("shardwise.deepspeed.comm")
+    assert comm.get_world_group() is None and comm.get_global_rank(None, 0) == 0
+    constants = importlib.import_module("shardwise.deepspeed.constants")
+    assert constants.TORCH_DISTRIBUTED_DEFAULT_PORT == 29500
+    assert comm.default_pg_timeout is constants.default_pg_timeout and comm.default_pg_timeout.total_seconds() == 600
+
+
+def test_marks_of_parameters() -> None:
+    weight, leaf = nn.Parameter(torch.ones(2)), nn.Linear(2, 1)
+    is_divided = found("runtime.utils", "is_model_parallel_parameter")
+    assert not is_divided(weight)
+    weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    assert is_divided(weight)
+    utils = importlib.import_module("shardwise.deepspeed.utils")
+    model = nn.Sequential(leaf, nn.ReLU())
+    assert utils.set_z3_leaf_modules(model, ["Linear"]) == [leaf] == utils.set_z3_leaf_modules(model, [nn.Linear])
+    assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
+    with pytest.raises(ValueError, match="no module of the model is one of"):
+        utils.set_z3_leaf_modules(model, [nn.Conv1d])
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [leaf] and utils.get_z3_leaf_modules(model) == []
+    for setter, name in ((utils.set_z3_leaf_modules_by_name, "0"), (utils.set_z3_leaf_modules_by_suffix, "0")):
+        assert setter(model, [name, "x"]) == ([leaf], ["x"]) and utils.get_z3_leaf_modules(model) == [leaf]
+        assert setter(model, [name], flag=False) == ([leaf], []) and not utils.z3_leaf_module(leaf)
+        with pytest.raises(ValueError, match="no module of the model is one of"):
+            setter(model, ["x"])
+    utils.set_z3_leaf_module(leaf, True)
+    assert utils.get_z3_leaf_modules(model) == [leaf]
+
+
+def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for kind, pattern in (
+        ("get_optim_files", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
+        ("get_model_state_files", "mp_rank_{:02d}_model_states.pt"),
+    ):
+        files = found("utils.zero_to_fp32", kind)
+        with pytest.raises(FileNotFoundError, match=r"has no \*_"):
+            files(str(tmp_path))
+        expected = [tmp_path / pattern.format(number) for number in (0, 2, 10, 100)]
+        for path in reversed(expected):
+            path.touch()
+        assert files(str(tmp_path)) == [str(path) for path in expected]
+    (tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    first = found("utils.zero_to_fp32", "get_model_state_file")
+    for stage, name in ((2, "mp_rank_00"), (3, "zero_pp_rank_0_mp_rank_00")):
+        assert first(str(tmp_path), stage) == str(tmp_path / f"{name}_model_states.pt")
+
+
+class Sharing(nn.Module):
+    """Its forward pass reads a parameter of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner, self.reader = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reader(x) @ self.owner.weight
+
+
+def test_a_parameter_that_another_module_reads() -> None:
+    zero = importlib.import_module("shardwise.deepspeed.zero")
+    model, x = Sharing(), torch.ones(2, 3)
+    plain = model(x).detach()
+    weights = [param.detach().clone() for param in model.parameters()]
+    zero.register_external_parameter(model.reader, model.owner.weight)
+    zero_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": zero_3}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert torch.equal(engine(x), plain)
+    kind = zero.ZeroParamType
+    assert {param.ds_param_type for param in engine.parameters()} == {kind.PARTITIONED} != {kind.NORMAL, kind.REMOTE}
+    zero.unregister_external_parameter(model.reader, model.owner.weight)
+    assert torch.equal(engine(x), plain)
+    with zero.unwrap_model_for_generation(engine) as whole:
+        assert whole is model
+        assert all(torch.equal(*pair) for pair in zip(whole.parameters(), weights, strict=True))
+        assert torch.equal(whole(x), plain)
+    with zero.unwrap_model_for_generation(model.reader) as same:
+        assert same is model.reader
+    engine.destroy()
+
+
+def test_tensors_are_made_with_a_dtype() -> None:
+    zero = importlib.import_module("shardwise.deepspeed.zero")
+    ones = zero.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)
+    assert torch.equal(ones(2), torch.ones(2).half()) and ones(2, dtype=torch.float64).dtype == torch.float16
+    assert ones(2).dtype == torch.float16 and ones(2, dtype=torch.int64).dtype == torch.int64
+
+
+def test_gradients_are_clipped_as_torchs() -> None:
+    assert found("runtime.utils", "clip_grad_norm_") is torch.nn.utils.clip_grad_norm_
+
+
+comm: Any = importlib.import_module("shardwise.deepspeed.comm")
+utils: Any = importlib.import_module("shardwise.deepspeed.utils")
+
+
+def test_the_files_that_win_have_the_rest_from_the_table() -> None:
+    from shardwise.deepspeed import checkpointing, zero
+
+    for module, name in ((zero, "free_param"), (checkpointing, "get_cuda_rng_tracker")):
+        with pytest.raises(UnsupportedName, match=name):
+            getattr(module, name)()
+    with pytest.raises(AttributeError, match="Inti"):
+        getattr(zero, "Inti")  # noqa: B009
+
+
+def test_the_release() -> None:
+    from shardwise.deepspeed import version
+
+    assert deepspeed.__version__ == version.version == "0.19.8"
+    assert (version.__version_major__, version.__version_minor__) == (0, 19)
+    parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)  # type: ignore[attr-defined]
+    assert ".".join(map(str, parts)) == deepspeed.__version__
+    assert version.DEEPSPEED_ENVIRONMENT_NAME.startswith(".")
+    assert not found("runtime.compiler", "is_compiling")()
+
+
+def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comm.is_available() and not comm.is_initialized()
+    assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
+    comm.init_distributed("gloo", dist_init_required=False)
+    comm.init_distributed(timeout=timedelta(seconds=1))  # nobody launched it
+    comm.init_distributed(timeout=timedelta(seconds=1), rank=0, world_size=1)  # what there is without a launcher
+    # What is not the launcher's is torch's, which says what it lacks.
+    for given, said in (
+        ({"init_method": "tcp://127.0.0.1:1"}, "rank parameter missing"),
+        ({"rank": 1, "world_size": 2}, "MASTER_ADDR expected"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            comm.init_distributed("gloo", timeout=timedelta(seconds=1), **given)
+    assert not comm.is_initialized()
+    groups = importlib.import_module("shardwise.deepspeed.utils.groups")
+    assert (groups._get_data_parallel_world_size(), groups.get_model_parallel_world_size()) == (1, 1)
+    assert groups._get_sequence_parallel_world_size() == 1 and groups.get_model_parallel_group() is None
+
+
+def test_the_accelerator_is_asked() -> None:
+    device = deepspeed.get_accelerator()
+    kind = "cuda" if torch.cuda.is_available() and device.device_name() == "cuda" else "cpu"
+    assert device is found("accelerator", "get_accelerator")() and device.device_name() == kind
+    assert device.communication_backend_name() == ("gloo" if kind == "cpu" else "nccl")
+    assert device.device_count() >= 1 and device.is_available()
+    assert device.is_bf16_supported() and device.is_fp16_supported()
+    assert 0 <= device.memory_allocated() <= device.max_memory_allocated()
+    first = torch.rand(3, device=device.current_device_name())
+    device.manual_seed(5)
+    assert torch.initial_seed() == 5
+    device.synchronize()
+    device.empty_cache()
+    assert device.on_accelerator(first) and device.current_device() == ("cpu" if kind == "cpu" else 0)
+    with pytest.raises(AttributeError, match="call torch's function for"):
+        _ = device.is_triton_supported
+
+
+def test_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    see = found("runtime.utils", "see_memory_usage")
+    see("before")
+    assert capsys.readouterr().out == ""
+    see("before", force=True)
+    assert "before: " in capsys.readouterr().out
+
+
+def test_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    before = utils.logger.level
+    try:
+        utils.logger.setLevel(logging.INFO)
+        utils.log_dist("hello", ranks=[0])
+        utils.log_dist("elsewhere", ranks=[1])
+        for _ in range(2):
+            utils.logger.warning_once("warned in a test")
+        utils.logger.setLevel(logging.WARNING)
+        utils.log_dist("quiet")
+        out = capsys.readouterr().out
+        assert out.count("[Rank 0] hello") == out.count("warned in a test") == 1
+        assert "quiet" not in out and "elsewhere" not in out
+    finally:
+        utils.logger.setLevel(before)
+
+
+def test_loaders_and_values() -> None:
+    loader = utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1] and len(loader) == 2 and iter(loader) is loader
+    value = torch.ones(4)
+    item = {"a": [value[:2], (value, 3)], "b": None}
+    cloned = found("checkpoint.utils", "clone_tensors_for_torch_save")(item)
+    assert cloned["a"][0].untyped_storage().nbytes() == 8 and cloned["a"][1][1] == 3 and cloned["b"] is None
+    moved = found("runtime.utils", "move_to_device")(item, "meta", lambda tensor: tensor.numel() == 2)
+    assert moved["a"][0].is_meta and not moved["a"][1][0].is_meta
+
+
+def test_no_parameter_is_marked_outside_of_zero() -> None:
+    assert not found("runtime.zero.utils", "is_zero_param")(nn.Parameter(torch.ones(1)))
+
+
+def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    settings = read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
+    assert entry_module._plan(settings, 2, model).comm.same_order is None
+    utils.set_z3_leaf_modules(model, [nn.Linear])
+    assert entry_module._plan(settings, 2, model).comm.same_order is False
+
+
+def steps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor:
+    for number in range(3):
+        param.grad = torch.linspace(-1.0, 1.0, 6) * (number + 1)
+        optimizer.step()
+    return param.detach()
+
+
+def test_optimizers_are_what_their_names_say() -> None:
+    adam, lion = importlib.import_module("shardwise.deepspeed.ops.adam"), found("ops.lion", "DeepSpeedCPULion")
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
+    torch_ones = {True: torch.optim.AdamW, False: torch.optim.Adam}
+
+    def one() -> nn.Parameter:
+        return nn.Parameter(torch.linspace(1.0, 2.0, 6))
+
+    for decoupled, reference in torch_ones.items():
+        want = steps(reference([param := one()], **options), param)
+        cpu = adam.DeepSpeedCPUAdam([param := one()], adamw_mode=decoupled, **options)
+        torch.testing.assert_close(steps(cpu, param), want)
+        fused = adam.FusedAdam([param := one()], adam_w_mode=decoupled, **options)
+        torch.testing.assert_close(steps(fused, param), want)
+    want = steps(torch.optim.Adagrad([param := one()], **options), param)
+    adagrad = found("ops.adagrad", "DeepSpeedCPUAdagrad")
+    torch.testing.assert_close(steps(adagrad([param := one()], **options), param), want)
+    for cls in (lion, found("ops.lion", "FusedLion")):
+        mine = steps(cls([param := one()], betas=(0.9, 0.99), **options), param)
+        torch.testing.assert_close(mine, by_hand(one().detach()))
+    for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam, adagrad):
+        with pytest.raises(NotImplementedError, match="amsgrad=True"):
+            cls([one()], amsgrad=True)
+    with pytest.raises(ValueError, match="betas"):
+        lion([one()], betas=(0.9, 1.0))
+
+
+@pytest.mark.parametrize(("inside", "corrected", "bounds"), [(False, True, (0.01, 10.0)), (True, False, (0.7, 0.9))])
+def test_lamb_is_its_formula(inside: bool, corrected: bool, bounds: tuple[float, float]) -> None:
+    lamb = importlib.import_module("shardwise.deepspeed.ops.lamb").FusedLamb
+    assert lamb is found("ops.lamb.fused_lamb", "FusedLamb")
+    weight, average, squares, ratio = torch.linspace(1.0, 2.0, 6), torch.zeros(6), torch.zeros(6), torch.tensor(0.0)
+    for number in range(1, 4):
+        grad = torch.linspace(-1.0, 1.0, 6) * number
+        average, squares = 0.9 * average + 0.1 * grad, 0.999 * squares + 0.001 * grad**2
+        update = average / ((squares + 1e-8).sqrt() if inside else squares.sqrt() + 1e-8) + 0.01 * weight
+        ratio = (weight.norm() / update.norm()).clamp(*bounds)
+        rate = 0.1 * (1 - 0.999**number) ** 0.5 / (1 - 0.9**number) if corrected else 0.1
+        weight = weight - rate * ratio * update
+    options = {"min_coeff": bounds[0], "max_coeff": bounds[1], "bias_correction": corrected, "eps_inside_sqrt": inside}
+    optimizer = lamb([param := nn.Parameter(torch.linspace(1.0, 2.0, 6))], lr=0.1, weight_decay=0.01, **options)
+    torch.testing.assert_close(steps(optimizer, param), weight)
+    assert optimizer.get_lamb_coeffs() == pytest.approx([float(ratio)])
+    zero = nn.Parameter(torch.zeros(2))
+    zero.grad = torch.ones(2)
+    unbounded = lamb([zero], lr=0.1, bias_correction=False, min_coeff=2.0)
+    unbounded.step()
+    assert unbounded.get_lamb_coeffs() == [1.0]  # where a norm is 0, whatever the bounds
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0: give gradient_clipping"):
+        lamb([zero], max_grad_norm=1.0)
+    with pytest.raises(RuntimeError, match="amsgrad=True"):
+        lamb([zero], amsgrad=True)
+
+
+def by_hand(value: torch.Tensor) -> torch.Tensor:
+    """Three steps of Lion."""
+    average = torch.zeros(6)
+    for number in range(3):
+        grad = torch.linspace(-1.0, 1.0, 6) * (number + 1)
+        value = value * (1 - 0.1 * 0.01) - 0.1 * torch.sign(0.9 * average + 0.1 * grad)
+        average = 0.99 * average + 0.01 * grad
+    return value
+
+
+def test_lion_by_its_name_in_a_configuration() -> None:
+    model = nn.Linear(3, 2)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Lion", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
+    engine = deepspeed.initialize(model=model, config={**config, "gradient_clipping": 0.0})[0]
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    torch.testing.assert_close(engine.state_dict()["weight"], before - 0.1)
+    engine.destroy()
+
+
+def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
+    config: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
+    model = nn.Linear(2, 2)
+    assert deepspeed.tp_model_init(model, 4, torch.float32, config=config) is model
+    with pytest.raises(ValueError, match=r"tp_size of tp_model_init and tensor_parallel\.autotp_size .* are \[2, 4\]"):
+        deepspeed.initialize(model=model, config=config)
+    # Its size counts where the configuration has none: there is one rank here.
+    wrapped = nn.Sequential(nn.Sequential(model), nn.ReLU())
+    without: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"tp_overlap_comm": False}}
+    for each, given in ((model, {"train_batch_size": 1}), (model, without), (wrapped, {"train_batch_size": 1})):
+        with pytest.raises(ValueError, match="autotp_size=4 x sequence_parallel_size=1 does not divide"):
+            deepspeed.initialize(model=each, config=given)
+    deepspeed.tp_model_init(model, 1, torch.float16)  # the last one counts
+    deepspeed.initialize(model=wrapped, config={"train_batch_size": 1, "gradient_clipping": 0.0})[0].destroy()
+    assert_refused(
+        (lambda: deepspeed.tp_model_init(model, 0, torch.float32), "tp_size=0: give a number of ranks"),
+        (lambda: deepspeed.tp_model_init(model, 2, torch.float32, tp_group="mine"), "tp_group='mine' "),
+    )

@@ -1,17 +1,24 @@
-"""The engine's memory meter: what a step holds besides model data, and what room that leaves."""
+"""The engine's memory meter: what a step holds besides model data, and what room that leaves.
+
+What the engine's meter asks of CUDA's allocator, against a fake of it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
+from cuda_setup import FakeCuda
 from torch import Tensor, nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import MemStats
+from shardwise.core.memory.trace.tracker import AllocatorTracker
+from shardwise.core.shards import meter as meters
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.session import Session, build
@@ -117,3 +124,106 @@ def too_small() -> str:
 def test_activations_that_do_not_fit() -> None:
     message = run_ranks(1, too_small)[0]
     assert "activations and the rest" in message and "activation checkpointing" in message
+
+
+CUDA = torch.device("cuda")
+
+
+# ---- how often the allocator is asked
+
+LAYERS, CUDA_WIDTH, STEPS = 12, 8, 4
+CAPACITY = 1 << 20
+
+
+class Block(nn.Module):
+    """A unit that backward reads many times: every linear map's weight, and the norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(CUDA_WIDTH)
+        self.maps = nn.ModuleList(nn.Linear(CUDA_WIDTH, CUDA_WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for each in self.maps:
+            x = torch.tanh(each(x))
+        return x
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The allocator of a GPU that holds what the accounts say and what the test adds, under an engine on the CPU."""
+    found = FakeCuda(monkeypatch)
+
+    def make(device: torch.device, model_bytes: Callable[[], int]) -> AllocatorTracker:
+        found.model = model_bytes
+        return AllocatorTracker(device, model_bytes)
+
+    monkeypatch.setattr(meters, "make_tracker", make)
+    return found
+
+
+@pytest.fixture
+def session(cuda: FakeCuda) -> Iterator[Session]:
+    """ZeRO-3 with one rank and all parameters on the host, so that every unit is gathered, one ahead."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    plan = zero(3)
+    tiers = replace(plan.tiers, param_host_fraction=1.0, device_capacity_bytes=CAPACITY)
+    made = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan.but(tiers=tiers), device=torch.device("cpu"))
+    yield made
+    made.close()
+    made.mesh.close()
+
+
+def cuda_step(session: Session, between: Callable[[], None] = lambda: None) -> None:
+    loss = session.module(torch.ones(2, CUDA_WIDTH)).square().mean()
+    between()
+    session.backward(loss)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda, session: Session) -> None:
+    for _ in range(STEPS):
+        cuda_step(session)
+    session.engine.pool.drop_idle()
+    block = session.module.unwrap()[LAYERS // 2]
+    grown = block.register_forward_hook(lambda *_: cuda.allocate(CAPACITY))
+    with pytest.raises(DeviceMemoryError, match="activations and the rest: 1 MiB"):
+        cuda_step(session)
+    grown.remove()
+    cuda.allocate(-CAPACITY)
+    session.module.zero_grad()
+    cuda_step(session)
+
+
+def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, session: Session) -> None:
+    """It came and went while the host was elsewhere; the allocator's own peak tells."""
+    for _ in range(STEPS):
+        cuda_step(session)
+    resets = cuda.resets
+
+    def burst(*_: object) -> None:
+        cuda.allocate(CAPACITY)
+        cuda.allocate(-CAPACITY)
+
+    block = session.module.unwrap()[LAYERS // 2]
+    hook = block.register_forward_hook(burst)
+    with pytest.raises(DeviceMemoryError, match="in the forward pass activations and the rest took up to"):
+        cuda_step(session)
+    hook.remove()
+    assert cuda.resets == resets
+    session.module.zero_grad()
+    cuda_step(session)  # what was before this pass is not held against it
+    assert cuda.resets > resets
+    cuda_step(session, between=burst)  # between the passes it is the program's own
+
+
+def test_memory_that_waits_for_a_stream_counts(cuda: FakeCuda, session: Session) -> None:
+    for _ in range(STEPS):
+        cuda_step(session)
+    cuda.allocate(CAPACITY)
+    cuda.drop_recorded(CAPACITY)
+    with pytest.raises(DeviceMemoryError):
+        cuda_step(session)

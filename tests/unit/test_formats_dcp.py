@@ -1,4 +1,7 @@
-"""torch DCP directories on one process: hostile and broken indices, boxes in several dimensions, odd tensors."""
+"""torch DCP directories on one process: hostile and broken indices, boxes in several dimensions, odd tensors.
+
+Single files: safetensors, torch files in both of their formats, Lightning and training checkpoints, refusals.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from formats_setup import differing, odd_source, optimizer_facts, same_bits, tensor
+from formats_setup import differing, odd_model, odd_source, optimizer_facts, same_bits, tensor
+from safetensors.torch import load_file
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_dcp, write_dcp
+from shardwise.core.checkpoint.formats import (
+    RefusedPickle,
+    open_checkpoint,
+    open_dcp,
+    open_single,
+    write_dcp,
+    write_single,
+)
 from shardwise.core.checkpoint.formats.dcp import Chunk, DcpItem, _Chunks, read_dcp_index
-from shardwise.core.checkpoint.source import CheckpointDamage
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 
 class Hostile:
@@ -138,3 +150,133 @@ def test_torch_loads_what_is_written(tmp_path: Path) -> None:
     }  # fmt: skip
     dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
     assert all(same_bits(value, tensor(source, f"model/{name}")) for name, value in wanted["model"].items())
+
+
+class Net(nn.Module):
+    """Buffers between parameters of the same shape as them, so that shapes alone do not tell which is which."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 2)
+
+
+def _trained(model: nn.Module, named: bool = False, groups: bool = False) -> torch.optim.Optimizer:
+    parameters: Any = model.named_parameters() if named else model.parameters()
+    if groups:
+        everything = list(model.parameters())
+        parameters = [
+            {"params": [p for p in everything if p.ndim > 1]},
+            {"params": [p for p in everything if p.ndim == 1], "lr": 0.5},
+        ]
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer
+
+
+def test_written_files_are_plain_safetensors(tmp_path: Path) -> None:
+    source = odd_source()
+    write_single(source, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert all(same_bits(loaded[name], value) for name, value in odd_model_of(source).items())
+    assert len(loaded) == len(odd_model_of(source))
+    again = open_checkpoint(tmp_path / "model.safetensors")
+    assert differing(source, again, "model/") == [] and again.state()["aliases"] == {"head.weight": "embed.weight"}
+
+
+def odd_model_of(source: Any) -> dict[str, torch.Tensor]:
+    names = [name for name in source.tensors() if name.startswith("model/")]
+    return {name.removeprefix("model/"): tensor(source, name) for name in names}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+def test_torch_files(suffix: str, legacy: bool, tmp_path: Path) -> None:
+    model = odd_model()
+    model["tied"] = model["embed.weight"]
+    model["view"] = model["embed.weight"][1:]
+    torch.save(model, tmp_path / f"m{suffix}", _use_new_zipfile_serialization=not legacy)
+    source = open_checkpoint(tmp_path / f"m{suffix}")
+    assert source.state() == {"aliases": {"tied": "embed.weight"}}
+    assert set(source.tensors()) == {f"model/{name}" for name in model if name != "tied"}
+    for name in source.tensors():
+        value = model[name.removeprefix("model/")]
+        assert same_bits(tensor(source, name), value), name
+        count = value.numel()
+        assert same_bits(source.read(name, count // 2, count - count // 2), value.reshape(-1)[count // 2 :])
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict", "module"])
+def test_training_checkpoints(key: str, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = _trained(model, named=True)
+    saved_state = optimizer.state_dict()
+    other = {"optimizer_states": [saved_state]} if key == "state_dict" else {"optimizer": saved_state}
+    torch.save({key: model.state_dict(), **other, "epoch": 3, "lr_schedulers": []}, tmp_path / "last.ckpt")
+    source = open_checkpoint(tmp_path / "last.ckpt")
+    expected = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        expected |= {f"optimizer/0/{name}/{k}": v for k, v in optimizer.state[parameter].items() if v.ndim}
+    assert set(source.tensors()) == set(expected)
+    assert all(same_bits(tensor(source, name), value) for name, value in expected.items())
+    (saved,) = source.state()["optimizers"]
+    assert saved["groups"][0]["params"] == [name for name, _ in model.named_parameters()]
+    assert saved["small"]["last.bias"] == {"step": {"dtype": "float32", "value": 1.0}}
+    assert any("'epoch'" in note for note in source.notes)  # type: ignore[attr-defined]
+
+
+def test_numbers_get_names_only_where_one_assignment_fits(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = _trained(plain)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    source = open_single(tmp_path / "a.pt")
+    for name, parameter in plain.named_parameters():
+        assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+    model = Net()
+    optimizer = _trained(model)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "b.pt")
+    source = open_single(tmp_path / "b.pt")
+    assert "optimizer/0/#0/exp_avg" in source.tensors() and "parameter_names=" in source.notes[0]
+    names = [name for name, _ in model.named_parameters()]
+    source = open_single(tmp_path / "b.pt", names)
+    assert not source.notes
+    for name, parameter in model.named_parameters():
+        assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
+    with pytest.raises(CheckpointError, match="6 parameters; 5 names"):
+        open_single(tmp_path / "b.pt", names[:5])
+
+
+class Thing:
+    """Something that only a full unpickle could build."""
+
+
+def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
+    for legacy in (False, True):
+        torch.save({"w": torch.ones(1), "x": Thing()}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(RefusedPickle, match=r"Thing.*run any code|refused.*run any code"):
+            open_checkpoint(tmp_path / "a.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "b.pt")
+    with pytest.raises(RefusedPickle, match=r"torch.nn.modules.linear.Linear"):
+        open_checkpoint(tmp_path / "b.pt")
+
+
+def test_damage_and_unknown_content(tmp_path: Path) -> None:
+    torch.save(odd_model(), tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    for cut in (0, 10, len(content) // 2, len(content) - 1):
+        (tmp_path / "b.pt").write_bytes(content[:cut])
+        with pytest.raises((CheckpointDamage, RefusedPickle)):
+            open_single(tmp_path / "b.pt")
+    for value in ([torch.ones(1)], {"a": 1}, {3: torch.ones(1)}):
+        torch.save(value, tmp_path / "c.pt")
+        with pytest.raises(CheckpointError, match=r"c\.pt"):
+            open_single(tmp_path / "c.pt")
+    torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "d.pt")
+    with pytest.raises(CheckpointError, match="sparse"):
+        open_single(tmp_path / "d.pt")
+    with pytest.raises(CheckpointError, match=r"'\.npz'"):
+        open_single(tmp_path / "model.npz")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        write_single(odd_source(), tmp_path / "model.npz")

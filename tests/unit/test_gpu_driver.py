@@ -1,4 +1,7 @@
-"""The command for a machine with a GPU: it goes on after a kill, past a failure, and says what it left out."""
+"""The command for a machine with a GPU: it goes on after a kill, past a failure, and says what it left out.
+
+``python tests/gpu``: which tests its options select, how parts divide them, and what it records.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from program_setup import surroundings, until
 from benchmarks.gpu.driver import OUT, Part, report, run
 from benchmarks.gpu.parts import FIRST_TESTS, LATER_TESTS, parts
 from benchmarks.gpu.results import Facts, Results
+from tests.support.launching import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -46,8 +50,7 @@ def started(
 
 
 def stored(path: Path) -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = json.loads(path.read_text())["parts"]
-    return found
+    return json.loads(path.read_text())["parts"]
 
 
 def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
@@ -164,3 +167,33 @@ def test_parts_of_a_machine(facts: Facts) -> None:
         assert ("--offload" in by_name["training 7B fsdp2"].command) == (facts.device_bytes < 100 * GIB)
         assert "--offload" not in by_name["training 1.3B sw_zero3"].command
         assert by_name["training 7B ds3"].needs == ("deepspeed",)
+
+
+def _names(log: Path, *way: str) -> set[str]:
+    status, shown = finished("tests.gpu", "--collect", "--device", "cpu", *way, log=log)
+    assert status == 0, shown
+    return {line.removeprefix("tests/gpu/") for line in shown.splitlines() if "::" in line}
+
+
+@pytest.mark.full
+def test_parts_run_every_test_once(tmp_path: Path) -> None:
+    """Parts that take some of a file take all of it together, and have the time for it."""
+    expected, taken = _names(tmp_path / "all"), list[str]()
+    for part, tests in (FIRST_TESTS | LATER_TESTS).items():
+        of_file = [name for name in expected if name.startswith(f"test_{part.split()[0]}.py::")]
+        functions = {name: name.partition("::")[2].partition("[")[0] for name in of_file}
+        chosen = [n for n, f in functions.items() if f not in tests.but and (not tests.only or f in tests.only)]
+        assert len(chosen) < 40 or tests.expects_s >= 0.7 * len(chosen), part
+        taken += chosen
+    assert len(expected) > 400 and sorted(taken) == sorted(expected)
+
+
+SLOW = ("test_auto_gives_the_bits_of_fixed_homes_on_the_host", "test_the_margin_holds_optimizer_state")
+
+
+@pytest.mark.full
+def test_some_run_on_a_cpu(tmp_path: Path) -> None:
+    way = ("--device", "cpu", "--every", "16", "--but", *SLOW, "test_torchrun_with_one_process")
+    status, shown = finished("tests.gpu", *way, log=tmp_path / "some")
+    counts = dict(reversed(part.split()) for part in shown.splitlines()[-1].split(", "))
+    assert status == 0 and int(counts["passed"]) > 15 and "failed" not in counts, shown

@@ -1,8 +1,15 @@
-"""How layers and batches are divided, and what is refused."""
+"""How layers and batches are divided, and what is refused.
+
+How many messages of two stages can be told apart.
+Schedules drawn: what the pictures say is what the schedules are.
+Schedules are complete, end, hold what they promise, and equal torch's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,9 +17,22 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.core.parallel.pipeline import Body, layers_of_stages, merged, split_batch, stage_model
+from shardwise.cli.main import main
+from shardwise.core.parallel.pipeline import (
+    Body,
+    draw_schedule,
+    layers_of_stages,
+    make_schedule,
+    merged,
+    schedule_text,
+    split_batch,
+    stage_model,
+)
 from shardwise.core.parallel.pipeline.batch import check_mergeable, detached
+from shardwise.core.parallel.pipeline.run import STEPS, StageRun
+from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, simulate
 from shardwise.plan import PipelinePlan
+from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 
 
 def test_layers_are_even_with_more_in_the_middle() -> None:
@@ -188,3 +208,186 @@ def test_plans_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             PipelinePlan(**wrong)
+
+
+def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
+    """Gloo finds messages by them; their highest bit is the descriptions'."""
+    staging: Any = SimpleNamespace(stages=MOST_STAGES)
+    run, found = StageRun(staging, None), list[int]()
+    for step in (0, 1, STEPS - 1):
+        run._step = step
+        for stage in (1, 2, MOST_STAGES - 1):
+            found += [run._tag(Action(Kind.BACKWARD, stage, each)) for each in (0, 1, MOST_MICROBATCHES - 1)]
+        found += [run.tag_of_shared(position) for position in (0, 1, MOST_MICROBATCHES - 1)]
+    assert len(set(found)) == len(found) and min(found) >= 0 and max(found) < 1 << 30
+
+
+def test_more_than_messages_can_name_is_refused() -> None:
+    many: Any = SimpleNamespace(stages=MOST_STAGES + 1)
+    with pytest.raises(ValueError, match=r"a model of 257 stages .* at most 256"):
+        StageRun(many, None)
+    most: Any = SimpleNamespace(stages=MOST_STAGES)
+    run = StageRun(most, None)
+    with pytest.raises(ValueError, match="a step of 16385 micro-batches: a pipeline takes at most 16384"):
+        schedule: Any = None
+        run.step(schedule, [None] * (MOST_MICROBATCHES + 1), lambda outputs, inputs: outputs, None)  # type: ignore[list-item]
+    run.check_number(MOST_MICROBATCHES)
+    assert PipelinePlan(microbatches=MOST_MICROBATCHES).microbatches == 16384
+    with pytest.raises(ValueError, match=r"microbatches=16385.*16384"):
+        PipelinePlan(microbatches=MOST_MICROBATCHES + 1)
+    assert PipelinePlan(schedule="interleaved", chunks=MOST_STAGES).chunks == 256
+    with pytest.raises(ValueError, match=r"chunks=257.*256"):
+        PipelinePlan(schedule="interleaved", chunks=MOST_STAGES + 1)
+
+
+SMALL = """\
+zbv: 2 ranks with 2 stages each, 3 micro-batches
+bubble: 5.3% of all ranks' time (its formula: 5.3%)
+micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): 4 4
+and of which it holds what gradients of weights are made of: 1 3
+F forward, B backward, W gradients of weights; small letters: the rank's other stages; . waits
+rank 0 F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2 .
+rank 1 .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
+"""
+
+
+def test_a_picture_in_text() -> None:
+    assert schedule_text(make_schedule("zbv", 2, 2, 3)) + "\n" == SMALL
+    plain = schedule_text(make_schedule("1f1b", 2, 1, 2), (1.0, 1.0, 1.0)).splitlines()
+    assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
+    assert plain[1] == "bubble: 33.3% of all ranks' time (its formula: 33.3%)"
+    uneven = schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
+    assert "its formula" not in uneven
+    narrow = schedule_text(make_schedule("zbv", 4, 2, 40)).splitlines()
+    assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "--pp", "2", "--microbatches", "3", "--style", "zbv"]
+    assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
+    assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
+    assert (tmp_path / "zbv.svg").read_text() == draw_schedule(make_schedule("zbv", 2, 2, 3))
+    for times in ("1e308", "1e-320"):
+        assert main([*arguments, "--times", times, times, times]) == 0
+        assert capsys.readouterr().out == SMALL
+    for more, told in (
+        (["--pp", "0"], "--pp 0: give a number of at least 1"),
+        (["--chunks", "3"], "--style zbv --chunks 3: schedule='zbv' with 3 stages a rank: give 2"),
+        (["--microbatches", "4000"], "at most 4096 passes"),
+        (["--times", "1", "0", "1"], "--times 1.0 0.0 1.0: give three numbers above 0"),
+        (["--times", "1e-320", "1", "1"], "1.0 1.0: give numbers of which none is more than 1000 times another"),
+        (["--times", "1", "1e-9", "1"], "--times 1.0 1e-09 1.0: give numbers of which none is more than 1000 times"),
+        (["--svg", str(tmp_path)], "cannot be written: give a file"),
+        (["--svg", "/proc/x.svg"], "error: /proc/x.svg: cannot be written: No such file"),
+        (["--svg", "/dev/full"], "error: /dev/full: cannot be written: No space left"),
+        (["--svg", "x" * 300], f"error: {'x' * 300}: cannot be written: File name too long"),
+    ):
+        assert main([*arguments, *more]) == 2
+        captured = capsys.readouterr()
+        assert told in captured.err and not captured.out
+
+
+SIZES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 4, 5, 8, 12)]
+
+
+def made() -> list[Schedule]:
+    plain = [make_schedule("1f1b", ranks, 1, microbatches) for ranks, microbatches in SIZES]
+    plain += [make_schedule("zbv", ranks, 2, microbatches) for ranks, microbatches in SIZES]
+    return plain + [make_schedule("interleaved", r, chunks, m) for r, m in SIZES for chunks in (1, 2, 3)]
+
+
+def test_every_action_comes_once_and_all_come_to_an_end() -> None:
+    for schedule in made():
+        expected = [(stage, each) for stage in range(schedule.stages) for each in range(schedule.microbatches)]
+        for kind in Kind if schedule.splits else (Kind.FORWARD, Kind.BACKWARD):
+            found = [(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind is kind]
+            assert sorted(found) == expected
+        for rank, order in enumerate(schedule.orders):
+            assert {schedule.rank_of(action.stage) for action in order} == {rank}
+        spans = simulate(schedule, lambda action: 1.0 if action.kind is Kind.FORWARD else 2.0)
+        assert all(len(each) == len(order) for each, order in zip(spans, schedule.orders, strict=True))
+        forward = schedule.forward_only()
+        assert sum(map(len, simulate(forward, lambda _: 1.0))) == len(expected)
+
+
+def test_messages_of_a_direction_are_taken_in_the_order_in_which_they_are_made() -> None:
+    """A communicator without tags carries them."""
+    for schedule in made():
+        ways: dict[tuple[int, int, Kind], list[Action]] = {}
+        for action, sender, receiver in schedule.messages():
+            assert schedule.rank_of(action.stage) == sender != receiver
+            ways.setdefault((sender, receiver, action.kind), []).append(action)
+        for (sender, _, _), taken in ways.items():
+            assert [each for each in schedule.orders[sender] if each in set(taken)] == taken
+
+
+def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
+    from torch.distributed.pipelining.schedules import _get_1f1b_rank_ops
+
+    total = microbatches * chunks
+    warm = min((ranks - rank - 1) * (2 if chunks > 1 else 1) + (chunks - 1) * ranks, total)
+
+    def forward_stage(step: int) -> int:
+        return (step // ranks) % chunks * ranks + rank
+
+    def backward_stage(step: int) -> int:
+        return (chunks - 1 - (step - warm) // ranks % chunks) * ranks + rank
+
+    rest = total - warm
+    found = _get_1f1b_rank_ops(
+        chunks, ranks, warm, rest, warm, rank, forward_stage, backward_stage, num_1f1b_microbatches=rest
+    )
+    return [
+        Action(
+            Kind.FORWARD if each.computation_type.name == "FORWARD" else Kind.BACKWARD,
+            each.stage_index,
+            each.microbatch_index,
+        )
+        for each in found
+        if each
+    ]
+
+
+def test_orders_are_torchs() -> None:
+    for ranks, chunks, microbatches in ((2, 2, 4), (4, 2, 8), (4, 1, 8), (2, 3, 6)):
+        schedule = make_schedule("1f1b" if chunks == 1 else "interleaved", ranks, chunks, microbatches)
+        for rank, order in enumerate(schedule.orders):
+            assert list(order) == torchs(ranks, chunks, microbatches, rank)
+
+
+def test_the_order_of_zbv_is_torchs() -> None:
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    kinds = {"FORWARD": Kind.FORWARD, "BACKWARD_INPUT": Kind.BACKWARD, "BACKWARD_WEIGHT": Kind.WEIGHT}
+    for ranks in range(1, 7):
+        for microbatches in range(1, 20):
+            torchs_own = object.__new__(ScheduleZBVZeroBubble)  # its constructor wants stages, and communicates
+            torchs_own.pp_group_size, torchs_own.num_stages = ranks, 2 * ranks
+            torchs_own._n_microbatches = microbatches
+            schedule = make_schedule("zbv", ranks, 2, microbatches)
+            for rank, order in enumerate(schedule.orders):
+                expected = torchs_own._calculate_single_rank_operations(rank)
+                assert list(order) == [
+                    Action(kinds[each.computation_type.name], each.stage_index, each.microbatch_index or 0)
+                    for each in expected
+                    if each is not None
+                ]
+            assert given_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
+
+
+def test_what_waits_in_a_circle_is_told() -> None:
+    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    with pytest.raises(ValueError, match=r"by rank at \{0: '0B0'\}"):
+        simulate(Schedule("wrong", 1, 1, ((backward, forward),)), lambda _: 1.0)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="schedule='zigzag'"):
+        make_schedule("zigzag", 2, 1, 2)
+    with pytest.raises(ValueError, match="2 stages a rank"):
+        make_schedule("1f1b", 2, 2, 2)
+    with pytest.raises(ValueError, match="schedule='zbv' with 1 stages a rank: give 2"):
+        make_schedule("zbv", 2, 1, 2)
+    for text in ("F0", "0G0", 3):
+        with pytest.raises(ValueError, match=f"{text!r} is no action"):
+            given_schedule(1, ((text,),))  # type: ignore[arg-type]

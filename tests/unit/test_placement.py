@@ -1,14 +1,28 @@
-"""Which chunk is at home where: shares are met to the nearest chunk, and spread over the model."""
+"""Which chunk is at home where: shares are met to the nearest chunk, and spread over the model.
+
+Shares of state count what has state, and shares that whole chunks cannot meet are told.
+The placement of chunks: plans and the memory, tiers and dtypes that follow from them.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_setup import shares
+from placement_setup import DISK, shares
+from torch import nn
 
-from shardwise.core.memory.tier import Home, Tier, assign_homes
-from shardwise.plan import AutoPlan
+from shardwise.booster.plugin import GeminiPlugin
+from shardwise.core.engine.placement import ChunkPlacement, DiskBuffers, Placement, RankFacts, describe, place
+from shardwise.core.memory.tier import Home, Tier, assign_homes, missed_shares
+from shardwise.core.shards.layout import Layout, ParamInfo, make_layout
+from shardwise.plan import AutoPlan, ByTensor, Plan, zero
 
 D, H, S = Tier.DEVICE, Tier.HOST, Tier.DISK
 
@@ -61,3 +75,206 @@ def test_shares_are_met_to_half_a_chunk(sizes: list[int], host: float, rest: flo
 @pytest.mark.parametrize(("host", "disk"), [(0.1 + 0.2, 0.7), (0.7, 0.1 + 0.2), (1 / 3, 2 / 3)])
 def test_shares_that_add_up_to_one_leave_nothing_on_the_device(host: float, disk: float) -> None:
     assert D not in states([7] * 30, host, disk)
+
+
+def test_frozen_chunks_are_no_part_of_the_state() -> None:
+    """One adapter in eight of the chunks: a share of state is one of these, wherever they are in the model."""
+    sizes, trainable = [100, 2] * 8, [False, True] * 8
+    for share in (0.25, 0.5, 0.75, 1.0):
+        for tier, name in ((Tier.HOST, "state_host_fraction"), (Tier.DISK, "state_disk_fraction")):
+            homes = assign_homes(sizes, [False] * 16, shares(**{name: share}), trainable)
+            assert sum(home.state is tier for home in homes[1::2]) == 8 * share
+            assert all(home.state is Tier.DEVICE for home in homes[::2])
+    last = assign_homes([100, 100, 100, 2], [False] * 4, shares(state_host_fraction=0.9), [False, False, False, True])
+    assert [home.state for home in last] == [Tier.DEVICE] * 3 + [Tier.HOST]
+
+
+def missed(sizes: list[int], trainable: list[bool] | None = None, **fields: Any) -> list[str]:
+    plan = shares(**fields)
+    return missed_shares(sizes, assign_homes(sizes, [False] * len(sizes), plan, trainable), plan, trainable)
+
+
+def test_what_is_missed_is_said() -> None:
+    (line,) = missed([10], state_host_fraction=0.3)
+    assert line.startswith("state_host_fraction=0.3, but the actual fraction is 0:")
+    assert "there are 1." in line and "min_chunk_size_m" in line
+    (line,) = missed([10], state_host_fraction=0.6)
+    assert line.startswith("state_host_fraction=0.6, but the actual fraction is 1:")
+    assert [line.split("=")[0] for line in missed([10, 10], param_host_fraction=0.2, state_disk_fraction=0.75)] == [
+        "param_host_fraction",
+        "state_disk_fraction",
+    ]
+    (line,) = missed([100, 2], [False, True], state_disk_fraction=0.5)
+    assert "there are 1." in line
+
+
+FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nextafter(1.0, 2.0), 1.0000001, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [*FRACTIONS, *RATIOS])
+def test_shares_outside_of_0_to_1_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value}: give a share in \[0, 1\]"):
+        GeminiPlugin(**{name: value})
+
+
+HALF = torch.bfloat16
+AUTO = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
+HOST: dict[str, Any] = {"param_host_fraction": 1.0, "state_host_fraction": 1.0}
+ON_DISK: dict[str, Any] = {"param_disk_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DISK}
+STATE_ON_DISK: dict[str, Any] = {"param_host_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DISK}
+TWO_RANKS = RankFacts(rank=0, size=2, device_type="cpu")
+ON_GPU = replace(TWO_RANKS, device_type="cuda")
+
+
+def layout_for(ranks: int, dtype: torch.dtype) -> Layout:
+    """A weight, a frozen weight, and a bias that is small enough to stay gathered."""
+    params = [("weight", 256, True, 0), ("frozen", 512, False, -1), ("bias", 8, True, 0)]
+    infos = [ParamInfo((name,), torch.Size([size]), dtype, trains, at, 0) for name, size, trains, at in params]
+    return make_layout(infos, nn.Module(), ByTensor(persist_numel=8), ranks, 1)
+
+
+def placed(plan: Plan, facts: RankFacts) -> tuple[Placement, Layout]:
+    layout = layout_for(facts.size, plan.precision.param_dtype or torch.float32)
+    return place(plan, layout, facts), layout
+
+
+def text(each: ChunkPlacement) -> str:
+    """The memory; tiers of shard, state and gradient by their initials; and what is unusual."""
+    home, master, quantization = each.home, each.master_dtype, each.quantization
+    words = [each.memory, "".join(tier.value[:2] for tier in (home.param, home.state, home.grad))]
+    words += [str(master).removeprefix("torch.")] if master is not None else []
+    words += [f"grads: {each.grad_memory}"] if each.grad_memory != "first use" else []
+    words += [f"{quantization.format} by {'owner' if quantization.by_owner else 'gather'}"] if quantization else []
+    words += [f"secondary {each.secondary_numel}"] if each.secondary_numel else []
+    words += ["resident"] if each.resident else []
+    return " ".join([*words, *(["new shard"] if each.keeps_new_shard else [])])
+
+
+FULL, FROZEN, MAPPED = "exchange, full dedede resident", "full dedede resident", "exchange, mapped dedede"
+MASTERS = "exchange, full dedede float32 resident"
+IN_HOST = "exchange, full dehoho float32 grads: arena resident"
+CASES: dict[str, tuple[Plan, RankFacts, list[str]]] = {
+    "stage 1": (zero(1), TWO_RANKS, [FULL, FROZEN, FULL]),
+    "one rank": (zero(3), RankFacts(0, 1, "cpu"), [FROZEN, FROZEN, FROZEN]),
+    "stage 3": (zero(3), TWO_RANKS, [MAPPED, MAPPED, FULL]),
+    "16 bits": (zero(3, HALF), ON_GPU, [f"{MAPPED} float32", MAPPED, MASTERS]),
+    "16 bits, no masters": (zero(3, HALF).but(master_weights=False), ON_GPU, [MAPPED, MAPPED, FULL]),
+    "a capacity": (zero(3), replace(TWO_RANKS, limited=True), ["exchange dedede", "exchange dedede", FULL]),
+    "host memory that peers read": (
+        zero(3).but(**HOST),
+        TWO_RANKS,
+        ["exchange hohoho grads: arena", "exchange hodede", IN_HOST],
+    ),
+    "host memory of a GPU": (zero(3).but(**HOST), ON_GPU, ["arena hohoho grads: arena", "arena hodede", IN_HOST]),
+    "full gradients, state on the host": (
+        zero(1).but(state_host_fraction=1.0),
+        TWO_RANKS,
+        ["exchange, full dehoho float32 resident", FROZEN, "exchange, full dehoho float32 resident"],
+    ),
+    "a disk": (
+        zero(3).but(**ON_DISK),
+        TWO_RANKS,
+        ["disk didiho float32 grads: arena", "disk didede", "exchange, full dediho float32 grads: arena resident"],
+    ),
+    "state on a disk, updated during backward": (
+        zero(3).but(**STATE_ON_DISK, update="backward"),
+        ON_GPU,
+        [
+            "arena hodiho float32 grads: ring new shard",
+            "arena hodede grads: ring",
+            "exchange, full dediho float32 grads: ring resident new shard",
+        ],
+    ),
+    "updated during backward": (
+        zero(3).but(update="backward"),
+        TWO_RANKS,
+        [f"{MAPPED} float32 grads: ring", f"{MAPPED} grads: ring", MASTERS.replace(" res", " grads: ring res")],
+    ),
+    "a trace": (
+        zero(3).but(auto=AUTO),
+        TWO_RANKS,
+        ["exchange hohoho grads: arena", "exchange hohoho grads: arena", IN_HOST],
+    ),
+    "secondary shards": (
+        zero(3).but(secondary=2),
+        RankFacts(0, 4, "cpu", secondary=2),
+        ["exchange dedede secondary 128", "exchange dedede secondary 256", FULL],
+    ),
+    "8 bits": (
+        zero(3).but(compress_weights="int8", compress_frozen="fp8"),
+        TWO_RANKS,
+        [
+            f"{MAPPED} float32 int8 by owner",
+            "exchange dedede fp8 by gather",
+            MASTERS.replace(" res", " int8 by owner res"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plans_and_what_follows(name: str) -> None:
+    plan, facts, expected = CASES[name]
+    placement, layout = placed(plan, facts)
+    assert [text(each) for each in placement.chunks] == expected
+    assert [each.spec for each in placement.chunks] == list(layout.chunks) and placement.warnings == ()
+    trained = [bool(each.tiles) for each in placement.chunks]
+    assert trained == [True, False, True]
+
+
+def test_gradient_dtypes() -> None:
+    for changes, expected in (
+        ({}, (torch.bfloat16, torch.bfloat16)),
+        ({"accumulate_dtype": torch.float32}, (torch.bfloat16, torch.float32)),
+        ({"reduce_dtype": torch.float32}, (torch.float32, torch.float32)),
+        ({"reduce_dtype": torch.float16, "accumulate_dtype": torch.float32}, (torch.float16, torch.float32)),
+    ):
+        first = placed(zero(3, torch.bfloat16).but(**changes), TWO_RANKS)[0].chunks[0]
+        assert (first.reduce_dtype, first.accumulate_dtype) == expected
+
+
+def test_the_arena_has_room_for_what_is_taken_from_it() -> None:
+    """Each tensor is rounded up to 256 bytes. The shard has 128 elements, and 512 bytes in fp32."""
+    arena = [each.arena_bytes for each in placed(zero(3).but(**HOST), ON_GPU)[0].chunks]
+    assert arena == [512 + 512, 1024, 256 + 256]  # shard and gradient; frozen shard; master and gradient
+    arena = [each.arena_bytes for each in placed(zero(3).but(**STATE_ON_DISK, update="backward"), ON_GPU)[0].chunks]
+    assert arena == [512 + 512, 1024, 256]  # shard and new shard; frozen shard; new shard
+    with_secondary = RankFacts(0, 4, "cuda", secondary=2)
+    arena = [each.arena_bytes for each in placed(zero(3).but(**HOST, secondary=2), with_secondary)[0].chunks]
+    assert arena == [256 + 512 + 256, 512 + 1024, 256 + 256]  # the secondary shard is twice as long
+    assert all(each.arena_bytes == 0 for each in placed(zero(3), ON_GPU)[0].chunks)
+
+
+def test_buffers_of_a_disk() -> None:
+    disk = replace(DISK, state_buffers=3, param_buffers=5)
+    placement, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}), TWO_RANKS)
+    expected = DiskBuffers(shard_bytes=1024, gathers=5, renewals=0, value_bytes=512, values=3)
+    assert placement.disk_buffers == expected and placement.on_disk
+    assert placement.staging() == {torch.float32: 256}
+    early, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}, update="backward"), TWO_RANKS)
+    assert early.disk_buffers == replace(expected, gathers=4, renewals=1)
+    state_alone, _ = placed(zero(3).but(**STATE_ON_DISK | {"disk": disk}), TWO_RANKS)
+    assert state_alone.disk_buffers == DiskBuffers(value_bytes=512, values=3)
+    without, _ = placed(zero(3), TWO_RANKS)
+    assert (without.disk_buffers, without.staging(), without.on_disk) == (DiskBuffers(), {}, False)
+
+
+def test_the_table_counts_chunks_of_equal_placement() -> None:
+    plan = zero(3, HALF).but(**HOST, accumulate_dtype=torch.float32, compress_frozen="int8")
+    rows = [re.split(r"  +", line.strip()) for line in describe(*placed(plan, TWO_RANKS)).splitlines()]
+    grads = "host float32, reduced in bfloat16"
+    assert rows == [
+        ["chunks", "bytes", "shard", "in use", "masters", "state", "gradients", "first unit"],
+        ["1", "256 B", "host bfloat16", "gathered", "host float32", "host", grads, "weight"],
+        ["1", "512 B", "host bfloat16", "gathered, sent in int8", "-", "-", "-", "frozen"],
+        ["1", "16 B", "device bfloat16", "resident", "host float32", "host", grads, "bias"],
+        ["3", "784 B", "total"],
+    ]
+    same = [("a", 64), ("b", 64), ("c", 64)]
+    infos = [ParamInfo((name,), torch.Size([size]), torch.float32, True, 0, 0) for name, size in same]
+    layout = make_layout(infos, nn.Module(), ByTensor(persist_numel=0), 2, 1)
+    lines = describe(place(zero(3), layout, TWO_RANKS), layout).splitlines()
+    assert [line.split()[:3] for line in lines[1:]] == [["3", "384", "B"], ["3", "384", "B"]]
+    assert lines[1].endswith(" a") and len(lines) == 3

@@ -1,17 +1,28 @@
-"""What cannot be cut is one error before anything changes, and how heads are divided."""
+"""What cannot be cut is one error before anything changes, and how heads are divided.
+
+What each rank stores covers the stored order once, and parts and the whole come back from it.
+A cut covers its dimension, and parts and whole are each other's inverse.
+Random numbers of a rank's part: what the generators are before, inside and behind it, also of a GPU's kind.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+import shardwise.core.parallel.tensor.order as order
+from shardwise.core.base.rng import RankRng
 from shardwise.core.parallel.tensor import (
     Architecture,
     Axis,
@@ -23,8 +34,9 @@ from shardwise.core.parallel.tensor import (
     known_architectures,
     propose_architecture,
 )
+from shardwise.core.parallel.tensor.order import StoredCut, own_runs, read_logical, read_part, whole_runs
 from shardwise.core.parallel.tensor.rules import _is_causal
-from shardwise.core.parallel.tensor.shard_spec import Heads
+from shardwise.core.parallel.tensor.shard_spec import Heads, Part, shares
 from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.plan import TensorPlan
 from tests.support.tensor_cases import CASES, decoder
@@ -241,3 +253,254 @@ def test_logits_stay_cut_only_for_a_forward_pass_of_transformers_own() -> None:
     assert _is_causal(model) and _is_causal(Plain(config)) and not _is_causal(Own(config))
     model.forward = model.forward  # as who stands around a model does
     assert not _is_causal(model)
+
+
+@st.composite
+def cuts(draw: Any, ranks: int = 3, shapes: Any = None) -> tuple[tuple[int, ...], ShardSpec]:
+    """Any cut: blocks side by side, uneven or empty, held by one rank or several, in any order, perhaps padded."""
+    shape = list(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) if shapes is None else draw(shapes))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    at = 0
+    for _ in range(draw(st.integers(1, 5))):
+        size = draw(st.integers(0, 4))
+        for holder in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+            ranges[holder].insert(draw(st.integers(0, len(ranges[holder]))), (at, at + size))
+        at += size
+    shape[dim] = draw(st.integers(max(at - 2, 0), at))  # what is beyond is padding
+    return tuple(shape), ShardSpec(dim, at, tuple(tuple(each) or ((0, 0),) for each in ranges))
+
+
+def stored_by_definition(whole: torch.Tensor, stored: StoredCut | None) -> torch.Tensor:
+    """All of it in stored order, as the documentation says it."""
+    if stored is None:
+        return whole.reshape(-1)
+    parts = []
+    for ranges in stored.ranges:
+        index = [i for start, end in ranges for i in range(start, end)]
+        parts.append(whole.index_select(stored.dim, torch.tensor(index, dtype=torch.int64)).reshape(-1))
+    return torch.cat(parts)
+
+
+def reader(flat: torch.Tensor, asked: list[tuple[int, int]] | None = None) -> order.ReadInto:
+    def read(start: int, out: torch.Tensor) -> None:
+        assert start >= 0 and out.numel() > 0 and start + out.numel() <= flat.numel() and out.is_contiguous()
+        if asked is not None:
+            asked.append((start, out.numel()))
+        out.copy_(flat[start : start + out.numel()])
+
+    return read
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts(), st.data())
+def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[int, ...], ShardSpec], data: Any) -> None:
+    shape, cut = given_cut
+    whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
+    stored = StoredCut.of(shape, cut)
+    if stored is not None:
+        stored.check(shape)
+    flat = stored_by_definition(whole, stored)
+    assert flat.numel() == whole.numel()
+    seen = torch.zeros_like(flat)
+    for rank in range(cut.ranks):
+        part = Part(torch.Size(shape), cut, rank)
+        local = part.of(whole).reshape(-1)
+        bounds = sorted(data.draw(st.lists(st.integers(0, local.numel()), max_size=3)))
+        for start, end in zip([0, *bounds], [*bounds, local.numel()], strict=True):  # wherever shards are cut
+            for run in own_runs(part, start, end):
+                assert start <= run.local and run.local + run.numel <= end and run.numel > 0
+                there = slice(run.stored, run.stored + run.numel)
+                assert torch.equal(flat[there], local[run.local : run.local + run.numel])
+                seen[there] += 1
+            known = torch.zeros(end - start)
+            for run in whole_runs(part, start, end):  # also what others store
+                known[run.local - start : run.local - start + run.numel] = whole.view(-1)[run.stored :][: run.numel]
+            assert torch.equal(known, local[start:end])
+    assert bool((seen == 1).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts(), cuts(), st.data(), st.integers(1, 40), st.sampled_from([2, 1 << 15]))
+def test_ranges_of_the_whole_and_of_other_parts_are_read(
+    written: tuple[tuple[int, ...], ShardSpec],
+    here: tuple[tuple[int, ...], ShardSpec],
+    data: Any,
+    block: int,
+    wide: int,
+) -> None:
+    """Of a tensor stored under one cut: by itself, and under the same, another or no cut; in blocks of any size."""
+    shape, cut = written
+    other_shape, other = here
+    whole = torch.randn(shape)
+    stored = StoredCut.of(shape, cut)
+    flat = stored_by_definition(whole, stored)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(order, "BLOCK_NUMEL", block)
+        patched.setattr(order, "WIDE_NUMEL", wide)
+        order._Columns.of.cache_clear()
+        start = data.draw(st.integers(0, whole.numel()))
+        out = torch.full((data.draw(st.integers(0, whole.numel() - start)),), float("nan"))
+        read_logical(reader(flat), shape, stored, start, out)
+        assert torch.equal(out, whole.reshape(-1)[start : start + out.numel()])
+        fits = [(each, stored) for each in (cut, *([other] if other_shape == shape else ()))]
+        for each, lying in (*fits, (cut, None)):
+            for rank in range(each.ranks):
+                part = Part(torch.Size(shape), each, rank)
+                expected = part.of(whole).reshape(-1)
+                start = data.draw(st.integers(0, expected.numel()))
+                out = torch.full((data.draw(st.integers(0, expected.numel() - start)),), float("nan"))
+                read_part(reader(stored_by_definition(whole, lying)), lying, part, start, out)
+                assert torch.equal(out, expected[start : start + out.numel()])
+    order._Columns.of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        (StoredCut(2, (((0, 4),),)), "dim 2"),
+        (StoredCut(-1, (((0, 4),),)), "dim -1"),
+        (StoredCut(1, (((0, 3),),)), "a cut of 3 in dim 1"),
+        (StoredCut(1, (((0, 2),), ((1, 4),))), r"\(1, 4\) where 2"),
+        (StoredCut(1, (((0, 2),), ((3, 4),))), r"\(3, 4\) where 2"),
+        (StoredCut(1, (((0, 4),), ((4, 4),))), r"\(4, 4\) where 4"),
+        (StoredCut(1, (((0, 6), (4, 4)),)), r"\(4, 4\) where 6"),
+    ],
+)
+def test_what_is_no_cut_of_a_shape_is_refused(cut: StoredCut, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        cut.check((3, 4))
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
+def test_shares_add_up_and_are_even(units: int, ranks: int, unit: int) -> None:
+    found = shares(units * unit, ranks, unit)
+    assert sum(found) == units * unit and len(found) == ranks
+    assert all(size % unit == 0 for size in found) and max(found) - min(found) <= unit
+    assert found == sorted(found, reverse=True)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=3), st.integers(0, 1))
+def test_parts_make_the_whole(blocks: list[list[int]], dim: int) -> None:
+    cut = ShardSpec.of_sizes(dim, blocks)
+    shape = (cut.size, 2) if dim == 0 else (2, cut.size)
+    tensor = torch.arange(2.0 * cut.size).view(shape)
+    parts = [cut.part(tensor, rank) for rank in range(3)]
+    assert [part.shape[dim] for part in parts] == [cut.numel(rank) for rank in range(3)]
+    assert torch.equal(cut.whole(parts), tensor) and not cut.holders()
+
+
+def test_fused_matrices_are_cut_each() -> None:
+    cut = ShardSpec.even(0, 12, 2, blocks=3, unit=2)
+    assert cut.ranges == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
+
+
+def test_ranks_may_hold_the_same() -> None:
+    """Two key heads of size 2 over four ranks."""
+    cut = ShardSpec(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
+    tensor = torch.arange(4.0)
+    assert cut.part(tensor, 1).tolist() == [0, 1] and torch.equal(
+        cut.whole([tensor[:2]] * 2 + [tensor[2:]] * 2), tensor
+    )
+    assert cut.holders() == {(0, 2): (0, 1), (2, 4): (2, 3)}
+
+
+def test_what_is_no_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="no rank holds element 2 of 4"):
+        ShardSpec(0, 4, (((0, 2),), ((3, 4),)))
+    with pytest.raises(ValueError, match=r"rank 1 holds \(2, 5\) of 4"):
+        ShardSpec(0, 4, (((0, 2),), ((2, 5),)))
+    with pytest.raises(ValueError, match="10 elements do not divide into units of 4"):
+        shares(10, 2, 4)
+    with pytest.raises(ValueError, match="10 elements do not divide into 3 blocks of units of 1"):
+        ShardSpec.even(0, 10, 2, blocks=3)
+    with pytest.raises(ValueError, match=r"\(3, 2\) has 3 in dim 0, not 4"):
+        ShardSpec.even(0, 4, 2).part(torch.ones(3, 2), 0)
+
+
+CPU = torch.device("cpu")
+RATES = ((SimpleNamespace(p=0.5), "p"),)
+
+
+class Philox:
+    """What is asked of a GPU's generator: a seed, and how far it is."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.seed, self.offset = 11, 8
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert offset % 4 == 0
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> None:
+        assert 0 <= seed < 2**63
+        self.seed, self.offset = seed, 0
+
+    def state(self) -> tuple[int, int]:
+        return self.seed, self.offset
+
+
+def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
+    seeds: dict[int, list[int]] = {}
+    for rank in range(4):
+        generator, private = Philox(), RankRng(rank)
+        with mock.patch("shardwise.core.base.rng.default_generator", lambda _, found=generator: found):
+            for behind in ((11, 12), (11, 16)):
+                private.enter(generator.device, RATES)
+                assert private.inside and generator.offset == 0
+                seeds.setdefault(rank, []).append(generator.seed)
+                generator.set_offset(40)  # dropout draws
+                with private.drawing(False, generator.device, RATES):
+                    assert generator.state() == behind
+                assert generator.offset == 40 and generator.seed == seeds[rank][-1]
+                private.leave()
+                assert generator.state() == behind and not private.inside
+    drawn = [seed for each in seeds.values() for seed in each]
+    assert len(set(drawn)) == len(drawn) == 8
+
+
+def numbers(private: RankRng) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inside and behind, of one state before."""
+    torch.manual_seed(3)
+    private.enter(CPU, RATES)
+    inside = torch.rand(5)
+    private.leave()
+    return inside, torch.rand(5)
+
+
+def test_ranks_draw_their_own_inside_and_the_same_behind() -> None:
+    with torch.random.fork_rng(devices=[]):
+        inside, behind = zip(*(numbers(RankRng(rank)) for rank in range(3)), strict=True)
+        once_more = numbers(RankRng(1))
+    assert len({tuple(each.tolist()) for each in (*inside, behind[0])}) == 4
+    assert all(torch.equal(each, behind[0]) for each in behind)
+    assert torch.equal(once_more[0], inside[1])
+
+
+def test_what_all_have_is_drawn_alike_inside_and_the_rest_goes_on() -> None:
+    def draws(common: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        private = RankRng(1)
+        private.enter(CPU, RATES)
+        found = [torch.rand(3)]
+        if common:
+            with private.drawing(False, CPU, RATES):
+                found.append(torch.rand(3))
+        found.append(torch.rand(3))
+        private.leave()
+        return [*found, torch.rand(3)]
+
+    with torch.random.fork_rng(devices=[]):
+        with_common, without = draws(True), draws(False)
+    own, shared, more, behind = with_common
+    assert torch.equal(own, without[0]) and torch.equal(more, without[1])
+    assert torch.equal(shared, without[2]) and not torch.equal(behind, without[2])

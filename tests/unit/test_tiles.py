@@ -1,14 +1,35 @@
-"""Which optimizers need whole tensors, and which kernel steps a tile."""
+"""Which optimizers need whole tensors, and which kernel steps a tile.
+
+How a shard is cut: every element of every parameter once, in order, by param group, at most a tile long.
+Small tiles are stepped together, and every parameter gets what it would get alone.
+A tile is stepped without the hooks of the user's optimizer, which looks as before afterwards.
+No optimizer changes the reduced gradient that it is stepped with, whatever its kernel and options.
+"""
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
+from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.core.optim.lamb import FusedLAMB, Lamb
+from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.core.update import tiles as update_tiles
-from shardwise.core.update.tiles import TileStepper, needs_whole_tensors
+from shardwise.core.update.tile_plan import TILE_NUMEL, plan_tiles
+from shardwise.core.update.tiles import NEVER, WHOLE, BareStep, PendingTile, TileStepper, needs_whole_tensors
+from shardwise.plan import ByNumel, Plan, zero
+from shardwise.session import build
+from tests.support.sets import full
 
 
 def test_which_optimizers_need_whole_tensors() -> None:
@@ -31,3 +52,294 @@ def test_a_fused_kernel_is_chosen_for_the_device_of_a_tile(there: bool, monkeypa
             found = [stepper._group_for(groups, 0, value) for value in (host, gpu, host)]
         assert [group["fused"] for group in found] == [of_host, of_gpu, of_host]
         assert found[1]["foreach"] is (False if of_gpu and asked is None else None)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    groups=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    ranks=st.integers(1, 5),
+    tile_numel=st.integers(1, 70),
+)
+def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], ranks: int, tile_numel: int) -> None:
+    facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, groups[i]) for i, n in enumerate(sizes)]
+    layout = make_layout(facts, nn.Module(), ByNumel(chunk_numel=50), ranks, 1)
+    covered: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
+    for spec in layout.chunks:
+        for rank in range(ranks):
+            last = 0
+            for tile in plan_tiles(spec, rank, groups, tile_numel):
+                assert tile.pieces and tile.end - tile.start <= tile_numel
+                for piece in tile.pieces:
+                    assert groups[piece.param] == tile.group
+                    assert last <= piece.start < piece.end <= spec.shard_numel(rank)
+                    last = piece.end
+                    slot = spec.slots[piece.slot]
+                    assert slot.param == piece.param
+                    assert spec.bounds[rank] + piece.start == slot.start + piece.offset
+                    covered[piece.param] += range(piece.offset, piece.offset + piece.end - piece.start)
+    assert {i: sorted(found) for i, found in covered.items()} == {i: list(range(n)) for i, n in enumerate(sizes)}
+
+
+def test_neighbours_of_one_group_share_a_tile_until_it_is_full() -> None:
+    facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, 0) for i, n in enumerate((4, 4, 4, 10))]
+    (spec,) = make_layout(facts, nn.Module(), ByNumel(chunk_numel=100), 1, 1).chunks
+    spans = [(t.start, t.end, len(t.pieces)) for t in plan_tiles(spec, 0, [0] * 4, 8)]
+    assert [end - start for start, end, _ in spans] == [8, 4, 8, 2]
+    assert len(plan_tiles(spec, 0, [0, 0, 1, 0], 100)) == 3
+
+
+WIDTHS = [3, 5, 0, 7, 2, 4]
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Module()
+    for number, width in enumerate(WIDTHS):
+        model.register_parameter(f"w{number}", nn.Parameter(torch.randn(width, 3)))
+        model.register_parameter(f"b{number}", nn.Parameter(torch.randn(width)))
+
+    def forward(step: int) -> torch.Tensor:
+        used = [p for name, p in model.named_parameters() if step != 1 or not name.endswith("2")]
+        return torch.stack([(p * (step + 1)).square().sum() for p in used if p.numel()]).sum()
+
+    model.forward = forward
+    return model
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def grouped(kind: type[torch.optim.Optimizer], **options: object) -> Make:
+    """Weights and biases in groups of their own, as those with and without weight decay.
+
+    Fused, as shards are stepped where torch has such a kernel: others round differently.
+    """
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        named = dict(model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named.items() if n[0] == kind], "lr": lr} for kind, lr in (("w", 0.1), ("b", 0.3))
+        ]
+        return kind(groups, **options)  # type: ignore[call-arg]
+
+    return optimizer
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": grouped(torch.optim.AdamW, fused=True),
+    "AdamW, foreach": grouped(torch.optim.AdamW, foreach=True),
+    "Adam with amsgrad": grouped(torch.optim.Adam, amsgrad=True, fused=True),
+    "SGD with momentum": grouped(torch.optim.SGD, momentum=0.9, fused=True),
+    "Adagrad": grouped(torch.optim.Adagrad, fused=True),
+    "NAdam": grouped(torch.optim.NAdam),
+}
+
+
+@contextmanager
+def calls_of(optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
+    """Of every call of the optimizer inside, how many tensors it was given."""
+    calls: list[int] = []
+    kind, real = type(optimizer), type(optimizer).step
+
+    def step(self: torch.optim.Optimizer, *args: object) -> object:
+        calls.append(sum(len(group["params"]) for group in self.param_groups))
+        return real(self, *args)
+
+    with mock.patch.object(kind, "step", step):
+        yield calls
+
+
+def trained(kind: Make, plan: Plan | None, tile_numel: int) -> tuple[list[torch.Tensor], list[int]]:
+    model = make()
+    optimizer = kind(model)
+    with mock.patch.dict(TILE_NUMEL, {"cpu": tile_numel}), calls_of(optimizer) as calls:
+        if plan is None:
+            for step in range(3):
+                optimizer.zero_grad()
+                model(step).backward()
+                optimizer.step()
+            return [p.detach().clone() for p in model.parameters()], []
+        session = build(model, optimizer, plan)
+        for step in range(3):
+            session.backward(session.module(step))
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        values = session.module.state_dict()
+        session.close()
+        return [values[name] for name, _ in make().named_parameters()], calls
+
+
+def _cases() -> Iterator[Any]:
+    """Every optimizer with both sizes of chunks is quick, and every size of tiles with some of them."""
+    chunks, tiles = enumerate([8, 10**6]), [1, 4, 10, 30, 10**6]
+    for (row, chunk_numel), (column, (name, kind)) in itertools.product(chunks, enumerate(OPTIMIZERS.items())):
+        for layer, tile_numel in enumerate(tiles):
+            case = pytest.param(kind, tile_numel, chunk_numel, id=f"{chunk_numel}-{name}-{tile_numel}")
+            yield case if layer == (column + 2 * row) % len(tiles) else full(case)[0]
+
+
+@pytest.mark.parametrize(("kind", "tile_numel", "chunk_numel"), _cases())
+def test_values_are_torchs(kind: Make, tile_numel: int, chunk_numel: int) -> None:
+    plan = zero(2).but(packing=ByNumel(chunk_numel=chunk_numel))
+    expected, _ = trained(kind, None, 1)
+    found, calls = trained(kind, plan, tile_numel)
+    assert len(expected) == len(found) == 2 * len(WIDTHS)
+    for one, other in zip(found, expected, strict=True):
+        if tile_numel >= max(p.numel() for p in make().parameters()):
+            assert torch.equal(one, other)
+        else:  # kernels round the last elements of a piece as single ones
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert calls and min(calls) >= 1
+
+
+def test_one_call_steps_a_group_of_many_chunks() -> None:
+    plan = zero(2).but(packing=ByNumel(chunk_numel=8))
+    _, calls = trained(OPTIMIZERS["AdamW"], plan, 10**6)
+    assert len(calls) == 3 * 2  # in each step one a group
+    _, alone = trained(OPTIMIZERS["AdamW"], plan, 1)
+    assert len(alone) > 10 * len(calls)
+
+
+def test_an_optimizer_of_others_steps_tile_by_tile() -> None:
+    """What its ``step()`` does with tensors beside each other is not known."""
+
+    class Own(torch.optim.SGD):
+        element_wise = True
+
+    _, calls = trained(grouped(Own), zero(2).but(packing=ByNumel(chunk_numel=8)), 10**6)
+    assert len(calls) > 3 * 4
+
+
+class Borrows(torch.optim.SGD):
+    """Its groups are another's."""
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self._groups = groups
+
+
+class Counts(torch.optim.SGD):
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        assert type(self).__name__ == "Counts" and isinstance(self, Counts)
+        return super().step(closure)
+
+
+def own_step(self: torch.optim.Optimizer) -> None:
+    for group in self.param_groups:
+        group["params"][0].data.sub_(group["lr"] * group["params"][0].grad)
+
+
+def replaced(optimizer: torch.optim.Optimizer, bound: bool) -> torch.optim.Optimizer:
+    if bound:
+        optimizer.step = own_step.__get__(optimizer)  # type: ignore[attr-defined]
+    else:
+        optimizer.step = lambda: own_step(optimizer)  # type: ignore[assignment, misc, return-value]
+    return optimizer
+
+
+CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "its class's": lambda params: Counts(params, lr=0.5),
+    "a method in its place": lambda params: replaced(torch.optim.SGD(params, lr=0.5), True),
+    "a function in its place": lambda params: replaced(torch.optim.SGD(params, lr=0.5), False),
+    "a property": lambda params: Borrows(params, lr=0.5),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_group_of_its_own_is_stepped_without_hooks(case: str) -> None:
+    optimizer = CASES[case]([nn.Parameter(torch.ones(2))])
+    hooks: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
+    groups, before = optimizer.param_groups, optimizer._optimizer_step_pre_hooks
+    value = nn.Parameter(torch.ones(2))
+    value.grad = torch.ones(2)
+    bare = BareStep(optimizer)
+    with bare.hidden():
+        bare.step({**groups[0], "params": [value]})
+    assert value.tolist() == [0.5, 0.5] and groups[0]["params"][0].tolist() == [1.0, 1.0]
+    assert optimizer.param_groups is groups and optimizer._optimizer_step_pre_hooks is before and not hooks
+    assert getattr(optimizer, "calls", 1) == 1
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "maximize": (False, True),
+    "weight_decay": (0.0, 0.1),
+    "momentum": (0.0, 0.9),
+    "nesterov": (False, True),
+    "dampening": (0.0, 0.1),
+    "amsgrad": (False, True),
+    "centered": (False, True),
+    "decoupled_weight_decay": (False, True),
+    "adamw_mode": (False, True),
+}
+KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
+"""The first leaves the choice to torch."""
+
+
+def element_wise() -> list[type[torch.optim.Optimizer]]:
+    found = [getattr(torch.optim, name) for name in torch.optim.__all__ if name != "Optimizer"]
+    classes = [c for c in found if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    own: list[type[torch.optim.Optimizer]] = [CPUAdam, HybridAdam, FusedAdam]
+    return [c for c in classes if c.__name__.lower() not in (*NEVER, *WHOLE)] + own
+
+
+def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    """Every combination that the class takes."""
+    takes = inspect.signature(kind).parameters
+    names = [name for name in CHOICES if name in takes]
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        chosen = dict(zip(names, values, strict=True))
+        if chosen.get("nesterov") and (not chosen.get("momentum", 1.0) or chosen.get("dampening")):
+            continue
+        for kernel in KERNELS:
+            if all(name in takes for name in kernel):
+                yield chosen | kernel
+
+
+@contextmanager
+def looking_at_gradients() -> Iterator[list[bool]]:
+    """For every call that steps tiles inside, whether their gradients are afterwards what they were before."""
+    kept: list[bool] = []
+    real = TileStepper.step_tiles
+
+    def step_tiles(self: TileStepper, due: Sequence[PendingTile], *rest: Any) -> None:
+        held = [each.reduced for each in due]
+        before = [each.clone() for each in held]
+        real(self, due, *rest)
+        kept.append(bool(held) and all(map(torch.equal, held, before)))
+
+    with mock.patch.object(TileStepper, "step_tiles", step_tiles):
+        yield kept
+
+
+OF_A_KIND = ("Adam", "RMSprop", "RAdam", "Adamax", "FusedAdam")
+"""Others with the same options, or of the same kernel, are in the quick set."""
+ALL_OPTIMIZERS = [full(kind)[0] if kind.__name__ in OF_A_KIND else kind for kind in element_wise()]
+
+
+@pytest.mark.parametrize("kind", ALL_OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_gradients_stay_what_they_are(kind: type[torch.optim.Optimizer]) -> None:
+    tried = 0
+    for options in options_of(kind):
+        model = nn.Linear(3, 2)
+        try:
+            optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
+        except (RuntimeError, ValueError):  # such a combination does not exist
+            continue
+        with looking_at_gradients() as kept:
+            session = build(model, optimizer, zero(2))
+            for _ in range(3):
+                session.backward(session.module(torch.ones(2, 3)).square().sum())
+                session.optimizer.step()
+            session.close()
+        assert len(kept) >= 3 and all(kept), f"{kind.__name__} with {options}"
+        tried += 1
+    assert tried

@@ -1,4 +1,7 @@
-"""State with shapes of its own, in one process: moved away and back, asked for by parameter; and what modules save."""
+"""State with shapes of its own, in one process: moved away and back, asked for by parameter; and what modules save.
+
+State in lists, tuples and dicts: flat and back without loss, and what cannot be told to other ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import nn
 
 import shardwise
 from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.optim.nested_state import flat, mapped, misfits, nested, outline, tensors_of
 from shardwise.nn.optimizer import Lamb
 from shardwise.plan import zero
 
@@ -91,8 +95,7 @@ class Measured(nn.Module):
         destination[prefix + "scale"] = self.scale  # no buffer, and nothing of the module's takes it back
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = self.layer(x).sum()
-        return value
+        return self.layer(x).sum()
 
 
 def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
@@ -122,3 +125,35 @@ def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
         assert (found.total.item(), found.count, [each.tolist() for each in found.seen]) == (7, 5, [[1, 1], [1, 1, 1]])
         assert (found.low.tolist(), found.high.tolist()) == ([1, 1], [2, 2])
         session.close()
+
+
+ONE, TWO, THREE = torch.ones(2, 2), torch.zeros(3), torch.tensor(4.0)
+ENTRIES: list[dict[str, Any]] = [
+    {},
+    {"step": 3, "exp_avg": ONE, "none": None, "name": "x"},
+    {"GG": [ONE, [], TWO], "Q": (THREE, 1), "step": 2},
+    {"deep": {"a/b": [{3: (ONE, None)}, True, 1.5], "a.b": TWO}, "GG.0": 7},
+    {"empty": {}, "also": [], "no tensors": [1, (2, "x")]},
+]
+
+
+def plain(value: Any) -> Any:
+    return mapped(value, lambda each: ("tensor", each.tolist()) if isinstance(each, torch.Tensor) else each)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_nested_values_go_flat_and_back(entry: dict[str, Any]) -> None:
+    made = flat(entry)
+    for value in made.values():
+        # Beside tensors only what JSON has: no tuples, and keys that are texts.
+        assert isinstance(value, torch.Tensor) or not list(tensors_of(value))
+    assert [id(each) for each in tensors_of(made)] == [id(each) for each in tensors_of(entry)]
+    again = nested(made)
+    assert plain(again) == plain(entry) and list(again) == list(entry)
+    assert flat(made) == made  # flat is flat
+    assert list(outline(made)) == list(outline(entry)) == list(entry)
+
+
+def test_what_is_no_plain_value_is_told_with_its_path() -> None:
+    assert list(misfits({"a": [ONE, (1, {"b": {1, 2}})]}, "Q")) == ["Q['a'][1][1]['b'] is a set ({1, 2})"]
+    assert not list(misfits(ENTRIES, "every"))

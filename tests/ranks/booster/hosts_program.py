@@ -17,8 +17,7 @@ BATCH = 2
 
 
 def first_loss(outputs: Any, _: Any) -> torch.Tensor:
-    loss: torch.Tensor = outputs.loss
-    return loss
+    return outputs.loss
 
 
 def train(pp_size: int, zero_stage: int) -> None:

@@ -143,8 +143,7 @@ class PartlyUsed(nn.Module):
         self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.used(inputs)
-        return output
+        return self.used(inputs)
 
 
 def _unused(find: bool) -> None:

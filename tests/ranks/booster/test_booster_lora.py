@@ -47,8 +47,7 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
-        output: torch.Tensor = self.head(self.norm(hidden + self.down(torch.tanh(self.up(hidden)))))
-        return output
+        return self.head(self.norm(hidden + self.down(torch.tanh(self.up(hidden)))))
 
 
 def ranks(fn: Callable[..., Any], *args: object) -> list[Any]:

@@ -203,8 +203,7 @@ class Watching(nn.Module):
 
     def forward(self, inputs: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
         self.seen += [inputs.dtype, more["scale"].dtype, more["index"].dtype]
-        result: torch.Tensor = self.linear(inputs.to(self.linear.weight.dtype)) * more["scale"]
-        return result
+        return self.linear(inputs.to(self.linear.weight.dtype)) * more["scale"]
 
 
 @pytest.mark.parametrize(("given", "floats"), [({}, torch.bfloat16), ({"cast_inputs": False}, torch.float32)])

@@ -28,8 +28,7 @@ class Layer(nn.Module):
         self.f = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = functional.relu_(x) + torch.tanh(self.f(x))
-        return made
+        return functional.relu_(x) + torch.tanh(self.f(x))
 
 
 class OwnNet(nn.Module):

@@ -54,8 +54,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.body(self.embed(x))))
-        return out
+        return self.head(torch.tanh(self.body(self.embed(x))))
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -216,8 +215,7 @@ class Other(nn.Module):
         self.head.weight = self.model["tokens"].weight
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.model["layer"](self.model["tokens"](x))))
-        return out
+        return self.head(torch.tanh(self.model["layer"](self.model["tokens"](x))))
 
 
 RULES = {"embed.weight": "model.tokens.weight", r"^body\.(\w+)$": r"model.layer.\1"}

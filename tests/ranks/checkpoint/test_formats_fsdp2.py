@@ -39,8 +39,7 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.block(self.embed(tokens)) * self.scale.sum() + self.frozen.sum()
-        loss: torch.Tensor = self.head(hidden).logsumexp(-1).mean()
-        return loss
+        return self.head(hidden).logsumexp(-1).mean()
 
 
 def _built(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

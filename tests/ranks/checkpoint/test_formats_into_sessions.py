@@ -27,8 +27,7 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.relu(self.body(self.embed(x)))) * self.scale[0]
-        return out
+        return self.head(torch.relu(self.body(self.embed(x)))) * self.scale[0]
 
 
 def reference(seed: int) -> dict[str, Tensor]:

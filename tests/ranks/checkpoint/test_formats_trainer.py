@@ -162,8 +162,7 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x)))
-        return out
+        return self.second(torch.tanh(self.first(x)))
 
 
 def two_optimizers(model: Net) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -40,8 +40,7 @@ class Net(nn.Module):
         self.body.requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.last(torch.tanh(self.body(x))))
-        return out
+        return self.head(self.last(torch.tanh(self.body(x))))
 
 
 def net(seed: int = 0, **how: bool) -> Net:

@@ -48,8 +48,7 @@ class Tied(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         """Args and result: [rows, 6]."""
-        found: Tensor = self.last(torch.tanh(self.frozen(self.first(batch)))) * self.factor
-        return found
+        return self.last(torch.tanh(self.frozen(self.first(batch)))) * self.factor
 
 
 def model(dtype: torch.dtype = torch.float32) -> Tied:

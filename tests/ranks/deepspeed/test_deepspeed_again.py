@@ -43,8 +43,7 @@ def train(engine: deepspeed.DeepSpeedEngine, first: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(step * 2 + dist.get_rank())
         engine.backward(engine(torch.randint(7, (2, 3), generator=generator)))
         engine.step()
-    state: dict[str, Tensor] = engine.state_dict()
-    return state
+    return engine.state_dict()
 
 
 def texts(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -21,8 +21,7 @@ def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
 
 
 def loss(engine: deepspeed.DeepSpeedEngine) -> Tensor:
-    value: Tensor = engine(torch.ones(MICRO, 4)).square().mean()
-    return value
+    return engine(torch.ones(MICRO, 4)).square().mean()
 
 
 def counts(engine: deepspeed.DeepSpeedEngine) -> list[float]:

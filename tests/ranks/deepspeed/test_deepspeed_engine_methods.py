@@ -31,8 +31,7 @@ def samples(step: int, rank: int, micro: int = 0) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    value: Tensor = model(x.to(next(iter(model.parameters())).dtype)).float().square().mean()
-    return value
+    return model(x.to(next(iter(model.parameters())).dtype)).float().square().mean()
 
 
 def plain(accumulation: int) -> tuple[dict[str, Tensor], list[float]]:

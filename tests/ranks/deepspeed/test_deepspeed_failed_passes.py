@@ -35,8 +35,7 @@ def started(stage: int, passes: int = PASSES, **more: Any) -> deepspeed.DeepSpee
 
 
 def loss(engine: deepspeed.DeepSpeedEngine, number: float) -> Tensor:
-    value: Tensor = engine(torch.full((1, 4), float(number), dtype=engine.module.weight.dtype)).float().sum()
-    return value
+    return engine(torch.full((1, 4), float(number), dtype=engine.module.weight.dtype)).float().sum()
 
 
 def make(engine: deepspeed.DeepSpeedEngine, *numbers: float) -> None:

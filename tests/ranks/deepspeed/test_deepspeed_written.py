@@ -27,8 +27,7 @@ def net() -> nn.Module:
 
 def loss_of(model: Any, step: int, rank: int, turn: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * turn + rank)
-    value: Tensor = 3.0 * model(torch.randn(MICRO, 6, generator=generator)).square().mean()
-    return value
+    return 3.0 * model(torch.randn(MICRO, 6, generator=generator)).square().mean()
 
 
 def plain(limits: list[float], turns: tuple[int, ...], ranks: int = RANKS) -> tuple[dict[str, Tensor], list[float]]:

@@ -373,7 +373,7 @@ PAGES: dict[str, list[Block]] = {
         Block(first="session = shardwise.shard", before=native_pages.staged),
         Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),
         Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),
-        Block(first="stage = 3", how="shown", why="a plan's file, which tests/unit/test_plan_text.py reads"),
+        Block(first="stage = 3", how="shown", why="a plan's file, which tests/unit/test_plan.py reads"),
     ],
     "docs/hybrid-parallel.md": [
         Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),

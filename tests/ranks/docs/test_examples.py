@@ -170,8 +170,7 @@ def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) ->
 
 def _finetuned(*options: str) -> list[float]:
     main = runpy.run_path(str(EXAMPLES / "finetune.py"))["main"]
-    losses: list[float] = main(["--sequences", "64", *options])
-    return losses
+    return main(["--sequences", "64", *options])
 
 
 def test_finetune_learns_resumes_and_exports() -> None:

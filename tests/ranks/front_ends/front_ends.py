@@ -239,8 +239,7 @@ class FrontEnd:
             self.module.train()
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.module(inputs.half() if self.program.half and self.half_inputs else inputs)
-        return output
+        return self.module(inputs.half() if self.program.half and self.half_inputs else inputs)
 
     def one_pass(self) -> AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch."""

@@ -43,8 +43,7 @@ def scaled() -> Plan:
 
 def prepared(accelerator: Any, value: float) -> tuple[Any, Any]:
     model = line(value)
-    made: tuple[Any, Any] = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    return made
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
 
 def step(accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -55,8 +54,7 @@ def step(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 
 def weight_of(model: Any) -> Tensor:
-    found: Tensor = model.state_dict()["weight"].clone()
-    return found
+    return model.state_dict()["weight"].clone()
 
 
 # ---- one model after the other
@@ -138,8 +136,7 @@ class Saved(nn.Module):
         self.inner = line(value)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = self.inner(inputs)
-        return result
+        return self.inner(inputs)
 
     def save_pretrained(self, path: str) -> None:
         torch.save(self.state_dict(), path)

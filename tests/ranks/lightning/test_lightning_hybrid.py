@@ -30,8 +30,7 @@ class Language(LIGHTNING.load("LightningModule")):  # type: ignore[misc]
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         self.seen.append(batch["input_ids"])
-        loss: Tensor = self.net(**batch).loss
-        return loss
+        return self.net(**batch).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return optimizer_of(self.net)

@@ -38,8 +38,7 @@ class Dropping(Toy):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        output: Tensor = super().forward(self.dropout(inputs))
-        return output
+        return super().forward(self.dropout(inputs))
 
 
 def saver(path: str, **arguments: Any) -> Any:
