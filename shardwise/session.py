@@ -75,14 +75,14 @@ class Session:
     """One sharded model with its optimizers.
 
     Attributes:
-        module: call it instead of the model.
-        model: the user's own, whose parameters are sharded. It can be called, too, and has the methods of its class.
-        optimizer: the first optimizer, or ``None``.
-        optimizers: all optimizers.
-        plan, mesh: the arguments of the build.
-        pipeline: runs the passes of steps if the model has pipeline stages; otherwise ``None``.
-        checkpoints: ``save`` and ``load`` everything; ``wait_for_saves`` for asynchronous saves. All ranks write files,
-            which load with any number of ranks, parallelism, stage, packing, tier and precision.
+        module: the sharded model; call it instead of the original model.
+        model: the original model, whose parameters are sharded. It can be called, too, and keeps its methods.
+        optimizer: the first sharded optimizer, or ``None``.
+        optimizers: all sharded optimizers.
+        plan, mesh: the plan and the mesh of the build.
+        pipeline: runs the passes of a step if the model has pipeline stages; otherwise ``None``.
+        checkpoints: saves and loads the full state of the run. All ranks write files, which can be loaded with any
+            number of ranks, parallelism, stage, packing, tier and precision.
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
@@ -99,14 +99,14 @@ class Session:
         self.pipeline = PipelineSteps(shards, engine.grads, self.optimizer) if staged else None
 
     def backward(self, loss: torch.Tensor, tokens: float | None = None, retain_graph: bool = False) -> None:
-        """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. Unscaled without an optimizer."""
+        """Run the backward pass of ``loss``; see :meth:`ShardedOptimizer.backward`. No optimizer: no loss scale."""
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
             self.engine.grads.passes.backward(loss, tokens, 1.0, retain_graph)
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
-        """Return a context for a backward pass that the caller runs, of a loss that was multiplied by ``loss_scale``.
+        """Return a context in which the caller runs the backward pass of a loss multiplied by ``loss_scale``.
 
         Raises:
             RuntimeError: under ``average="tokens"``: :meth:`backward` takes the number of tokens.
@@ -119,11 +119,11 @@ class Session:
         self.engine.grads.passes.expect(loss_scale)
 
     def take_unscaled(self, takes: bool) -> None:
-        """Set whether ``loss.backward()`` of an unscaled loss is accepted under a loss scale, with a warning."""
+        """Set whether ``loss.backward()`` of an unscaled loss only warns under a loss scale, and is not an error."""
         self.engine.grads.passes.takes_unscaled = takes
 
     def divide_own_passes(self, by: float) -> None:
-        """Divide gradients of the caller's own ``loss.backward()`` by ``by`` from now on."""
+        """Divide gradients of later ``loss.backward()`` calls of the program by ``by``."""
         self.engine.grads.passes.own_divisor = by
 
     def reduce_rest(self) -> None:
@@ -134,7 +134,7 @@ class Session:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
 
         Args:
-            to_system: free what the device's caching allocator keeps, too.
+            to_system: also release the unused memory of the device's caching allocator.
         """
         self.engine.pool.drop_idle()
         if to_system:
@@ -143,17 +143,18 @@ class Session:
     def offload_states(self, pin_memory: bool = False) -> int:
         """Move masters and optimizer state from the device to host memory, until :meth:`reload_states`.
 
-        Meanwhile the model can be evaluated, saved and loaded; training raises. Every rank calls it, between steps.
+        While they are offloaded, the model can be evaluated, saved and loaded, and training raises an error. Call it on
+        every rank, between steps.
 
         Args:
-            pin_memory: page-lock that memory, and keep it for the next time.
+            pin_memory: page-lock the host memory, and keep it for the next call.
 
         Returns:
-            Bytes moved, on this rank.
+            Number of bytes that this rank moved.
 
         Raises:
-            RuntimeError: there are gradients that no step has used, updates are made during backward, or the session
-                is closed.
+            RuntimeError: there are gradients that no step has used, updates run during backward, or the session is
+                closed.
         """
         self.engine.guards.check_open("offload_states()")
         if self.has_gradients or self.plan.grad.update == "backward":
@@ -178,12 +179,12 @@ class Session:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with different data: ranks of one model-parallel or sequence-parallel group count once."""
+        """Number of ranks with different data. Ranks of a model-parallel or sequence-parallel group count as one."""
         return self.mesh.data_ranks
 
     @property
     def data_rank(self) -> int:
-        """This rank's index among them: the ``rank`` of a ``DistributedSampler``."""
+        """Index of this rank's data, from 0 to ``data_ranks - 1``: the ``rank`` of a ``DistributedSampler``."""
         return self.mesh.data_rank
 
     @property
@@ -205,11 +206,14 @@ class Session:
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the unsharded gradients that the next step would apply, averaged and unscaled, before clipping.
 
-        They are fp32 (fp64 if the gradients are), by parameter name, without parameters that have no gradient on any
-        rank. Collective; call it between backward and step.
+        Collective. Call it between backward and step.
+
+        Returns:
+            Gradients by parameter name, with the shapes of the parameters, in fp32 (fp64 for fp64 gradients).
+            Parameters without a gradient on any rank are left out.
 
         Raises:
-            RuntimeError: the plan does not keep them (``update="backward"``), or the session is closed.
+            RuntimeError: the plan does not keep gradients (``update="backward"``), or the session is closed.
         """
         self.engine.guards.check_open("full_gradients()")
         if self.plan.grad.update == "backward":
@@ -255,10 +259,10 @@ class Session:
         return sorted({self._index_of[id(param)] for param in params if id(param) in self._index_of})
 
     def gathered(self, params: Iterable[nn.Parameter], write_back: bool = False) -> AbstractContextManager[None]:
-        """Gather ``params`` and the units they belong to inside the block, as ``module.gathered()``. Every rank enters.
+        """Return a context in which ``params``, and the units to which they belong, are gathered. Collective.
 
         Args:
-            params: parameters of other models are ignored.
+            params: parameters to gather. Parameters of other models are ignored.
             write_back: see :meth:`ShardedModule.gathered`.
 
         Raises:
@@ -284,15 +288,15 @@ class Session:
         self.values.take_given()
 
     def write_back(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """Keep what was written to gathered parameters: to ``params``, or to all of them. Collective."""
+        """Copy writes to gathered parameters (``params``, or all of them) into the shards. Collective."""
         self.values.write_back(None if params is None else self.places(params))
 
     @collective("unshard()")
     def unshard(self) -> None:
-        """:meth:`close`, and give the model its full parameters back, on the host (fp32 masters if there are any).
-        Collective. Idempotent.
+        """Close the session and restore the ordinary model, with full parameters on the host. Collective. Idempotent.
 
-        The model is an ordinary one then. The state of its optimizer stays sharded, so create a new optimizer.
+        Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
+        new optimizer.
         """
         if self.engine.guards.given_back:
             return
@@ -339,8 +343,8 @@ class Session:
     def traffic(self) -> dict[str, int]:
         """Return the bytes that this rank has sent, by kind of operation, over all axes.
 
-        If shards or state are on a disk, ``disk_read`` and ``disk_write`` are the bytes transferred, with each record
-        rounded up to 4096.
+        If shards or state are on a disk, ``disk_read`` and ``disk_write`` are the transferred bytes. Each record is
+        rounded up to 4096 bytes.
         """
         store = self._shards.storage.store
         disk = {} if store is None else {"disk_read": store.bytes_read, "disk_write": store.bytes_written}
@@ -353,23 +357,23 @@ class Session:
             self._shards.storage.store.reset_counters()
 
     def memory_stats(self) -> MemStats | None:
-        """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""
+        """Return the memory trace of the last training step; ``None`` before a step, or without a device capacity."""
         return self.module.memory_stats()
 
     def memory_so_far(self) -> MemStats | None:
-        """As :meth:`memory_stats`, of the current step until now, or of one that failed."""
+        """Return the memory trace of the current step until now, or of a failed step."""
         return self.engine.meter.so_far() if self.engine.meter is not None else None
 
     def use_memory_stats(self, stats: MemStats) -> None:
-        """Place chunks by an earlier trace, without a warm-up step (``auto``).
+        """Place chunks by an earlier trace instead of a traced first step (``auto``).
 
         Args:
             stats: the result of :meth:`memory_stats` for the same model and plan, or of
                 :func:`~shardwise.core.memory.trace.tracing.trace_memory` for the same model.
 
         Raises:
-            ValueError: its units or modules have other names or sizes than this model's, or the plan has no device
-                capacity.
+            ValueError: the trace has units or modules with other names or sizes than this model, or the plan has no
+                device capacity.
         """
         if self.engine.meter is None:
             raise ValueError(
@@ -389,10 +393,10 @@ class Session:
         return self.engine.guards.closed
 
     def close(self) -> None:
-        """Remove the hooks from the model, and free files, threads and memory; the mesh has its own ``close``.
+        """Remove the hooks from the model, and free files, threads and memory. The mesh is not closed.
 
-        Call :meth:`ShardedModule.state_dict` first if the values are needed. Without ``close()``, the same happens when
-        the last reference to session, model and optimizers is gone.
+        Call :meth:`ShardedModule.state_dict` first if you need the values. Without ``close()``, the last reference to
+        session, model and optimizers frees the resources.
         """
         try:
             self.checkpoints.close()
@@ -412,26 +416,26 @@ def build(
     """Shard ``model`` in place and wrap its optimizers. Collective.
 
     Args:
-        model: any module, real, on the meta device, or built under ``deferred_init()``.
-        optimizer: one, several (each parameter in at most one), or ``None``. Their ``param_groups`` hold the model's
-            parameters as before. Their ``zero_grad``, ``state_dict`` and ``load_state_dict`` are redirected to the
-            session's; their ``step`` and ``add_param_group`` raise.
+        model: any module: with values, on the meta device, or built under ``deferred_init()``.
+        optimizer: one, several (each parameter in at most one), or ``None``. Their ``param_groups`` keep the model's
+            parameters. Their ``zero_grad``, ``state_dict`` and ``load_state_dict`` are redirected to the session's
+            optimizers; their ``step`` and ``add_param_group`` raise an error.
         plan: see :mod:`shardwise.plan`.
-        mesh: by default made from ``plan.mesh`` over all ranks.
-        device: of the parameters, if no mesh is given; by default this rank's GPU if there is one for each rank. It
+        mesh: device mesh; by default it is made from ``plan.mesh`` over all ranks.
+        device: device of the parameters, if no mesh is given; by default this rank's GPU if every rank has one. It
             need not be the current device.
 
     Raises:
         TypeError: an argument has the wrong type.
         RuntimeError: called inside ``deferred_init()``.
         ValueError: the plan does not fit the number of ranks, an optimizer cannot be sharded, or the ranks have
-            different parameters, optimizers, param groups, plans or versions. Every rank says which.
-        DeviceMemoryError: the declared device memory does not hold the model and its optimizers.
+            different parameters, optimizers, param groups, plans or versions. The message on every rank names them.
+        DeviceMemoryError: the model and its optimizers do not fit into the declared device memory.
         PeerError: another rank cannot build; the message has its error.
 
-    After an error no hooks, files and process groups are left, and optimizers have their ``step``, parameters and state
-    back. The model has its values, unless the build was moving them already (a disk failed, a peer is gone, memory ran
-    out, or Ctrl-C came twice); a note of the error says so.
+    After an error, hooks, files and process groups are removed, and optimizers have their ``step``, parameters and
+    state again. The model keeps its values, unless the error came while values were being moved (a disk failed, a rank
+    died, memory ran out, or Ctrl-C was pressed twice); then a note of the error says so.
     """
     optimizers = _optimizers_of(model, optimizer)
     if not isinstance(plan, Plan):
@@ -494,33 +498,34 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of :func:`shard`, which cover most runs.
+    """The settings of :func:`shard`.
 
     Attributes:
-        stage: the ZeRO stage: 0 shards nothing, 1 masters and optimizer state, 2 gradients too, 3 parameters too.
+        stage: the ZeRO stage. 0 shards nothing; 1 shards masters and optimizer state; 2 also gradients; 3 also
+            parameters.
         precision: ``"bf16"`` or ``"fp16"`` casts parameters and inputs, and keeps fp32 masters; ``"fp32"`` and
-            ``None`` change nothing.
-        max_norm: gradients are clipped to this norm; 0 is off.
-        average: over the backward passes of a step (gradient accumulation). ``"sum"`` adds, as autograd does;
-            ``"mean"`` divides by their number; ``"tokens"`` weighs each pass by the ``tokens=`` of its ``backward``.
+            ``None`` do not cast.
+        max_norm: gradients are clipped to this norm; 0 turns clipping off.
+        average: how gradients of the backward passes of a step are combined (gradient accumulation). ``"sum"`` adds
+            them, as autograd does; ``"mean"`` divides the sum by the number of passes; ``"tokens"`` weights each pass
+            by the ``tokens=`` of its ``backward``.
         offload: ``"host"`` or a directory on a disk for masters and optimizer state, and at stage 3 for parameters;
             ``None`` keeps them on the device.
-        replicas: copies of the sharded model (hybrid sharding, stages 1 to 3).
+        replicas: number of copies of the sharded model (hybrid sharding, stages 1 to 3).
         tp: number of tensor-parallel ranks.
         pp: number of pipeline-parallel ranks.
         sp: number of sequence-parallel ranks.
-        sequence: the mode of sequence parallelism: ``"all_to_all"`` or ``"ring_attn"`` over ``sp`` ranks;
-            ``"split_gather"`` between layers, over the ``tp`` ranks. ``None`` is ``"all_to_all"`` if ``sp`` is above
-            1.
-        microbatches: of a batch in a pipeline; ``None`` is one for each stage.
+        sequence: the mode of sequence parallelism: ``"all_to_all"`` or ``"ring_attn"`` over ``sp`` ranks, or
+            ``"split_gather"`` between layers over the ``tp`` ranks. ``None`` is ``"all_to_all"`` if ``sp`` is above 1.
+        microbatches: number of micro-batches per batch in a pipeline; ``None`` is one for each stage.
         device_memory: limit of device memory, in bytes or as a string such as ``"64MiB"``; ``None``: no limit.
-        reshard_after_forward: for modules by name, whether their parameters are freed after forward and gathered again
-            by backward (FSDP2's ``True``), or stay gathered (``False``): ``{"lm_head": False}``. Modules inside them
-            may have another value. Other modules are as ``stage`` says.
+        reshard_after_forward: by module name, whether parameters are freed after forward and gathered again in backward
+            (``True``, as in FSDP2), or stay gathered (``False``), such as ``{"lm_head": False}``. Modules inside them
+            may have another value. For other modules ``stage`` decides.
 
     Raises:
-        ValueError: a value is out of range, or two contradict each other.
-        TypeError: ``offload`` is neither a string nor a path, or ``reshard_after_forward`` is no mapping.
+        ValueError: a value is out of range, or two settings exclude each other.
+        TypeError: ``offload`` is neither a string nor a path, or ``reshard_after_forward`` is not a mapping.
     """
 
     stage: int = 3
@@ -628,24 +633,24 @@ def shard(
     device: torch.device | str | None = None,
     **settings: Unpack[ShardArguments],
 ) -> Session:
-    """Shard ``model`` over all ranks, in place, with its optimizers. Collective.
+    """Shard ``model`` in place over all ranks, with its optimizers. Collective.
 
-    The process group is made from the variables that torchrun and ``shardwise run`` set (``RANK``, ``WORLD_SIZE``);
-    without them this is one process. Call ``session.module``, then ``session.backward(loss)`` and
-    ``session.optimizer.step()``. With pipeline stages call ``session.pipeline.step`` instead. Shard the data set by
-    ``session.data_rank`` and ``session.data_ranks``.
+    The process group is created from the environment variables of torchrun and ``shardwise run`` (``RANK``,
+    ``WORLD_SIZE``); without them the program runs in one process. Call ``session.module``, then
+    ``session.backward(loss)`` and ``session.optimizer.step()``; with pipeline stages call ``session.pipeline.step``
+    instead of the first two. Divide the data set by ``session.data_rank`` and ``session.data_ranks``.
 
     Args:
-        model: any module, real, on the meta device, or built under ``deferred_init()``.
+        model: any module: with values, on the meta device, or built under ``deferred_init()``.
         optimizer: one, several (each parameter in at most one), or ``None``; any element-wise torch optimizer.
-        plan: a full plan instead of ``settings``, or the TOML or JSON file of one.
-        device: of the parameters; by default this rank's GPU if there is one for each rank.
-        settings: those of :class:`Settings`: ``stage=3, precision="bf16", tp=2``.
+        plan: a plan, or the path of a TOML or JSON file with a plan, instead of ``settings``.
+        device: device of the parameters; by default this rank's GPU if every rank has one.
+        settings: fields of :class:`Settings`, such as ``stage=3, precision="bf16", tp=2``.
 
     Raises:
         TypeError: unknown setting, or an argument of the wrong type.
         OSError: the plan's file cannot be read.
-        ValueError: both a plan and settings are given; or see :class:`Settings`, :meth:`shardwise.plan.Plan.load` and
+        ValueError: a plan and settings are given, or an error of :class:`Settings`, :meth:`shardwise.plan.Plan.load` or
             :func:`shardwise.session.build`.
     """
     names = [each.name for each in fields(Settings)]

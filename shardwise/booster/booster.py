@@ -195,15 +195,15 @@ class Booster:
         several calls accumulate.
 
         Args:
-            data_iter: its next item is the batch, the same on every rank of the pipeline: a mapping of the model's
-                arguments, a sequence of them, or one tensor. Batches may be of any size.
+            data_iter: an iterator whose next item is the batch: a mapping of the model's arguments, a sequence of them,
+                or one tensor, equal on every rank of the pipeline. Batches may have any size.
             model: the boosted model.
-            criterion: ``criterion(outputs, inputs)`` is a micro-batch's loss, the mean over its rows; it is called
-                on the rank of the last stage.
+            criterion: ``criterion(outputs, inputs)`` returns the loss of a micro-batch, the mean over its rows. It is
+                called on the rank of the last stage.
             optimizer: the optimizer boosted with the model; ``None`` for forward passes only.
-            return_loss: the result has the loss.
-            return_outputs: the result has the model's outputs; they need memory for the whole batch.
-            broadcast_loss: an extension: every rank gets the loss.
+            return_loss: return the loss.
+            return_outputs: return the model's outputs, which need memory for the full batch.
+            broadcast_loss: return the loss on every rank. ColossalAI does not have this argument.
 
         Returns:
             ``loss``: detached, the mean of the micro-batches' losses weighted by rows, on the ranks of the last stage,
@@ -220,7 +220,7 @@ class Booster:
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients of backward passes inside locally; the first pass afterwards reduces the sum.
+        """Return a context without reductions: gradients add up locally, and the first later pass reduces the sum.
 
         Without a plugin this has no effect.
 
@@ -248,7 +248,7 @@ class Booster:
         Args:
             model: a plain module.
             pretrained_dir: load a saved adapter (trainable) instead of a new one.
-            lora_config: a ``peft.LoraConfig`` for a new one.
+            lora_config: a ``peft.LoraConfig`` for a new adapter.
             bnb_quantization_config: accelerate's configuration of packed weights; ``None``: 4 bits (nf4 with double
                 quantization), with computation in bf16.
             quantize: pack the weights of linear layers except the head with bitsandbytes (QLoRA).
@@ -256,7 +256,8 @@ class Booster:
         Raises:
             ImportError: peft is not installed, or bitsandbytes if it is needed.
             TypeError: a configuration of another type.
-            ValueError: neither directory nor configuration, a boosted model, or one without values to pack.
+            ValueError: neither a directory nor a configuration is given, the model is boosted, or it has no values to
+                pack.
         """
         if self.plugin is not None and not self.plugin.support_lora():
             raise ValueError(f"{type(self.plugin).__name__} does not support LoRA; train the whole model")
@@ -297,7 +298,7 @@ class Booster:
                 safetensors; with ``shard`` a directory that ``from_pretrained`` loads. Either is replaced in one step,
                 so after a failure the earlier one is unchanged.
             shard: several files with an index.
-            gather_dtensor: only True.
+            gather_dtensor: must be True.
             prefix: prefix of every name; with ``shard`` part of the files' names, like Hugging Face's ``variant``.
             size_per_shard: largest size of a shard in MB of 2**20 bytes; only a shard of a single tensor may be larger.
             use_safetensors: format of shards: False writes ColossalAI's torch files (``pytorch_model-00001.bin``), True
@@ -369,9 +370,9 @@ class Booster:
             checkpoint: a file, of torch (a ``state_dict()``) if it ends in ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``,
                 otherwise of safetensors; with ``shard`` a directory in ColossalAI's layout (torch files).
             shard: several files with an index; names of parameters and loss scale are in the index.
-            gather_dtensor: only True.
+            gather_dtensor: must be True.
             prefix: part of the files' names, with ``shard`` only.
-            size_per_shard: MB of 2**20 bytes.
+            size_per_shard: largest size of a shard in MB of 2**20 bytes.
             use_async: as in :meth:`save_model`.
 
         Raises:
@@ -501,9 +502,9 @@ class Booster:
             optimizer: the optimizer boosted with it.
             lr_scheduler: one, or a list of them, as in the save; ``None`` does not restore schedulers.
             tag: name of the checkpoint; the newest by default.
-            resume: ``"auto"``: the newest complete one; damaged ones are skipped with a notice, and ``None`` is
-                returned without a checkpoint, so that the same command starts and resumes a run.
-            strict: missing or unexpected names are errors. Different shapes always are.
+            resume: ``"auto"``: load the newest complete checkpoint and report damaged ones, or return ``None`` if no
+                checkpoint exists, so that the same command starts and resumes a run.
+            strict: missing or unexpected names are errors. Different shapes are always errors.
             fit: see :class:`FitOptions`.
 
         Returns:

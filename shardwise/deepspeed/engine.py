@@ -83,22 +83,22 @@ class ThroughputTimer:
 
 
 class DeepSpeedEngine(ModeOfModule):
-    """A sharded model, its optimizer and its schedule, stepped every ``gradient_accumulation_steps`` backward passes.
+    """A sharded model with its optimizer and scheduler, which step every ``gradient_accumulation_steps`` passes.
 
     Attributes:
-        module: the user's model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
-            rank's parameters in the compute dtype at stages 0 to 2, and is an error at stage 3.
+        module: the original model, which is sharded in place and can be called directly. Its ``state_dict()`` has this
+            rank's parameters in the compute dtype at stages 0 to 2, and raises an error at stage 3.
         optimizer: the sharded optimizer, or ``None``.
-        lr_scheduler: stepped after every update, but not after a step that was skipped for overflow.
+        lr_scheduler: the scheduler. It steps after every update, but not after a step skipped because of an overflow.
         session: the session (plan, memory, traffic).
         report: which keys of the configuration are used or ignored.
         global_steps: number of steps, including skipped ones.
         micro_steps: number of calls of :meth:`step`.
-        global_samples: samples of those steps' backward passes, over all ranks. With
+        global_samples: number of samples in the backward passes of these steps, over all ranks. With
             ``managed_gradient_accumulation=false`` a pass with ``retain_graph=True`` is not counted, because another
-            one over the same samples follows.
-        skipped_steps: steps without an update because a gradient was not finite.
-        monitor: writes the metrics of steps.
+            pass over the same samples follows.
+        skipped_steps: number of steps without an update because a gradient was not finite.
+        monitor: writes the metrics of each step.
         training_dataloader: the data loader of ``training_data``.
         is_compiled: whether :meth:`compile` was called.
     """
@@ -180,12 +180,12 @@ class DeepSpeedEngine(ModeOfModule):
             return self.session.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Run the backward pass of ``loss``, the mean over the micro-batch, times the loss scale of fp16.
+        """Run the backward pass of ``loss``, multiplied by the loss scale under fp16.
 
         Args:
-            loss: a scalar; divided by ``gradient_accumulation_steps`` if ``scale_wrt_gas``.
+            loss: a scalar, the mean over the micro-batch.
             retain_graph: as in :meth:`torch.Tensor.backward`.
-            scale_wrt_gas: see ``loss``.
+            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps``.
 
         Returns:
             The divided loss.
@@ -239,11 +239,11 @@ class DeepSpeedEngine(ModeOfModule):
         self.session.reduce_rest()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
-        """Reduce the passes inside together at the end; at stages 2 and 3 each pass is still reduced."""
+        """Return a context whose passes are reduced together at its end; stages 2 and 3 still reduce each pass."""
         return self._apart.coalesced()
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters that nothing uses (stage 3)."""
+        """Free gathered parameters that are not in use (stage 3)."""
         gc.collect()
         self.session.drop_gathered()
 
@@ -254,7 +254,7 @@ class DeepSpeedEngine(ModeOfModule):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the model once with ``torch.compile``; gathers break the graph between modules.
+        """Compile the model once with ``torch.compile``. Gathers cause graph breaks between modules.
 
         Raises:
             NotImplementedError: a ``schedule``, compiled autograd, or tensor parallelism.
@@ -269,7 +269,7 @@ class DeepSpeedEngine(ModeOfModule):
             self.is_compiled = True
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Run backward passes without reductions (stages 0 and 1); ``step()`` is not allowed inside."""
+        """Return a context without reductions (stages 0 and 1). ``step()`` inside it is an error."""
         return self._apart.no_sync()
 
     # ---- data
@@ -287,7 +287,7 @@ class DeepSpeedEngine(ModeOfModule):
         """Return a data loader of micro-batches whose sampler divides ``dataset`` over the ranks.
 
         Args:
-            dataset: an iterable dataset has to divide itself.
+            dataset: a dataset. An iterable dataset must divide its samples over the ranks itself.
             batch_size: samples per rank; by default the micro-batch.
             route: ``"train"`` shuffles; ``loader.sampler.set_epoch(epoch)`` gives another order.
             pin_memory: see ``DataLoader``.
@@ -473,9 +473,9 @@ class DeepSpeedEngine(ModeOfModule):
             self._losses.append(loss.detach())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients at stages 0 and 1; at stages 2 and 3 they stay, as in DeepSpeed.
+        """Drop gradients at stages 0 and 1; keep them at stages 2 and 3, as in DeepSpeed.
 
-        The count of passes continues, except after a failed pass, which starts the step over.
+        The count of passes does not change, except after a failed pass, where the step starts again.
         """
         self.session.drop_failed()
         if self.settings.stage < 2:
@@ -639,11 +639,11 @@ class DeepSpeedEngine(ModeOfModule):
         return betas if any(betas) else self._of_groups("momentum")
 
     def train_batch_size(self) -> int:
-        """Return the samples per step over all ranks."""
+        """Return the number of samples per step over all ranks."""
         return self._batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per backward pass and rank."""
+        """Return the number of samples per backward pass on each rank."""
         return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
@@ -667,7 +667,7 @@ class DeepSpeedEngine(ModeOfModule):
         self.session.divide_own_passes(self._batch.accumulation)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch, and with it the batch."""
+        """Change the number of samples per backward pass, and with it :meth:`train_batch_size`."""
         integer("micro_batch_size", micro_batch_size, 1, what="a number of samples")
         accumulation = self._batch.accumulation
         self._batch = Batch(micro_batch_size * accumulation * self.dp_world_size, micro_batch_size, accumulation)

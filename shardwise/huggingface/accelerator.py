@@ -62,7 +62,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         ValueError: a plan with another average; another parameter dtype than ``mixed_precision``; an additional FSDP,
             DeepSpeed, Megatron or XLA configuration.
         NotImplementedError: ``dynamo_backend``, tensor, pipeline or sequence parallelism, fp8.
-        RuntimeError: accelerate does not know the other ranks, so each rank would get all batches.
+        RuntimeError: accelerate was initialised without the other ranks, so each rank would get all batches.
     """
 
     _models: list[Any]
@@ -273,7 +273,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Skip reductions inside if the plan keeps unsharded gradients (DDP, ZeRO-1); otherwise no effect."""
+        """Return a context without reductions if the plan keeps full gradients (DDP, ZeRO-1); otherwise no effect."""
         session = self.session_of(model)
         keeps_whole = session is not None and session.plan.shard.reduce == "last"
         with session.no_sync() if session is not None and keeps_whole else nullcontext():
@@ -310,15 +310,18 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip the global norm of the gradients of the next step; return the unscaled norm before, over all ranks.
+        """Clip the global norm of the gradients of the next step. Collective.
 
-        Between the passes of an update (``sync_gradients`` False) nothing is clipped. Collective.
+        Between the passes of an update (``sync_gradients`` is False) nothing is clipped.
 
         Args:
-            parameters: of one model or several, or of a part of one. Parameters that are not sharded count with the
-                gradient of each rank, which must be the same on all ranks.
+            parameters: parameters of one model or several, or of a part of one. A parameter that is not sharded must
+                have the same gradient on all ranks.
             max_norm: largest norm of all gradients together.
             norm_type: p of the p-norm.
+
+        Returns:
+            The unscaled norm before clipping, over all ranks.
 
         Raises:
             NotImplementedError: with a loss scale, parameters other than those of a complete model with one optimizer.
@@ -360,7 +363,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # gradients are dropped and the program repeats all its passes, so the step's blocks so far do not count.
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Run a pass of an update as accelerate does; see [Note: Passes that fail inside of accumulate]."""
+        """Return the context of one pass of an update; see [Note: Passes that fail inside of accumulate]."""
         with super().accumulate(*models):
             self._in_block = True
             try:
@@ -389,7 +392,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     # ---- models and state
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the user's module. It is still sharded: use :meth:`get_state_dict` for its values."""
+        """Return the original module, which is still sharded. Use :meth:`get_state_dict` for its values."""
         if isinstance(model, ShardedModule):
             model = model.unwrap()
         plain: nn.Module = super().unwrap_model(model, *args, **kwargs)
@@ -476,10 +479,10 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free objects as accelerate does; sharded models among ``objects`` are closed immediately.
+        """Free objects as accelerate does, and close sharded models among ``objects``.
 
-        All other models are no longer prepared, so later states do not contain them. Their memory is freed with the
-        last reference to model and optimizer; until then they work, and may be prepared again.
+        Later states do not contain the other models. Their memory is freed with the last reference to model and
+        optimizer; until then they work, and may be prepared again.
         """
         for each in objects:
             session = self.session_of(each) if isinstance(each, nn.Module) else None
@@ -525,10 +528,10 @@ def prepare(
     Args:
         model: any module.
         optimizer: an optimizer of its parameters.
-        dataloader: its batches are divided over the ranks.
+        dataloader: a data loader, whose batches are divided over the ranks.
         scheduler: a scheduler of the optimizer.
         plan: see :mod:`shardwise.plan`.
-        options: arguments of the accelerator.
+        options: arguments of :class:`ShardwiseAccelerator`.
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)
     objects = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]

@@ -69,7 +69,7 @@ class ShardwiseTrainer(Trainer):
         return {**options, "mixed_precision": "no"}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator as the base class does, with ours instead."""
+        """Create the accelerator as the base class does, as a :class:`ShardwiseAccelerator`."""
         _check(self.args, self.plan)
         super().create_accelerator_and_postprocess()
         self.accelerator = ShardwiseAccelerator(
@@ -100,7 +100,7 @@ class ShardwiseTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for ``from_pretrained``. Collective; the main process writes.
 
-        A new directory appears when it is complete. In an existing directory each file is replaced atomically, see
+        A new directory becomes visible when it is complete. In an existing one each file is replaced atomically, see
         :func:`shardwise.core.checkpoint.formats.output.output_files`.
 
         Raises:

@@ -99,14 +99,14 @@ def _cosine(lr: Any, low: float, step: int, steps: int) -> Any:
 
 
 class CosineAnnealingLR(plain.CosineAnnealingLR):
-    """Half a cosine from ``lr`` to ``eta_min`` in ``total_steps``; it rises again after these, as torch's does."""
+    """Half a cosine from ``lr`` to ``eta_min`` in ``total_steps``; afterwards the rate rises again, as in torch."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0, last_epoch: int = -1) -> None:
         super().__init__(optimizer, _after(total_steps), eta_min=eta_min, last_epoch=last_epoch)
 
 
 class FlatAnnealingWarmupLR(_WarmupLR):
-    """``warmup_steps`` up to ``lr``, ``lr`` for the share ``pct_start`` of the rest, then half a cosine to ``eta_min``
+    """Warm-up to ``lr``, ``lr`` for the fraction ``pct_start`` of the other steps, then half a cosine to ``eta_min``
     at ``total_steps``."""
 
     def __init__(
@@ -128,7 +128,7 @@ class FlatAnnealingWarmupLR(_WarmupLR):
 
 
 class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
-    """``warmup_steps`` up to ``lr``, then half a cosine to ``eta_min`` at ``total_steps``."""
+    """Warm-up to ``lr`` in ``warmup_steps``, then half a cosine to ``eta_min`` at ``total_steps``."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """``lr`` for the share ``pct_start`` of the steps, then half a cosine to ``eta_min`` at ``total_steps``."""
+    """``lr`` for the fraction ``pct_start`` of the steps, then half a cosine to ``eta_min`` at ``total_steps``."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class FlatAnnealingLR(FlatAnnealingWarmupLR):
 
 
 class LinearWarmupLR(_WarmupLR):
-    """A straight line up to ``lr`` at ``warmup_steps``, then one down to 0 at ``total_steps``, where it stays."""
+    """Linear increase to ``lr`` at ``warmup_steps``, then linear decrease to 0 at ``total_steps``; then 0."""
 
     def get_lr(self) -> list[Any]:
         if self.last_epoch < self._warmup:
@@ -167,7 +167,7 @@ class LinearWarmupLR(_WarmupLR):
 
 
 class PolynomialWarmupLR(_WarmupLR):
-    """``warmup_steps`` up to ``lr``, then to ``end_lr`` at ``total_steps``, by the power ``power`` of the rest."""
+    """Warm-up to ``lr``, then polynomial decay of degree ``power`` to ``end_lr`` at ``total_steps``."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class PolynomialWarmupLR(_WarmupLR):
 
 
 class PolynomialLR(PolynomialWarmupLR):
-    """From ``lr`` to ``end_lr`` at ``total_steps``, by the power ``power`` of the steps that are left."""
+    """Polynomial decay of degree ``power`` from ``lr`` to ``end_lr`` at ``total_steps``."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class PolynomialLR(PolynomialWarmupLR):
 
 
 class MultiStepWarmupLR(_WarmupLR):
-    """``warmup_steps`` up to ``lr``, then ``lr`` times ``gamma`` at each of ``milestones``, counted from the beginning.
+    """Warm-up to ``lr``, then ``lr`` times ``gamma`` at each of ``milestones``, counted from the first step.
 
     Milestones within the warm-up have no effect, with a warning.
     """
@@ -228,7 +228,7 @@ class MultiStepWarmupLR(_WarmupLR):
 
 
 class MultiStepLR(plain.MultiStepLR):
-    """``lr`` times ``gamma`` at each of ``milestones``, in steps."""
+    """The rate is multiplied by ``gamma`` at each of ``milestones``, in steps."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class MultiStepLR(plain.MultiStepLR):
 
 
 class OneCycleLR(plain.OneCycleLR):
-    """Up to the optimizer's rate and down again in ``total_steps``, momentum the other way (arXiv 1708.07120)."""
+    """Increase to the optimizer's rate and decrease in ``total_steps``, with opposite momentum (arXiv 1708.07120)."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class OneCycleLR(plain.OneCycleLR):
 
 
 class LambdaLR(plain.LambdaLR):
-    """``lr`` times ``lr_lambda(step)``, beyond ``total_steps``, too."""
+    """``lr`` times ``lr_lambda(step)``, also after ``total_steps``."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Lambda | None = None, last_epoch: int = -1
@@ -290,7 +290,7 @@ class LambdaLR(plain.LambdaLR):
 
 
 class MultiplicativeLR(plain.MultiplicativeLR):
-    """The last rate times ``lr_lambda(step)``, beyond ``total_steps``, too."""
+    """The previous rate times ``lr_lambda(step)``, also after ``total_steps``."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Lambda | None = None, last_epoch: int = -1
@@ -300,7 +300,7 @@ class MultiplicativeLR(plain.MultiplicativeLR):
 
 
 class StepLR(plain.StepLR):
-    """``lr`` times ``gamma`` every ``step_size`` steps, beyond ``total_steps``, too."""
+    """The rate is multiplied by ``gamma`` every ``step_size`` steps, also after ``total_steps``."""
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
@@ -310,7 +310,7 @@ class StepLR(plain.StepLR):
 
 
 class ExponentialLR(plain.ExponentialLR):
-    """``lr`` times ``gamma`` at every step, beyond ``total_steps``, too. 1.0, the default, changes nothing."""
+    """The rate is multiplied by ``gamma`` in every step, also after ``total_steps``. The default 1.0 keeps the rate."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1) -> None:
         _after(total_steps)

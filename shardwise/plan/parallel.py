@@ -22,12 +22,12 @@ class TensorPlan:
     """Tensor parallelism: how layers are split over the ``tp`` ranks of the mesh.
 
     Attributes:
-        parallel_output: logits stay cut by the vocabulary, where the model's own loss allows it.
-        vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of it.
-        architecture: what is cut in which module (``Architecture``); ``None``: what is known of
-            the model's classes.
-        sequence: ``"split_gather"``: each rank has a part of every sequence between the layers that are cut, and
-            gathers it where such a layer begins. ``None``: all ranks have all of it.
+        parallel_output: logits stay split by the vocabulary, if the model's own loss supports it.
+        vocabulary_multiple: each rank's rows of the vocabulary are padded to a multiple of this number.
+        architecture: how modules are divided (``Architecture``); ``None``: the registered architecture of the model's
+            classes.
+        sequence: ``"split_gather"``: between tensor-parallel layers each rank has a part of every sequence, which is
+            gathered where such a layer begins. ``None``: all ranks have full sequences.
     """
 
     parallel_output: bool = True
@@ -52,14 +52,14 @@ class PipelinePlan:
         schedule: ``"1f1b"``; ``"interleaved"`` with several stages per rank; ``"zbv"`` (zero bubble) with two stages
             per rank, the first and the last on the first rank, and weight gradients computed while a rank would wait.
         chunks: stages per rank; at most 256 stages in all.
-        microbatches: number of micro-batches, of even size as far as possible; at most 16384.
-        microbatch_rows: rows of each micro-batch but the last, if ``microbatches`` is ``None``. If both are ``None``,
-            there is one micro-batch per stage.
-        layers: number of layers of each stage; ``None``: even, with more in the middle.
-        cache_shapes: exchange the shapes of what stages send once for each shape of the inputs, not every time.
-        body: where the layers are (``Body``), for a model whose class is not known.
-        orders: for ``"zbv"``, the actions of each rank in their order (``given_schedule``), for steps of as many
-            micro-batches as it has. ``None``: the order of the paper.
+        microbatches: number of micro-batches, as equal in size as possible; at most 16384.
+        microbatch_rows: rows of each micro-batch except the last, if ``microbatches`` is ``None``. If both are
+            ``None``, there is one micro-batch per stage.
+        layers: number of layers of each stage; ``None``: as even as possible, with more in the middle.
+        cache_shapes: stages exchange shapes once for each shape of the inputs; ``False``: with every message.
+        body: where the layers are (``Body``), for a model whose class is not registered.
+        orders: for ``"zbv"``, the actions of each rank in their order (``given_schedule``), for steps with its number
+            of micro-batches. ``None``: the order of the paper.
     """
 
     schedule: Literal["1f1b", "interleaved", "zbv"] = "1f1b"
@@ -96,12 +96,12 @@ class SequencePlan:
     """Sequence parallelism: how the ``sp`` ranks of the mesh share sequences.
 
     Attributes:
-        mode: ``"all_to_all"`` gives each rank some attention heads of whole sequences (DeepSpeed-Ulysses);
-            ``"ring_attn"`` passes keys and values from rank to rank (ring attention), with parts that cost the same
+        mode: ``"all_to_all"`` gives each rank some attention heads of full sequences (DeepSpeed-Ulysses);
+            ``"ring_attn"`` sends keys and values from rank to rank (ring attention), with parts that cost the same
             under a causal mask ("zigzag").
-        inner_ring: for ``"ring_attn"``, the ranks of an inner ring, which keys and values pass before they go to the
-            next ring; ``None``: one ring of all ranks.
-        parallel_output: keep logits split by the sequence, where the model's own loss allows it.
+        inner_ring: for ``"ring_attn"``, the number of ranks in an inner ring, through which keys and values are sent
+            before they go to the next ring; ``None``: one ring of all ranks.
+        parallel_output: logits stay split by the sequence, if the model's own loss supports it.
         architecture: where a model's sequences begin and end; ``None``: the table entry of the model's classes.
     """
 

@@ -67,17 +67,18 @@ class MeshPlan:
     """The device mesh: how many ranks there are along each axis.
 
     Attributes:
-        dp_shard: ranks that shard one copy of the parameters; 1 is plain replication (DDP), -1 all remaining ranks.
-        dp_replicate: copies of the parameters; -1 for all remaining ranks.
-        tp: ranks that split the layers of a stage (tensor parallelism).
-        pp: stages of the model (pipeline parallelism).
-        dp_outside: order of the axes. Neighbouring ranks belong to ``tp`` first, then to ``dp_shard``,
-            ``dp_replicate`` and ``pp``; with ``dp_outside`` to ``tp``, ``pp``, ``dp_shard`` and ``dp_replicate``.
-        sp: neighbouring data-parallel ranks that see parts of the same sequences. They share parameters as all
-            data-parallel ranks do, so ``sp`` divides ``dp_replicate * dp_shard`` and multiplies with no other size.
-        secondary: neighbouring ranks (those of one host) that keep a second copy of the parameters from the first
-            gather after an update, which later gathers read (hpZ of ZeRO++); it divides ``dp_shard``. ``"host"``: the
-            number of ranks on each host. ``None`` or ``dp_shard``: no second copy.
+        dp_shard: number of ranks that shard one copy of the parameters. 1: full replication (DDP); -1: all remaining
+            ranks.
+        dp_replicate: number of copies of the parameters; -1: one for each remaining rank.
+        tp: number of ranks that split the layers of a stage (tensor parallelism).
+        pp: number of stages of the model (pipeline parallelism).
+        dp_outside: order of the axes, from neighbouring ranks to distant ones. ``False``: ``tp``, ``dp_shard``,
+            ``dp_replicate``, ``pp``. ``True``: ``tp``, ``pp``, ``dp_shard``, ``dp_replicate``.
+        sp: number of neighbouring data-parallel ranks that see parts of the same sequences. They shard parameters as
+            all data-parallel ranks do, so ``sp`` divides ``dp_replicate * dp_shard`` and adds no ranks.
+        secondary: number of neighbouring ranks (of one host) that keep a second copy of the parameters from the first
+            gather after an update on, which later gathers read (hpZ of ZeRO++). It divides ``dp_shard``. ``"host"``:
+            the number of ranks on each host. ``None`` or ``dp_shard``: no second copy.
     """
 
     dp_shard: int
@@ -155,7 +156,7 @@ class ByNumel:
     """Pack parameters in module order into chunks of up to ``chunk_numel`` elements; larger ones have their own chunk.
 
     A model smaller than ``min_chunks`` such chunks gets about ``min_chunks`` smaller ones, so that small models, too,
-    have chunks to overlap and to free. 1 takes the size as it is.
+    can overlap and free chunks. ``min_chunks=1`` keeps the size.
     """
 
     chunk_numel: int
@@ -168,7 +169,7 @@ class ByNumel:
 
 @dataclass(frozen=True, kw_only=True)
 class ByTensor:
-    """Pack each parameter into its own chunk (DeepSpeed's ZeRO-3); up to ``persist_numel`` elements stay gathered."""
+    """Pack each parameter into its own chunk (DeepSpeed's ZeRO-3). Parameters up to ``persist_numel`` stay gathered."""
 
     persist_numel: int
 
@@ -182,9 +183,9 @@ class ByModule:
 
     Attributes:
         unit_classes: names of module classes that are units. Empty: the entries of every ModuleList or Sequential that
-            hold parameters and are not inside another unit. Other parameters are grouped by the root's children.
+            have parameters and are not inside another unit. Other parameters are grouped by the root's children.
         unit_names: names of modules that are units, instead of classes. They may be nested; a parameter belongs to the
-            innermost.
+            innermost unit.
         rest_numel: with ``unit_names``, pack the other parameters as ``ByNumel(rest_numel)``; ``None``: one unit.
     """
 
@@ -201,7 +202,7 @@ class ByModule:
 
 @dataclass(frozen=True, kw_only=True)
 class BySearch:
-    """Search a chunk size (Gemini): ``start, start + interval, ... <= start + range`` elements; least padding wins."""
+    """Search the chunk size with the least padding (Gemini) in ``start, start + interval, ... <= start + range``."""
 
     search_range_numel: int
     interval_numel: int
@@ -223,14 +224,14 @@ Packing = ByNumel | ByTensor | ByModule | BySearch
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroupPlan:
-    """The options of one parameter group: of the modules and parameters with some names.
+    """Options of modules or parameters that are selected by name.
 
     Attributes:
-        names: of modules, each with everything inside it, or of parameters. A parameter has the options of the longest
-            name that matches.
-        reshard_after_forward: as in FSDP2. ``False``: stays gathered, so backward gathers nothing, for any budget and
-            offloaded fraction. ``True``: freed after the forward pass of its module and gathered again by
-            backward, even where the budget would keep it.
+        names: names of modules, each with everything inside it, or of parameters. The longest matching name decides
+            the options of a parameter.
+        reshard_after_forward: as in FSDP2. ``False``: the parameters stay gathered for any budget and offloaded
+            fraction, so backward gathers nothing. ``True``: they are freed after the forward pass of their module and
+            gathered again in backward, even if the budget would keep them.
     """
 
     names: tuple[str, ...]
@@ -254,13 +255,13 @@ class ShardPlan:
     Attributes:
         packing: which parameters share a chunk.
         gathered_fraction: fraction of all parameter bytes that may stay gathered: 1.0 is ZeRO-1/2, 0.0 is ZeRO-3.
-        gathered_budget_bytes: the same in bytes; the larger of the two limits counts. ``None``: fraction only.
-        prefetch: how many units are gathered ahead of their use, once the order is known. No effect with
+        gathered_budget_bytes: the same limit in bytes; the larger of the two limits counts. ``None``: fraction only.
+        prefetch: number of units that are gathered ahead of their use, once the order is known. No effect with
             ``gathered_fraction=1.0`` or ``overlap=False``. Between CPU ranks of several hosts, where each gather is a
             round trip, more small units are gathered ahead, up to 16 MiB together.
-        reduce: ``"every"`` backward pass reduces and keeps only the shard (ZeRO-2/3); ``"last"`` keeps full gradients,
-            so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
-        groups: options of some modules, which go before those above.
+        reduce: ``"every"``: each backward pass reduces and keeps only the shard (ZeRO-2/3). ``"last"``: full gradients
+            are kept, so that ``no_sync`` passes need no communication (DDP, ZeRO-1).
+        groups: options of single modules, which override the options above.
     """
 
     packing: Packing
@@ -290,17 +291,16 @@ class ShardPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GradPlan:
-    """How gradients are averaged and clipped, and when the update is made.
+    """How gradients are averaged and clipped, and when parameters are updated.
 
     Attributes:
-        max_norm: clip the global gradient norm to it; ``0.0`` is off.
+        max_norm: largest global norm of the gradients; larger ones are clipped. ``0.0`` turns clipping off.
         norm_type: p of the p-norm, ``math.inf`` included.
-        average: over the backward passes of a step. ``"sum"`` is what autograd does (the caller divides the loss);
-            ``"mean"`` divides by their number; ``"tokens"`` weights each pass by the ``tokens`` given to
-            ``Session.backward``, which are required then.
-        update: ``"step"`` updates in ``step()``. ``"backward"`` updates each chunk as soon as its gradient is reduced;
-            gradients are not kept, and each step is one backward pass. Not with clipping, a loss scale or
-            ``average="tokens"``.
+        average: how the backward passes of a step are combined. ``"sum"``: added, as autograd does (the caller divides
+            the loss). ``"mean"``: divided by their number. ``"tokens"``: weighted by the ``tokens`` argument of
+            ``Session.backward``, which is then required.
+        update: ``"step"``: in ``step()``. ``"backward"``: each chunk as soon as its gradient is reduced; gradients are
+            not kept, and each step is one backward pass. Not with clipping, a loss scale or ``average="tokens"``.
         over_ranks: ``"mean"`` over data-parallel ranks (token-weighted under ``average="tokens"``), or ``"sum"``. The
             choice also applies to ``.grad``, to norms and to ``max_norm``.
     """
@@ -338,24 +338,25 @@ class CommPlan:
     """How ranks communicate.
 
     Attributes:
-        overlap: reduce during backward and gather ahead; ``False`` does the same work in sequence.
-        shared_memory: exchange through shared memory between CPU ranks of one host; ``None``: where it is possible.
+        overlap: reduce gradients during backward and gather parameters ahead; ``False``: without overlap.
+        shared_memory: use shared memory between CPU ranks of one host; ``None``: if possible.
         same_order: ``None`` or ``True``: gathers are issued in program order, so all ranks must run the same modules in
             the same order; ranks that differ raise an error before anything is updated. ``False``: ranks agree before
             each gather, for models whose ranks take different branches. Gathers through shared memory need neither.
             Gathers from a disk, of secondary shards, and under a declared device capacity are always agreed on.
-        wait_timeout_s: seconds that a rank waits within a pass for a peer, before it raises an error that says what
-            each rank is doing. The first exchange of a pass, and calls such as saving and loading, wait as long as the
-            process group does, since one rank may work alone before them.
+        wait_timeout_s: seconds that a rank waits for a peer within a pass before it raises an error that says what each
+            rank is doing. The first exchange of a pass, and calls such as saving and loading, use the timeout of the
+            process group, because one rank may work alone before them.
         gather_on_use: after a step, parameters that stay gathered are gathered in the background and waited for at
             their first use by a module. Until then they show this rank's shard after the step and the other shards
             before it; read and change them inside ``gathered()``. ``False``: ``step()`` gathers them.
         sync_init: every rank starts from rank 0's parameters and buffers, as in DDP.
-        predivide: divide gradients by it before their sum over ranks, and by the rest of the number of ranks after.
+        predivide: divide gradients by this number before they are summed over ranks, and by ``ranks / predivide``
+            afterwards.
         compress: ``"fp8"``: parameters that are trained, gradients, and activations between ranks of one model are sent
             in 8 bits (:mod:`shardwise.core.comm.block_formats`). Masters are kept separately and never rounded.
         compress_weights: ``"fp8"``, ``"int8"`` or ``"int4"`` for trained parameters only (qwZ of ZeRO++); ``None``: as
-            ``compress`` says.
+            for ``compress``.
         compress_gradients: the same for gradients (qgZ), which are rounded once and summed in fp32.
         compress_frozen: the same for gathers of parameters that are frozen when the model is sharded (MixZ++); each
             rank keeps its shard unrounded. ``None``, or a dtype that cannot be compressed: sent as it is.
@@ -394,12 +395,12 @@ class CommPlan:
 
     @property
     def weights(self) -> str | None:
-        """The format that trained parameters are sent in; ``None``: their dtype."""
+        """The format in which trained parameters are sent; ``None``: their dtype."""
         return self.compress_weights or self.compress
 
     @property
     def gradients(self) -> str | None:
-        """The format that gradients are sent in; ``None``: their dtype."""
+        """The format in which gradients are sent; ``None``: their dtype."""
         return self.compress_gradients or self.compress
 
     @property
@@ -530,7 +531,7 @@ class Plan:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file holds no valid plan; the message has the file, the field and what is wrong.
+            ValueError: the file does not contain a valid plan; the message has the file, the field and the error.
         """
         return cls.from_dict(plan_text.read(path), os.fspath(path))
 
@@ -549,7 +550,7 @@ class Plan:
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:
     """Return the plan of ZeRO at ``stage`` over all ranks (with ``dp_replicate`` replicas: hybrid sharding).
 
-    Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 gets the dynamic loss scale.
+    Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 uses a dynamic loss scale.
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
@@ -573,6 +574,6 @@ def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_rep
 
 
 def replicated(param_dtype: torch.dtype | None = None) -> Plan:
-    """Return the plan of plain data parallelism (DDP): every rank holds everything."""
+    """Return the plan of plain data parallelism (DDP): every rank has all parameters, gradients and state."""
     plan = zero(1, param_dtype)
     return replace(plan, mesh=MeshPlan(dp_shard=1, dp_replicate=-1))

@@ -17,7 +17,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 class ScalerPlan:
     """The dynamic loss scale of fp16, with the arguments of ColossalAI's DynamicGradScaler.
 
-    ``growth_delay``: good steps, at the start and after each overflow, before the ``growth_interval`` begins to count.
+    ``growth_delay`` is the number of steps without overflow, at the start and after each overflow, before the steps of
+    ``growth_interval`` are counted.
     """
 
     initial_scale: float
@@ -49,15 +50,15 @@ class PrecisionPlan:
     """Dtypes and the loss scale.
 
     Attributes:
-        param_dtype: cast floating parameters to it for compute; ``None`` keeps each parameter's dtype. Parameters of
+        param_dtype: compute dtype of floating-point parameters; ``None`` keeps each parameter's dtype. Parameters of
             BatchNorm stay fp32 in a 16-bit model if its running statistics do.
-        buffer_dtype: the same for floating buffers, other than fp64 ones. ``None``, the default, keeps their dtypes.
+        buffer_dtype: dtype of floating-point buffers except fp64 ones; ``None`` (the default) keeps their dtypes.
         master_weights: keep fp32 copies of shards whose compute dtype is 16-bit; the optimizer updates the copies.
-        reduce_dtype: gradients are reduced in it; ``None``: the parameter's compute dtype.
-        accumulate_dtype: gradients, sharded or full, are summed over backward passes in it; they are still reduced in
-            the reduce dtype. ``None``: the reduce dtype.
-        cast_inputs: cast floating inputs of the model to ``param_dtype``, also in nested containers.
-        output_dtype: cast floating outputs to it; ``None`` leaves them.
+        reduce_dtype: dtype in which gradients are reduced; ``None``: the parameter's compute dtype.
+        accumulate_dtype: dtype in which gradients, sharded or full, are summed over backward passes. They are still
+            reduced in the reduce dtype. ``None``: the reduce dtype.
+        cast_inputs: cast floating-point inputs of the model to ``param_dtype``, also in nested containers.
+        output_dtype: dtype to which floating-point outputs are cast; ``None`` does not cast.
         scaler: dynamic loss scale, or ``None``.
     """
 

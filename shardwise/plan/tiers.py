@@ -26,7 +26,7 @@ class DiskPlan:
     """How shards and optimizer state are read from and written to a disk (the ``aio`` arguments of ZeRO-Infinity).
 
     Attributes:
-        directory: each run makes a directory of its own in it. Another ``medium`` may interpret it differently.
+        directory: parent of the directory that each run creates. Another ``medium`` may interpret it differently.
         block_bytes: largest single request, a multiple of 4096.
         queue_depth: requests in flight for each thread.
         threads: submitting threads; while one computes checksums the others' requests continue.
@@ -68,7 +68,7 @@ class AutoPlan:
     Attributes:
         warmup_non_model_ratio: fraction of the device's capacity that the first step leaves free for non-model data.
         steady_capacity_ratio: fraction of the capacity that later steps use at most, non-model data included.
-        margin_ratio: fraction of the remaining memory that optimizer state moves into.
+        margin_ratio: fraction of the remaining memory to which optimizer state is moved.
     """
 
     warmup_non_model_ratio: float
@@ -82,15 +82,15 @@ class AutoPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TierPlan:
-    """Which memory parameters and optimizer state are kept in: the device, host memory, or a disk.
+    """In which memory parameters and optimizer state are kept: the device, host memory, or a disk.
 
     Attributes:
         param_host_fraction: fraction of the bytes of parameter shards that are kept in host memory.
         param_disk_fraction: the fraction that is kept on the disk; the rest is kept on the device.
         state_host_fraction: fraction of fp32 masters, optimizer state and reduced gradients kept in host memory.
         state_disk_fraction: fraction of masters and state kept on the disk, with their gradients in host memory.
-        device_capacity_bytes: device memory that may be used; ``None``: no limit (under ``auto`` all that a GPU has).
-        pin_memory: page-lock the host memory, where there is CUDA.
+        device_capacity_bytes: limit of device memory; ``None``: no limit (under ``auto`` the memory of the GPU).
+        pin_memory: page-lock the host memory, with CUDA.
         disk: how to use the disk; required if a disk fraction is above 0, otherwise ``None``.
         auto: place by the memory trace; ``None``: by the fixed fractions above.
     """

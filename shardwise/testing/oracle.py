@@ -29,7 +29,7 @@ class PlainRecipe:
     """The arithmetic of a run.
 
     Attributes:
-        max_norm: clip the global gradient norm to it; 0 is off.
+        max_norm: largest global norm of the gradients; 0 turns clipping off.
         norm_type: p of the norm, including ``math.inf``.
         param_dtype: dtype of floating-point parameters and inputs; ``None``: no cast. Parameters of BatchNorm stay
             fp32 if its statistics do.
@@ -37,10 +37,12 @@ class PlainRecipe:
         reduce_dtype: dtype of the mean over ranks; ``None``: the parameter's compute dtype.
         accumulate_dtype: dtype of the sum over micro-batches; ``None``: the reduce dtype.
         masters: 16-bit parameters have an fp32 copy, which the optimizer updates; otherwise it updates the parameters.
-        loss_scale: constant; gradients are divided by it in fp32 before the norm.
-        mean_over_micro_batches: divide by their number (``average="mean"`` of a plan); otherwise they are summed.
-        tokens: weight of a rank's batch (``average="tokens"``): the step's gradient is the sum of weighted gradients
-            over micro-batches and ranks, divided by the sum of the weights. ``None``: as the field above says.
+        loss_scale: constant loss scale; gradients are divided by it in fp32 before the norm.
+        mean_over_micro_batches: divide gradients by the number of micro-batches (``average="mean"`` of a plan);
+            ``False``: add them.
+        tokens: a function that returns the weight of a rank's batch (``average="tokens"``). The step's gradient is the
+            sum of weighted gradients over micro-batches and ranks, divided by the sum of the weights. ``None``: see
+            ``mean_over_micro_batches``.
     """
 
     max_norm: float = 0.0
@@ -75,13 +77,13 @@ class PlainRun:
 
     Attributes:
         losses: ``[step][micro-batch][rank]``.
-        gradients: of every step, averaged and unscaled, before clipping; parameters without gradient are absent.
-            fp32 for 16-bit parameters, otherwise in the parameter's dtype.
+        gradients: gradients of each step by name, averaged and unscaled, before clipping; fp32 for 16-bit parameters,
+            otherwise in the parameter's dtype. Parameters without a gradient are absent.
         norms: global norms of these gradients.
-        skipped: whether the step was skipped: a gradient is not finite, and there is a loss scale.
-        parameters: after every step, in the compute dtype of the model.
-        masters: after every step, in the dtype that the optimizer updates (fp32 for 16-bit parameters).
-        buffers: after every step.
+        skipped: whether each step was skipped, because a gradient is not finite and there is a loss scale.
+        parameters: parameters after each step, in the compute dtype of the model.
+        masters: parameters after each step, in the dtype that the optimizer updates (fp32 for 16-bit parameters).
+        buffers: buffers after each step.
         model: the module after the last step.
         optimizer: the optimizer after the last step.
     """
@@ -111,7 +113,7 @@ def train_plain(
         loss: scalar loss of a module and one rank's batch, a mean over that batch.
         optimizer_factory: returns the optimizer of a module's parameters.
         batches: ``[step][micro-batch][rank]``.
-        recipe: clipping and number formats; ``None``: no clipping, the module's own formats.
+        recipe: clipping and dtypes; ``None``: no clipping, and the module's dtypes.
 
     Raises:
         ValueError: steps with different numbers of ranks.

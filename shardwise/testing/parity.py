@@ -94,9 +94,9 @@ def assert_close(
         actual: tensors by name.
         expected: the expected tensors.
         rtol: largest allowed max|actual - expected| / max|expected| of a tensor; ``0.0`` requires equality.
-        what: begins the message, for example ``"gradients of step 2"``.
-        floor: smaller magnitudes are replaced by it (a gradient that is zero up to rounding has no scale of its own).
-        check_dtype: False compares values of different dtypes.
+        what: name of the tensors for the message, such as ``"gradients of step 2"``.
+        floor: smallest max|expected| to divide by, for tensors that are zero up to rounding.
+        check_dtype: require equal dtypes; ``False`` compares values of different dtypes.
 
     Returns:
         The largest error.

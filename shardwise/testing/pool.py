@@ -49,7 +49,7 @@ class RankError(RuntimeError):
     their ranks.
 
     Attributes:
-        rank: the rank that died, or else the one that failed first.
+        rank: the rank that died; otherwise the rank that failed first.
         exception: the exception, or ``None`` if the rank died, hung, or raised something that cannot be pickled.
         exit_code: the exit code of the rank that died (negative: minus the signal), else ``None``.
         timed_out: True after a timeout.
@@ -111,10 +111,10 @@ def _tracebacks(ranks: list[_Rank]) -> list[str]:
 
 
 class RankPool:
-    """``world_size`` processes with torch.distributed initialized (ranks 0 to ``world_size - 1`` of one host).
+    """``world_size`` processes of one host with an initialized process group (ranks 0 to ``world_size - 1``).
 
-    Started at the first :meth:`run`, and again at the first one after a failure. Every rank uses one thread; seeds,
-    default dtype and device, and grad mode are reset before each task. Can be used as a context manager.
+    The first :meth:`run`, and the first one after a failure, starts the processes. Every rank uses one thread. Seeds,
+    default dtype and device, and grad mode are reset before each task. A pool is also a context manager.
 
     Args:
         world_size: number of ranks, >= 1.
@@ -147,8 +147,8 @@ class RankPool:
 
         Args:
             fn: a function at the top level of a module. It gets its rank from ``torch.distributed.get_rank()``.
-            args: picklable; every rank receives its own copy, including tensors.
-            timeout: seconds until ranks that have not finished are killed, and their stacks printed.
+            args: arguments of ``fn``, which must be picklable. Every rank gets its own copy, also of tensors.
+            timeout: seconds after which ranks that have not finished are killed.
 
         Raises:
             RankError: a rank raised, died, or did not finish in time.

@@ -143,8 +143,8 @@ class Plugin(ABC):
         """Add the trainable parameters of an adapter to the optimizer, each to the group of the parameter that it
         adapts.
 
-        Call it before boost if the optimizer was built before ``enable_lora``; for a model of ``enable_lora`` boost
-        does so itself. Parameters that are in a group already stay there. See
+        For a model of ``enable_lora`` boost does this. Call it before boost for other models, if the optimizer was
+        built before the adapter. Parameters that are already in a group stay there. See
         :func:`shardwise.booster.lora.add_lora_parameters`.
         """
         add_lora_parameters(model, optimizer)
@@ -159,7 +159,7 @@ class Plugin(ABC):
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients of backward passes inside locally; the first pass afterwards reduces the sum."""
+        """Return a context without reductions: gradients add up locally, and the first later pass reduces the sum."""
 
     def data_parallel(self) -> tuple[int, int]:
         """Return (this rank's index, number) among the data-parallel ranks."""
@@ -183,11 +183,11 @@ class Plugin(ABC):
             dataset: a map-style dataset.
             batch_size: samples per rank and step.
             shuffle: use another order in every epoch; call ``dataloader.sampler.set_epoch(epoch)``.
-            seed: seed of the order and of the workers; the same on every rank.
-            drop_last: drop the last incomplete batch, and samples that would give ranks different numbers.
+            seed: seed of the order and of the workers; must be equal on all ranks.
+            drop_last: drop the last incomplete batch, and samples that cannot be divided evenly over the ranks.
             pin_memory: see ``DataLoader``.
             num_workers: see ``DataLoader``.
-            distributed_sampler_cls: instead of ``torch.utils.data.DistributedSampler``.
+            distributed_sampler_cls: sampler class; ``None``: ``torch.utils.data.DistributedSampler``.
             kwargs: further arguments of ``DataLoader``.
 
         Raises:

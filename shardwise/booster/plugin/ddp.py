@@ -57,7 +57,7 @@ class TorchDDPModel(ModelWrapper):
         return inner.module if isinstance(inner, DistributedDataParallel) else inner
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes inside local; see torch's ``DistributedDataParallel.no_sync``."""
+        """Return a context in which gradients are not reduced; see torch's ``DistributedDataParallel.no_sync``."""
         if isinstance(self.module, DistributedDataParallel):
             context: AbstractContextManager[None] = self.module.no_sync()
             return context
@@ -71,9 +71,9 @@ class TorchDDPPlugin(DPPluginBase):
     The Booster defines the precision. On CUDA BatchNorm becomes SyncBatchNorm (torch has none for the CPU).
 
     Args:
-        broadcast_buffers: every forward starts with rank 0's buffers.
-        bucket_cap_mb: size of gradients reduced together, in MiB.
-        find_unused_parameters: look for parameters without a gradient after every forward.
+        broadcast_buffers: copy rank 0's buffers to all ranks before every forward pass.
+        bucket_cap_mb: size of gradients that are reduced together, in MiB.
+        find_unused_parameters: search for parameters without a gradient after every forward pass.
         check_reduction: must be False: torch ignores it (a deprecated argument of DDP).
         gradient_as_bucket_view: gradients are views of the buckets.
         static_graph: the same parameters are used in every step.

@@ -112,11 +112,11 @@ def to_plan(arguments: TorchFSDPPlugin) -> FSDPPlan:
 
 
 class TorchFSDPModel(ModelWrapper):
-    """A fully sharded module whose ``state_dict`` and ``load_state_dict`` use full tensors (collective)."""
+    """A fully sharded module whose ``state_dict`` and ``load_state_dict`` use full tensors. Both are collective."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep unsharded gradients of backward passes inside on every rank; the first pass afterwards reduces their
+        """Return a context in which every rank keeps unsharded gradients; the first pass afterwards reduces their
         sum.
         """
         sharded = cast(FSDPModule, self.module)
@@ -146,17 +146,17 @@ class TorchFSDPPlugin(DPPluginBase):
     """Sharding by torch's ``fully_shard``, with the published arguments of FSDP1.
 
     Args:
-        process_group: ranks to shard over; for a hybrid strategy a pair (shard group, replicate group).
-            ``None``: all ranks.
-        sharding_strategy: ``None`` is FULL_SHARD.
+        process_group: ranks over which the model is sharded; for a hybrid strategy a pair (shard group, replicate
+            group). ``None``: all ranks.
+        sharding_strategy: FSDP1's strategy; ``None`` is FULL_SHARD.
         cpu_offload: keep parameters, gradients and optimizer state on the host.
         auto_wrap_policy: selects submodules that are gathered separately: a torch policy or ``f(module, recurse,
             nonwrapped_numel) -> bool``. ``None``: the model is one unit.
         backward_prefetch: ``None`` and BACKWARD_PRE are the behaviour of fully_shard.
-        mixed_precision: dtypes.
-        ignored_modules: not sharded; every rank keeps them.
-        param_init_fn: called on each module that has its own meta parameters.
-        sync_module_states: start from the first rank's parameters and buffers.
+        mixed_precision: dtypes of parameters, reductions and buffers; ``None``: no casts.
+        ignored_modules: modules that are not sharded; every rank has all of their parameters.
+        param_init_fn: function that initialises a module; called on each module with meta parameters of its own.
+        sync_module_states: all ranks start from the first rank's parameters and buffers.
         fp8_communication: communicate parameters and gradients in 8 bits, if there are no replicas.
     """
 

@@ -143,23 +143,23 @@ def init_distributed(
 
     Calling it again, or after ``torch.distributed`` was initialised elsewhere, only returns the device.
 
-    A rank uses the GPU with its local rank, or, if it sees fewer (as under Slurm's ``--gpus-per-task=1``), one of
-    those. The ranks compare the identities of these GPUs before they initialise. Several ranks on one GPU are an error,
-    unless the backend is gloo; if no device was given, all ranks then use the CPU, with a warning.
+    A rank uses the GPU with the index of its local rank or, if it sees fewer GPUs (as with Slurm's
+    ``--gpus-per-task=1``), one of these. The ranks compare the identities of their GPUs first. Several ranks on one GPU
+    are an error, unless the backend is gloo; if no device was given, all ranks then use the CPU, with a warning.
 
     Args:
-        device: default: a GPU per rank if every rank has one, otherwise the CPU. A CUDA device without an index means
-            the rank's own.
-        backend: backend of the default process group; default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
-        timeout: timeout for the other ranks.
+        device: device of this rank. Default: a GPU if every rank has its own, otherwise the CPU. A CUDA device without
+            an index means the rank's own GPU.
+        backend: backend of the default process group. Default: ``"gloo"`` on CPU, ``"nccl"`` on CUDA.
+        timeout: how long a rank waits for the other ranks.
 
     Raises:
-        ValueError: the device does not exist here. On every rank: several ranks would share a GPU, some ranks would use
-            GPUs and others the CPU, or hosts cannot reach each other at the addresses that they advertise.
+        ValueError: the device does not exist on this rank. On every rank: several ranks would share a GPU, some ranks
+            would use GPUs and others the CPU, or hosts cannot reach each other at the addresses that they advertise.
         PeerError: not all ranks arrived in time, or some cannot be reached.
 
     Warns:
-        UserWarning: there are GPUs, no device was given, and none is used; or a Slurm task would train alone.
+        UserWarning: no device was given and the CPU is used although there are GPUs; or a Slurm task would train alone.
     """
     facts = LaunchFacts.read()
     if not facts.launched:

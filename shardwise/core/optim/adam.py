@@ -404,16 +404,16 @@ class CPUAdam(_Adam):
 
         Args:
             closure: recomputes the loss and returns it; run with gradients enabled.
-            div_scale: divide gradients by this number first (the gradients themselves are not changed); -1: do not.
+            div_scale: divide gradients by this number in the update, without changing ``.grad``; -1: no division.
 
         Returns:
             The result of ``closure``.
 
         Raises:
             ValueError: ``div_scale`` is neither positive nor -1.
-            RuntimeError: a gradient is sparse; nothing is updated then.
+            RuntimeError: a gradient is sparse; nothing is updated.
             DiskError: offloaded moments could not be read or stored. Parameters and state are those before the step,
-                and it can be repeated.
+                which can be repeated.
         """
         return self._step(closure, div_scale)
 
