@@ -32,7 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("core.engine",),
     ("core.checkpoint",),
     ("session",),
-    ("compat",),
+    ("compat", "metrics"),
     ("late",),  # a session that is built when it is asked for
     ("shardformer",),  # configurations and policies, which plugins of the Booster take
     ("booster", "zero", "deepspeed", "nn"),

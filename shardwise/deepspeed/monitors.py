@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.deepspeed.config import Settings
+from shardwise.metrics import Writer, require_package, tensorboard, wandb
 
 __all__ = ["Event", "Monitor"]
 
 Event = tuple[str, Any, int]
 """Name (``"Train/Samples/lr"``), value, and number of samples so far."""
-Write = Callable[[Sequence[Event]], None]
+PACKAGES = {"csv_monitor": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+"""By block of the configuration: the required package."""
+WANDB = {"project": "project", "group": "group", "entity": "team"}
+"""By argument of ``wandb.init``: the key of the block."""
 
 
-def _csv(settings: Settings, block: str) -> Write:
-    folder = Path(settings[f"{block}.output_path"], settings[f"{block}.job_name"])
+def _csv_files(folder: Path) -> Writer:
+    """One file for each metric, as DeepSpeed writes them."""
     folder.mkdir(parents=True, exist_ok=True)
 
-    def write(events: Sequence[Event]) -> None:
-        for name, value, step in events:
+    def write(step: int, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
             file = folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             head = "" if file.exists() else f"step,{name.rpartition('/')[2]}\n"
             with file.open("a", encoding="utf-8") as lines:
@@ -32,33 +36,11 @@ def _csv(settings: Settings, block: str) -> Write:
     return write
 
 
-def _tensorboard(settings: Settings, block: str) -> Write:
-    from torch.utils.tensorboard import SummaryWriter
-
+def _writer(settings: Settings, block: str) -> Writer:
+    if block == "wandb":
+        return wandb(**{name: settings[f"wandb.{own}"] for name, own in WANDB.items()})
     folder = Path(settings[f"{block}.output_path"], settings[f"{block}.job_name"])
-    writer: Any = SummaryWriter(log_dir=str(folder))
-
-    def write(events: Sequence[Event]) -> None:
-        for event in events:
-            writer.add_scalar(*event)
-        writer.flush()
-
-    return write
-
-
-def _wandb(settings: Settings, block: str) -> Write:
-    group, team, project = (settings[f"{block}.{name}"] for name in ("group", "team", "project"))
-    run = importlib.import_module("wandb").init(project=project, group=group, entity=team)
-
-    def write(events: Sequence[Event]) -> None:
-        for name, value, step in events:
-            run.log({name: value}, step=step)
-
-    return write
-
-
-_KINDS = {"csv_monitor": (_csv, None), "tensorboard": (_tensorboard, "tensorboard"), "wandb": (_wandb, "wandb")}
-"""By block of the configuration: the factory of its writer, and the required package."""
+    return tensorboard(folder) if block == "tensorboard" else _csv_files(folder)
 
 
 class Monitor:
@@ -72,20 +54,17 @@ class Monitor:
     """
 
     def __init__(self, settings: Settings) -> None:
-        blocks = [block for block in _KINDS if settings[f"{block}.enabled"]]
+        blocks = [block for block in PACKAGES if settings[f"{block}.enabled"]]
         self.enabled = bool(blocks)
         for block in blocks:
-            package = _KINDS[block][1]
-            if package is not None and importlib.util.find_spec(package) is None:
-                raise ModuleNotFoundError(
-                    f"{block}.enabled=True, but the package {package!r} is not installed: pip install {package}, or "
-                    "give csv_monitor, which needs none",
-                    name=package,
-                )
+            if (package := PACKAGES[block]) is not None:
+                require_package(package, f"{block}.enabled=True")
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        self._places = [_KINDS[block][0](settings, block) for block in blocks if first]
+        self._writers = [_writer(settings, block) for block in blocks if first]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Write metrics on rank 0."""
-        for write in self._places:
-            write(event_list)
+        for step, events in groupby(event_list, lambda event: event[2]):
+            values = {name: value for name, value, _ in events}
+            for write in self._writers:
+                write(step, values)

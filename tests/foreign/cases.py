@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CASES", "PROGRAMS", "Case"]
-
 PROGRAMS = Path(__file__).parent / "programs"
 NET, LLAMA = ("plain.py",), ("llama_plain.py",)
 

@@ -18,8 +18,6 @@ from shardwise.compat.port import rewritten
 from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 
-__all__ = ["RELATIVE", "Outcome", "outcome"]
-
 RELATIVE = 1e-4
 """How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
 SECONDS = 600.0

@@ -7,8 +7,6 @@ import os
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["Records"]
-
 LONGEST_DETAIL = 2000
 
 

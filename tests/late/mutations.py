@@ -25,8 +25,6 @@ from shardwise.testing import RankError, RankPool
 from tests.late.places import ROOT, Place, noted, places, taken_out
 from tests.late.scenarios import Found, Scenario, scenarios
 
-__all__ = ["Kept", "reach", "run_noted", "run_without", "verdict"]
-
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT = REPOSITORY / "build" / "late-mutations.json"
 PAGE = REPOSITORY / "docs" / "inside" / "late-device.md"

@@ -14,8 +14,6 @@ from typing import Any
 
 import shardwise
 
-__all__ = ["ELSEWHERE", "Place", "elsewhere", "noted", "places", "reached", "taken_out"]
-
 ROOT = Path(shardwise.__file__).parent
 CALLS = {
     "Lent",

@@ -12,8 +12,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.late_setup import Found
 
-__all__ = ["ALONE", "Scenario", "scenarios"]
-
 HOMES = {
     "late_axes": ("axis_of_parts", "parts_of_sequences", "waited_elsewhere"),
     "late_places": ("discarded", "disk", "failed_gather", "loaded_over", "program_waits", "renewed", "traced_graph"),

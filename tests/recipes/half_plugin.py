@@ -7,8 +7,6 @@ import torch
 from shardwise.booster.plugin import ShardedPlugin
 from shardwise.plan import Plan, zero
 
-__all__ = ["HalfPlugin"]
-
 
 class HalfPlugin(ShardedPlugin):
     """Trains in bf16 with fp32 masters.

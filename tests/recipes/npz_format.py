@@ -14,8 +14,6 @@ from shardwise.core.checkpoint.formats import Format, OpenOptions
 from shardwise.core.checkpoint.formats.output import output_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
-__all__ = ["FORMAT"]
-
 
 class NpzSource:
     """See :class:`shardwise.core.checkpoint.source.CheckpointSource`."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwise.core.comm import DONE, Buffer, Group, GroupMaker, GroupRequest, Handle
 
-__all__ = ["PlainGroup", "make_group"]
-
 
 class PlainGroup(Group):
     """See ``Group``: flat tensors, sums that are scaled, host-side messages over ``control``."""

@@ -7,8 +7,6 @@ from torch.nn import functional
 
 from shardwise.core.parallel.tensor import Architecture, Attention, Embedding, Head, Mlp
 
-__all__ = ["ARCHITECTURE", "Mini"]
-
 
 class MiniBlock(nn.Module):
     head_dim = 4

@@ -7,8 +7,6 @@ import zlib
 from shardwise.core.memory.disk import Medium
 from shardwise.plan import DiskPlan
 
-__all__ = ["CompressedMemory", "open_compressed"]
-
 
 class CompressedMemory:
     """See :class:`shardwise.core.memory.disk.Medium`: blocks by offset. Assigning to a dict is safe between threads."""

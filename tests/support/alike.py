@@ -23,8 +23,6 @@ from shardwise.core.comm.native import NativeGroup
 from shardwise.core.mesh.mesh import Mesh
 from shardwise.plan import Plan
 
-__all__ = ["AlikeProcessGroup", "Asked", "alike_mesh"]
-
 CPU = torch.device("cpu")
 Transport = Literal["native", "queued", "gloo"]
 # Their signatures differ between versions of torch.

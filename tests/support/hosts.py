@@ -14,8 +14,6 @@ from typing import Self
 
 from tests.support import wire
 
-__all__ = ["TwoHosts"]
-
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc")
 NAMES, ADDRESSES, WIRE = ("host-a", "host-b"), ("10.213.7.1", "10.213.7.2"), "wire"
 # Ends with its standard input, so also where this process is killed.

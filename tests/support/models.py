@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from tests.support import modules
 
-__all__ = ["MODELS", "ModelCase", "make_batches", "mean_square"]
-
 Batch = dict[str, Any]
 _ROWS = 4
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from tests.launcher_variables import without_launcher
 
-__all__ = ["ROOT", "SECONDS", "forked_python", "python", "surroundings", "until"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600.0
 """A limit that only a hang reaches, also where importing torch takes a minute."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.deepspeed import monitors
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.config_object import DeepSpeedConfig, OffloadDeviceEnum, ZeroStageEnum
 from shardwise.deepspeed.flops import get_model_profile
@@ -65,61 +64,24 @@ def test_csv_files_have_a_line_for_each_number(tmp_path: Path) -> None:
     assert not off.enabled and [path.name for path in tmp_path.iterdir()] == ["job"]
 
 
-class Calls(types.ModuleType):
-    """Stands for a package: every function of it notes its calls."""
+def test_blocks_of_the_configuration_are_writers_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
 
-    def __init__(self, name: str, calls: list[Any]) -> None:
-        super().__init__(name)
-        self.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec(name, None)
-        self.calls = calls
+    def noting(*args: Any, **options: Any) -> Any:
+        return lambda step, values: written.append((args, options, step, values))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Calls:
-            self.calls.append((name, args, kwargs))
-            return self
-
-        return call
-
-
-BLOCKS: dict[str, Any] = {
-    "tensorboard": (
-        {"job_name": "t"},
-        lambda path: [
-            ("SummaryWriter", (), {"log_dir": path}),
-            *[("add_scalar", event, {}) for event in EVENTS],
-            ("flush", (), {}),
-        ],
-    ),
-    "wandb": (
-        {"group": "g", "team": "e", "project": "p"},
-        lambda _: [
-            ("init", (), {"project": "p", "group": "g", "entity": "e"}),
-            *[("log", ({name: value},), {"step": step}) for name, value, step in EVENTS],
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("package", BLOCKS)
-def test_packages_are_used_where_they_are_and_named_where_they_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    keys, expected = BLOCKS[package]
-    if package == "tensorboard":
-        keys = {**keys, "output_path": str(tmp_path)}
-    monkeypatch.setitem(sys.modules, package, None)
-    with monkeypatch.context() as without:
-        without.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
-            monitor(package, **keys)
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, package, Calls(package, calls))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Calls("torch.utils.tensorboard", calls))
-    monitor(package, **keys).write_events(EVENTS)
-    assert calls == expected(str(tmp_path / "t"))
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setattr(monitors, name, noting)
+        with pytest.raises(ModuleNotFoundError, match=f"{name}.enabled=True needs the package .*pip install {name}"):
+            monitor(name)
+    monkeypatch.setattr(monitors, "require_package", lambda *_: None)
+    monitor("tensorboard", output_path=str(tmp_path), job_name="t").write_events(EVENTS)
+    monitor("wandb", group="g", team="e", project="p").write_events(EVENTS)
+    values = {name: value for name, value, _ in EVENTS}
+    assert written == [
+        ((tmp_path / "t",), {}, 8, values),
+        ((), {"project": "p", "group": "g", "entity": "e"}, 8, values),
+    ]
 
 
 def test_comet_is_refused() -> None:

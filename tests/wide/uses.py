@@ -15,8 +15,6 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-__all__ = ["USES", "Around", "Net", "Use", "data"]
-
 WIDTH = 6
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from tests.support.models import ModelCase
 
-__all__ = ["TYPES", "case_of", "every_type"]
-
 WIDTH, HEADS, VOCABULARY, LENGTH, IMAGE, PATCH, ROWS = 32, 4, 41, 6, 32, 8, 2
 LARGEST = 2_000_000
 """Parameters; what is larger has a size that is not known by its name."""

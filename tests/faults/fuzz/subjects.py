@@ -33,8 +33,6 @@ from shardwise.plan import zero
 from shardwise.session import build
 from tests.faults.small import Small
 
-__all__ = ["SUBJECTS", "EngineSubject", "PlainSubject", "Subject", "make_subjects"]
-
 DATA = Path(__file__).parent.parent.parent / "data"
 
 

@@ -29,8 +29,6 @@ from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject
 from tests.faults.fuzz.values import SECRET
 
-__all__ = ["PLANTED", "READ", "REFUSED", "Bounds", "Trials", "differing", "ways_of"]
-
 READ, REFUSED = "read", "refused"
 TARGETS = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 HEX = "0123456789abcdef"

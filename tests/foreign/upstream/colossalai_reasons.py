@@ -10,8 +10,6 @@ One whose ranks have not ended in time is slow, which is no reason that is known
 
 from __future__ import annotations
 
-__all__ = ["REASONS"]
-
 LAYOUTS = "internals", "cuts single layers by their `from_native_module` and reads the layouts of its own tensors"
 HUB = "elsewhere", "loads weights from a hub"
 

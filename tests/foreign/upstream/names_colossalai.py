@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-__all__ = ["imported", "main", "missing", "shown"]
-
 FOREIGN, HOME = "colossalai", "shardwise.colossalai"
 BESIDE = ("examples", "applications", "tests", "docs/source/en")
 Name = tuple[str, str]

@@ -31,8 +31,6 @@ import shardwise  # noqa: F401
 from shardwise.compat import alias_table
 from shardwise.compat.port import rewritten
 
-__all__ = ["main"]
-
 FOLDERS = ("examples", "applications")
 NEVER = ("shardwise", "torch", "transformers", "numpy")
 SECONDS = 300

@@ -166,6 +166,13 @@ def _restored(names: Names) -> None:
     names["session"].close()
 
 
+def _copied_back(names: Names) -> None:
+    """The files are the same, and the manifest was the last to be uploaded."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        there, again = ({p.name: p.read_bytes() for p in Path(f, "step-0").iterdir()} for f in ("runs", "again"))
+        assert there == again and list(names["fsspec"].filesystem("memory").store)[-1].endswith("manifest.json")
+
+
 def _of_deepspeed(_names: Names) -> None:
     """A directory that DeepSpeed wrote, as ``deepspeed-run``."""
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -326,6 +333,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/checkpoints.md": [
         Block(first="from shardwise import build", before=_training, after=_restored),
         Block(first="from torchdata", how="shown", why="torchdata is not installed with the package"),
+        Block(first="from pathlib import Path", alone=True, after=_copied_back),
         Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
         Block(
             first='booster.save_checkpoint("runs/generator"',
@@ -370,6 +378,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
         Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement_table.py compares"),
+        Block(first="from shardwise.metrics", after=native_pages.recorded),
         Block(first="session = shardwise.shard", before=native_pages.staged),
         Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),
         Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),

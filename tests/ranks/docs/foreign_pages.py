@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.lightning_setup import OUT, WIDTH, quiet
 
-__all__ = ["fabric", "in_fabric"]
-
 Names = dict[str, Any]
 
 

@@ -12,8 +12,6 @@ from torch import nn
 
 import shardwise
 
-__all__ = ["GUIDE"]
-
 Names = dict[str, Any]
 AN_ERROR = "what an error looks like; tests/ranks/memory/test_capacity.py asks for its parts"
 CLUSTER = "it needs a cluster; test_cluster_page.py runs it, with stand-ins for what only a cluster has"

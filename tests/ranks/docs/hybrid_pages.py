@@ -10,8 +10,6 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["alone", "alone_cut", "deeper", "llama", "llama_cut", "llama_shared", "llama_staged", "mlp", "mlp_cut"]
-
 WIDTH, VOCABULARY = 8, 32
 Names = dict[str, Any]
 

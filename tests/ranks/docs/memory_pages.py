@@ -11,8 +11,6 @@ from torch import nn
 
 import shardwise
 
-__all__ = ["MEMORY"]
-
 Names = dict[str, Any]
 TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
 

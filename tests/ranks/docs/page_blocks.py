@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Block", "Fence", "fences"]
-
 ROOT = Path(__file__).parents[3]
 Names = dict[str, Any]
 

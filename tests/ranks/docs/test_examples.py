@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -101,16 +105,60 @@ def test_the_quickstart_resumes_when_it_is_started_again() -> None:
     assert run_ranks(RANKS, _quickstart, 5) == [["3", "4"], []]
 
 
+def _notebook() -> str:
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
+    return out.getvalue()
+
+
+@pytest.mark.full
+def test_the_cells_of_notebook_run_in_their_order(tmp_path: Path) -> None:
+    (text,) = run_ranks(1, _notebook)
+    records = [json.loads(line) for line in (tmp_path / "notebook.jsonl").read_text("utf-8").splitlines()]
+    last = float(text.splitlines()[-1])  # of the model after unshard()
+    assert len(records) == 50 and last < records[-1]["loss"] < records[0]["loss"] / 2
+
+
+def _losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^epoch \d: loss (\S+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.full
+def test_fabric_starts_its_ranks_and_learns(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "fabric_strategies.py")]
+    done = subprocess.run(
+        program, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    losses = _losses(done.stdout)
+    assert done.returncode == 0 and len(losses) == 5 and losses[-1] < losses[0], done.stderr
+    assert (tmp_path / "fabric-checkpoint" / "manifest.json").is_file()
+
+
+def _accelerated() -> list[float]:
+    from tests.support.huggingface_setup import launched
+
+    with launched():
+        return _losses(printed("huggingface_accelerate.py")[0])
+
+
+@pytest.mark.full
+def test_accelerate_learns_and_saves_its_state(tmp_path: Path) -> None:
+    losses, others = run_ranks(RANKS, _accelerated)
+    assert len(losses) == 4 and losses[-1] < losses[0] / 2 and others == []
+    assert any((tmp_path / "accelerate-state").iterdir())
+
+
 def test_every_example_is_run_by_a_test() -> None:
     tests = "".join(path.read_text("utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
-    names = [path.name for path in EXAMPLES.rglob("*.py") if path.parent.name != "demo"]
+    programs = [*EXAMPLES.rglob("*.py"), *EXAMPLES.rglob("*.ipynb")]
+    names = [path.name for path in programs if path.parent.name != "demo"]
     assert len(names) > 8 and [name for name in names if f'"{name}"' not in tests] == []
 
 
 def _gpt() -> tuple[list[float], dict[str, torch.Tensor]]:
     text, names = printed("booster_gpt.py")
-    losses = [float(found) for found in re.findall(r"^epoch \d: loss (\S+)$", text, re.MULTILINE)]
-    return losses, names["model"].state_dict()
+    return _losses(text), names["model"].state_dict()
 
 
 def test_booster_gpt_learns_and_saves_what_it_learnt(tmp_path: Path) -> None:

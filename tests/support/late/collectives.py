@@ -22,8 +22,6 @@ from shardwise.core.comm.native import NativeGroup
 from tests.support.late.device import LateDevice
 from tests.support.late.streams import Event, Stream
 
-__all__ = ["late_collectives"]
-
 QUIET_S = 0.02
 """After so long a device goes on by itself."""
 MEETING = 1

@@ -19,8 +19,6 @@ from tests.support.late.operations import Operations
 from tests.support.late.streams import Event, History, Race, Schedule, Stream
 from tests.support.late.torch_gpus import gpus_that_do_nothing
 
-__all__ = ["LateDevice", "LateError", "late_device", "long_ago"]
-
 DEVICE = torch.device("cuda", 0)
 TOTAL_BYTES = 1 << 28
 

@@ -15,8 +15,6 @@ from torch.utils.dlpack import from_dlpack
 from tests.support.late.streams import Access, Event, History, Schedule, Stream
 from tests.support.late.torch_gpus import as_on_cpu
 
-__all__ = ["Block", "Memory", "Region"]
-
 ROUND_BYTES = 512
 POISON = 0xFF
 """In every byte: not a number of any floating dtype, -1 of the others."""

@@ -15,8 +15,6 @@ from tests.support.late.torch_gpus import arguments_of, as_on_cpu, device_kernel
 if TYPE_CHECKING:
     from tests.support.late.device import LateDevice
 
-__all__ = ["Operations"]
-
 aten = torch.ops.aten
 # They look at no value: a tensor of the same storage.
 VIEWS = {

@@ -17,8 +17,6 @@ import torch
 
 import shardwise
 
-__all__ = ["Access", "Event", "History", "Race", "Schedule", "Stream", "Work", "caller"]
-
 Clock = dict[int, int]
 """By number of a stream: how many of its works have been waited for."""
 OWN = (

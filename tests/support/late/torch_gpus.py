@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["arguments_of", "as_on_cpu", "device_kernels", "gpus_that_do_nothing"]
-
 
 def arguments_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """The arguments that an operation was given, each with what its schema says of it."""

@@ -12,8 +12,6 @@ from shardwise.colossalai.interface import OptimizerWrapper
 from torch import nn
 from torch.utils._pytree import tree_map
 
-__all__ = ["convert_to_apex_amp", "initialize", "master_params", "scale_loss"]
-
 
 class Masters:
     """The fp32 masters of an optimizer's parameters, and the scale of its losses."""

@@ -1,0 +1,161 @@
+"""Metrics of training steps, and writers for them: files, TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.core.base.device import allocator_bytes
+from shardwise.session import Session
+
+__all__ = ["Metrics", "Writer", "csv_file", "json_lines", "mlflow", "require_package", "tensorboard", "wandb"]
+
+Writer = Callable[[int, Mapping[str, float]], None]
+"""Writes the metrics of one step, by name."""
+
+
+class Metrics:
+    """Metrics of the steps of a session. Call :meth:`step` after each step of the optimizer, on every rank.
+
+    All values are of this rank, and no call communicates. Rank 0 writes them.
+
+    Args:
+        session: of ``shard``; ``plugin.session(model)`` of a Booster; ``engine.session`` of DeepSpeed;
+            ``strategy.session`` of Lightning; ``trainer.session`` of the Hugging Face Trainer.
+        writers: functions of this module, or your own.
+        every: number of steps between two records.
+        peak_flops: operations a second of the device in the dtype of the model, for ``mfu``.
+
+    Attributes:
+        steps, skipped_steps: numbers of steps so far; a skipped step had gradients that were not finite.
+        flops: operations of one step on this rank, after :meth:`count_flops`; 0 before.
+    """
+
+    def __init__(self, session: Session, *writers: Writer, every: int = 1, peak_flops: float | None = None) -> None:
+        self._session, self._writers, self._every, self._peak_flops = session, writers, every, peak_flops
+        self.steps = self.skipped_steps = self.flops = 0
+        self._tokens, self._since = 0, time.perf_counter()
+
+    @contextmanager
+    def count_flops(self) -> Iterator[None]:
+        """Count the operations of the forward and backward passes in the block as those of every step.
+
+        Matrix products, convolutions and attention count, and also what activation checkpointing repeats.
+        """
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self.flops = counter.get_total_flops()
+
+    def step(self, loss: torch.Tensor | float, tokens: int = 0) -> dict[str, float]:
+        """Record a step, and return the record; an empty one between two records.
+
+        Args:
+            loss: of this rank.
+            tokens: of the step, over all ranks.
+
+        Returns:
+            ``loss``, ``lr``, ``grad_norm`` (before clipping), ``loss_scale``, ``skipped_steps``, bytes of model data by
+            tier (``device_bytes``, ``host_bytes``, ``disk_bytes``; the device's peak, with all memory of the process on
+            a GPU), ``tokens_per_second``, and ``mfu``, the fraction of ``peak_flops`` that was used.
+        """
+        optimizer: Any = self._session.optimizer
+        self.steps, self._tokens = self.steps + 1, self._tokens + tokens
+        self.skipped_steps += optimizer.last_step_skipped
+        if self.steps % self._every:
+            return {}
+        values = {"loss": float(loss), "lr": float(optimizer.param_groups[0]["lr"])}  # waits for a GPU
+        values |= {"grad_norm": optimizer.get_grad_norm(), "loss_scale": optimizer.loss_scale}
+        values |= {"skipped_steps": self.skipped_steps, **self._bytes()}
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        values["tokens_per_second"], self._tokens = self._tokens / seconds, 0
+        if self.flops and self._peak_flops:
+            values["mfu"] = self.flops * self._every / seconds / self._peak_flops
+        for write in self._writers if self._session.mesh.is_rank0 else ():
+            write(self.steps, values)
+        return values
+
+    def _bytes(self) -> dict[str, int]:
+        report, device = self._session.memory(), self._session.mesh.device
+        tiers = {f"{tier}_bytes": report.tier_bytes(tier) for tier in ("device", "host", "disk")}
+        tiers["device_bytes"] += report.peak_copied_bytes - report.copied_bytes
+        tiers["device_bytes"] = report.device_peak_bytes or tiers["device_bytes"]
+        if device.type == "cuda":
+            tiers["device_bytes"] = allocator_bytes(device)[1]
+        return tiers
+
+
+def require_package(package: str, name: str) -> None:
+    """Raise ``ModuleNotFoundError`` if ``package``, which ``name`` needs, is not installed."""
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(
+            f"{name} needs the package {package!r}, which is not installed: pip install {package}, or write CSV, which "
+            "needs none",
+            name=package,
+        )
+
+
+def csv_file(path: str | os.PathLike[str]) -> Writer:
+    """Append rows to a CSV file. Its columns are those of its first row."""
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        with open(path, "a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            columns = next(csv.reader(file), None)
+            rows = csv.DictWriter(file, columns or ["step", *values], extrasaction="ignore", lineterminator="\n")
+            if columns is None:
+                rows.writeheader()
+            rows.writerow({"step": step, **values})
+
+    return write
+
+
+def json_lines(path: str | os.PathLike[str]) -> Writer:
+    """Append JSON objects to a file, one a line; a number that is not finite is ``null``."""
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **finite}) + "\n")
+
+    return write
+
+
+def tensorboard(folder: str | os.PathLike[str]) -> Writer:
+    """Write event files of TensorBoard to ``folder``."""
+    require_package("tensorboard", "tensorboard()")
+    opened: Any = cache(lambda: import_module("torch.utils.tensorboard").SummaryWriter(log_dir=os.fspath(folder)))
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            opened().add_scalar(name, value, step)
+        opened().flush()
+
+    return write
+
+
+def wandb(**options: Any) -> Writer:
+    """Log to a run of Weights & Biases; ``options`` are those of ``wandb.init``."""
+    require_package("wandb", "wandb()")
+    run: Any = cache(lambda: import_module("wandb").init(**options))
+    return lambda step, values: run().log(dict(values), step=step)
+
+
+def mlflow(**options: Any) -> Writer:
+    """Log to a run of MLflow; ``options`` are those of ``mlflow.start_run``."""
+    require_package("mlflow", "mlflow()")
+    run: Any = cache(lambda: import_module("mlflow").start_run(**options))
+    return lambda step, values: import_module("mlflow").log_metrics(dict(values), step, run_id=run().info.run_id)

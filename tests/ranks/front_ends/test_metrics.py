@@ -1,0 +1,108 @@
+"""Metrics of steps, and what writes them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import metrics
+from shardwise.metrics import Metrics, csv_file, json_lines
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+from tests.support.engine_setup import scaler, sharded
+
+BATCH, WIDTH, TOKENS = 3, 4, 60
+FLOPS = 5 * 2 * BATCH * WIDTH * WIDTH
+"""Of two layers: outputs, gradients of weights, and the gradient of the second layer's input."""
+
+
+def records(plan: Plan, folder: Path, every: int) -> list[dict[str, float]]:
+    """The records of four steps, of which the second overflows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
+    writers = csv_file(folder / "metrics.csv"), json_lines(folder / "metrics.jsonl")
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.5), plan) as session:
+        made = Metrics(session, *writers, every=every, peak_flops=1e6)
+        found = []
+        for step in range(4):
+            x = torch.full((BATCH, WIDTH), math.inf if step == 1 else 1.0)
+            with made.count_flops():
+                loss = session.module(x).float().square().mean()
+                session.backward(loss)
+            session.optimizer.step()
+            found.append(made.step(loss, TOKENS))
+            norm = session.optimizer.get_grad_norm()
+            assert made.flops == FLOPS and str(found[-1].get("grad_norm", norm)) == str(norm)
+    return found
+
+
+def test_records_of_steps(tmp_path: Path) -> None:
+    plan = zero(2, torch.float16).but(scaler=scaler())
+    found = run_ranks(2, records, plan, tmp_path, 1)[0]
+    assert [each["skipped_steps"] for each in found] == [0, 1, 1, 1]
+    assert [each["loss_scale"] for each in found] == [1024.0, 512.0, 512.0, 512.0]
+    for each in found:
+        seconds = TOKENS / each["tokens_per_second"]
+        assert each["mfu"] * 1e6 * seconds == pytest.approx(FLOPS) and each["lr"] == 0.5
+        assert each["device_bytes"] > each["disk_bytes"] == each["host_bytes"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    finite = [{name: value if math.isfinite(value) else None for name, value in each.items()} for each in found]
+    assert rows == [{"step": step, **each} for step, each in enumerate(finite, 1)] and rows[1]["loss"] is None
+    table = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in table] == ["1", "2", "3", "4"] and float(table[3]["loss"]) == found[3]["loss"]
+
+
+def test_records_between_steps(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, records, zero(3), tmp_path, 2)
+    assert [bool(each) for each in found] == [False, True, False, True]
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 2
+
+
+VALUES = {"loss": 0.5, "lr": 1e-3}
+SCALARS = [("add_scalar", (*each, 8), {}) for each in VALUES.items()]
+CALLS = {
+    "tensorboard": (["runs"], {}, [("SummaryWriter", (), {"log_dir": "runs"}), *SCALARS]),
+    "wandb": ([], {"project": "p"}, [("init", (), {"project": "p"}), ("log", (VALUES,), {"step": 8})]),
+    "mlflow": ([], {"tags": "t"}, [("start_run", (), {"tags": "t"}), ("log_metrics", (VALUES, 8), {"run_id": "id"})]),
+}
+
+
+class Package(ModuleType):
+    """Stands for a package: every function of it notes its calls."""
+
+    info = SimpleNamespace(run_id="id")
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        super().__init__(name)
+        self.__spec__, self._calls = ModuleSpec(name, None), calls
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self._calls.append((name, args, kwargs)) or self
+
+
+@pytest.mark.parametrize("package", CALLS)
+def test_packages_are_opened_by_the_rank_that_writes(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, options, expected = CALLS[package]
+    with monkeypatch.context() as without:
+        without.setattr(metrics, "find_spec", lambda name: None)
+        with pytest.raises(ModuleNotFoundError, match=rf"{package}\(\) needs .*pip install {package}"):
+            getattr(metrics, package)(*args, **options)
+    calls: list[Any] = []
+    monkeypatch.setitem(sys.modules, package, Package(package, calls))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Package("tensorboard", calls))
+    write = getattr(metrics, package)(*args, **options)
+    assert calls == []
+    write(8, VALUES)
+    assert [each for each in calls if each[0] != "flush"] == expected
+    write(9, {})
+    assert sum(each[0] == expected[0][0] for each in calls) == 1
