@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-__all__ = ["Event", "FakeArray", "FakeCuda", "Stream"]
-
 
 @dataclass(eq=False)
 class Stream:

@@ -1,7 +1,5 @@
 """Programs that tests start: they find the source tree, whatever the caller's folder, shell and locale are."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -17,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.launcher_variables import without_launcher
-
-__all__ = ["ROOT", "SECONDS", "forked_python", "python", "surroundings", "until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 600.0
