@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Small"]
-
 
 class Small(nn.Module):
     """A tied weight, a buffer, an empty parameter, and one of dtype ``narrow``."""

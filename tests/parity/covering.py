@@ -3,14 +3,10 @@
 Greedy and deterministic.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import TypeVar
-
-__all__ = ["Row", "allowed_pairs", "cover", "each_once"]
 
 Row = dict[str, str]
 _Pair = tuple[str, str, str, str]

@@ -1,7 +1,5 @@
 """Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -13,14 +11,11 @@ from torch import Tensor
 
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import split_batch
-from shardwise.plan import MeshPlan, Plan, replicated, zero
-from shardwise.plan.parallel import PipelinePlan, TensorPlan
+from shardwise.plan import MeshPlan, PipelinePlan, Plan, TensorPlan, replicated, zero
 from shardwise.session import Session, build
 from tests.support.engine_setup import adam
 from tests.support.tensor_cases import CASES
 from tests.support.tensor_setup import PAD, Case, Exact, loss_of
-
-__all__ = ["LAYOUTS", "Found", "measured"]
 
 STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
 EXACT, SINGLE = 1e-11, 1e-6

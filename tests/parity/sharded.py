@@ -1,7 +1,5 @@
 """Trains a tiny model on ranks as a plan says, and compares with ``shardwise.testing.train_plain``."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -18,22 +16,6 @@ from shardwise.plan import Plan
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
 from tests.support.models import MODELS, ModelCase, make_batches
-
-__all__ = [
-    "OPTIMIZERS",
-    "Run",
-    "Setting",
-    "Tolerance",
-    "check_beside_rounding",
-    "check_runs",
-    "check_setting",
-    "fused",
-    "plain",
-    "rounding",
-    "train_all",
-    "train_case",
-    "train_on_rank",
-]
 
 
 def _two_groups(model: nn.Module) -> list[dict[str, Any]]:

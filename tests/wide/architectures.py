@@ -1,7 +1,5 @@
 """Trains an architecture of transformers under every plan, and plainly."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Sequence
@@ -18,8 +16,6 @@ from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs
 from tests.parity.tiers import tier_plan
 from tests.support.models import make_batches
 from tests.wide.zoo import case_of
-
-__all__ = ["PLANS", "Oracle", "check_kind", "oracle", "plan_of", "train_kind"]
 
 _SEARCHED = BySearch(search_range_numel=4096, interval_numel=256, min_chunk_numel=1024)
 PLANS: dict[str, Plan] = {

@@ -5,8 +5,6 @@ Not every type can be made this way (some need other packages, fixed sizes or in
 for those, and :data:`TYPES` has those that could (and whose plain training has no NaN: Swiftformer's has at this size).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings
@@ -17,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import ModelCase
-
-__all__ = ["TYPES", "case_of", "every_type"]
 
 WIDTH, HEADS, VOCABULARY, LENGTH, IMAGE, PATCH, ROWS = 32, 4, 41, 6, 32, 8, 2
 LARGEST = 2_000_000
@@ -167,8 +163,7 @@ def _class_of(kind: str) -> Any:
 
 def _make(kind: str) -> nn.Module:
     """Random weights, nothing random in forward."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         kind_class, config = _class_of(kind), _config(kind)
         with torch.device("meta"):
             count = sum(p.numel() for p in kind_class(config).parameters())

@@ -18,8 +18,6 @@ from tests.faults.fuzz.subjects import make_subjects
 from tests.faults.fuzz.trial import READ, REFUSED, Bounds
 from tests.faults.report import Report
 
-__all__ = ["CORPUS", "Reader", "campaign", "corpus", "reading_process"]
-
 ROOT = Path(__file__).parent.parent.parent.parent
 CORPUS = ROOT / "tests" / "data" / "fuzz"
 WAITS = 30

@@ -25,8 +25,6 @@ from shardwise.core.checkpoint.formats import deepspeed
 from tests.faults.fuzz.pickles import change_pickle, draw_pickle_change
 from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw_value, made, renamed, without, written
 
-__all__ = ["Change", "apply_change", "draw_changes"]
-
 Change = dict[str, Any]
 NAMES = ("../" + SECRET, "a\0b", "\x1b[2Jx", "", "model/x", "other", "a" * 5000, "state/rng/0/torch", "_extra_state")
 PARSED = "(parsed)"

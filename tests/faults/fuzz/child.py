@@ -22,8 +22,6 @@ from tests.faults.fuzz.subjects import SUBJECTS
 from tests.faults.fuzz.trial import PLANTED, Bounds, Trials, ways_of
 from tests.faults.fuzz.values import Stale
 
-__all__ = ["draw_recipe"]
-
 ADDRESS_BYTES = 24 << 30
 """Beside what the process has at its start. What is touched is bounded much closer, by :class:`Bounds`."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.faults.fuzz.values import Stale
 
-__all__ = ["change_pickle", "draw_pickle_change"]
-
 MARKER = "fired"
 """The file that code in a checkpoint would make, in the working directory."""
 CALLS = [

@@ -29,8 +29,6 @@ from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject
 from tests.faults.fuzz.values import SECRET
 
-__all__ = ["PLANTED", "READ", "REFUSED", "Bounds", "Trials", "differing", "ways_of"]
-
 READ, REFUSED = "read", "refused"
 TARGETS = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 HEX = "0123456789abcdef"
@@ -251,8 +249,7 @@ class Trials:
 
     def _read(self, path: Path, way: str) -> str:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 if ":" in way:
                     return self._load(path, *way.split(":"))
                 return self._open(path) if way == "read" else self._command(path, way)

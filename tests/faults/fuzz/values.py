@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Stale", "change_tree", "draw_path", "draw_value", "made", "written"]
-
 SECRET = "outside/secret"  # beside the directory of the checkpoint that is read
 
 PLAIN: tuple[Any, ...] = (

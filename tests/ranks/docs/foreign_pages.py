@@ -1,7 +1,5 @@
 """What the blocks of docs/fabric.md need, and what they must have done."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.lightning_setup import OUT, WIDTH, quiet
-
-__all__ = ["fabric", "in_fabric"]
 
 Names = dict[str, Any]
 

@@ -1,7 +1,5 @@
 """What the blocks of docs/hybrid-parallel.md need, and what they must have done."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -9,8 +7,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
-
-__all__ = ["alone", "alone_cut", "deeper", "llama", "llama_cut", "llama_shared", "llama_staged", "mlp", "mlp_cut"]
 
 WIDTH, VOCABULARY = 8, 32
 Names = dict[str, Any]

@@ -1,13 +1,9 @@
 """What the blocks of docs/native.md need, and what they must have done."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hybrid_pages import llama
 from torch.utils.data import DataLoader
-
-__all__ = ["ended", "filed", "language", "planned", "read", "staged"]
 
 Names = dict[str, Any]
 

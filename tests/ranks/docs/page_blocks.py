@@ -1,14 +1,10 @@
 """A block of a page as it is printed, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-__all__ = ["ROOT", "Block", "Fence", "fences"]
 
 ROOT = Path(__file__).parents[3]
 Names = dict[str, Any]
