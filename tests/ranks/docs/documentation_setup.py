@@ -411,7 +411,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/porting.md": [Block(first="shardwise port train.py", how="shell", before=_written)],
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
-        Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement_table.py compares"),
+        Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement.py compares"),
         Block(first="session = shardwise.shard", before=native_pages.staged),
         Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),
         Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),
