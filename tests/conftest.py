@@ -1,7 +1,5 @@
 """Shared by all tests: the three sets, one thread, fixed seeds, how to repeat a failure, and the slowest files."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ file system, another umask, locale and time zone, and variables that a launcher 
 The clone uses this environment's packages. Tests run in random order; ``--seed`` chooses it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

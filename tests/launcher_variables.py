@@ -1,7 +1,5 @@
 """Environment variables by which launchers and clusters tell a process of its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 PREFIXES = (

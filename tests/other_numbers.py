@@ -10,8 +10,6 @@ half a unit in the last place of the largest of its gradients. The optimizers of
 ranks are compared with. What is compared bit for bit cannot pass then, nor what is rounded to 16 bits after each step.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -11,8 +11,6 @@ batches of the parity matrix want, never come to an end where a worker dies in i
 says what was not finished.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The Python files of this repository, parsed once for all tests that read code: :func:`ours` and :func:`around`."""
 
-from __future__ import annotations
-
 import ast
 import gc
 from collections.abc import Iterator

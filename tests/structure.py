@@ -5,8 +5,6 @@ modules one imports. A private site is a place that names a part of torch whose 
 assigns to a tensor's ``.data``.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

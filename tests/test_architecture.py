@@ -4,8 +4,6 @@ Each checker takes one parsed file and returns complaints; the tests at the end 
 allow an exception, add it to one of the tables here with a reason: that is the place where a reviewer looks.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 

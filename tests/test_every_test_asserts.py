@@ -4,8 +4,6 @@ What a test names is followed through functions and classes of its module and th
 of the tests, functions sent to ranks among them.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Nothing below the front-ends names one of them, or another library."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The figures of the package's shape count what they say."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.budgets import BUDGETS, complaints, counted

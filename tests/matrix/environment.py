@@ -19,7 +19,7 @@ from tests.matrix.table import Row, not_tried, today
 
 # What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
 SHORT_SET = (
-    "tests/unit/test_testing_pool.py",  # processes
+    "tests/unit/test_sets.py",  # processes
     "tests/unit/test_readers.py",  # references are counted; the one door to what is private in torch
     "tests/unit/test_chunk_layout.py",
     "tests/unit/test_deferred.py",  # factories of tensors, modes
@@ -27,10 +27,9 @@ SHORT_SET = (
     "tests/unit/test_hostile_files.py",
     "tests/unit/test_booster_signatures.py",  # annotations
     "tests/unit/test_checked_arguments.py",
-    "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter
+    "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
     "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
     "tests/unit/test_deferred_interrupts.py",  # signals
-    "tests/ranks/shards/test_transforms.py",  # torch.func
     "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",
     "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",

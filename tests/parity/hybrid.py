@@ -1,7 +1,5 @@
 """Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -13,8 +11,7 @@ from torch import Tensor
 
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import split_batch
-from shardwise.plan import MeshPlan, Plan, replicated, zero
-from shardwise.plan.parallel import PipelinePlan, TensorPlan
+from shardwise.plan import MeshPlan, PipelinePlan, Plan, TensorPlan, replicated, zero
 from shardwise.session import Session, build
 from tests.support.engine_setup import adam
 from tests.support.tensor_cases import CASES

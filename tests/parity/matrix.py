@@ -1,7 +1,5 @@
 """The factors of the parity matrix, what goes together, and the rows that are run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -11,6 +9,7 @@ import torch
 from shardwise.plan import ByNumel, BySearch, ByTensor, Plan, ScalerPlan, replicated, zero
 from tests.parity.covering import Row, cover, each_once
 from tests.parity.sharded import OPTIMIZERS, Setting, Tolerance
+from tests.support.engine_setup import scaler
 from tests.support.models import MODELS
 
 SMALL = ByNumel(chunk_numel=48)
@@ -91,15 +90,7 @@ def allowed(row: Row) -> bool:
 def _constant_scale(average: str) -> ScalerPlan:
     """Gradients as they are here, times it, are normal numbers of fp16; tokens count in units of 1024."""
     scale = 64.0 * 1024.0 if average == "tokens" else 64.0
-    return ScalerPlan(
-        initial_scale=scale,
-        min_scale=1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=1000,
-        hysteresis=1000,
-        max_scale=2.0**32,
-    )
+    return scaler(initial_scale=scale, hysteresis=1000)
 
 
 def make_setting(row: Row) -> Setting:

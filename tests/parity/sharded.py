@@ -1,7 +1,5 @@
 """Trains a tiny model on ranks as a plan says, and compares with ``shardwise.testing.train_plain``."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

@@ -1,7 +1,5 @@
 """The design itself: small, complete and the same every time."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.parity.covering import Row, allowed_pairs, cover, each_once

@@ -4,8 +4,6 @@ Quick: two layouts that use every axis. Full: every layout once, with one of two
 with both.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from shardwise.testing import run_ranks

@@ -6,8 +6,6 @@ somewhere (see :mod:`tests.parity.covering`): about 460 rows. The quick set has 
 ``-m campaign`` runs every model under every plan at every rank count in every number format.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The rows of the tier matrix: which plans, numbers, optimizers and models are trained with which mixes of tiers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,21 +18,14 @@ from tests.parity.covering import Row, cover, each_once
 from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
 from tests.support.models import MODELS
+from tests.support.tier_setup import SHARES
 
-# Shares of parameters on host and disk, of state on host and disk.
-MIXES: dict[str, tuple[float, float, float, float]] = {
-    "s_host": (0, 0, 1, 0),
+MIXES = {name: shares for name, shares in SHARES.items() if name != "device"} | {
     "s_half_host": (0, 0, 0.5, 0),
     "p_host": (1, 0, 0, 0),
-    "all_host": (1, 0, 1, 0),
-    "s_disk": (0, 0, 0, 1),
-    "p_host_s_disk": (1, 0, 0, 1),
-    "p_disk": (0, 1, 0, 0),
-    "p_disk_s_host": (0, 1, 1, 0),
-    "all_disk": (0, 1, 0, 1),
-    "thirds": (0.34, 0.33, 0.33, 0.34),
     "p_halves_s_disk": (0.5, 0.25, 0, 0.6),
 }
+"""Shares of parameters on host and disk, of state on host and disk."""
 
 # One of everything and nothing at once; the defaults in small; several threads and requests cut small.
 KNOBS: dict[str, dict[str, Any]] = {

@@ -4,8 +4,6 @@ What is not there is the transport alone. Groups, chunk tables, agreement, check
 those of a real run; torch's process groups below them answer in this process, and count what they are asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.core.comm import GroupMaker, register_backend
-from shardwise.core.comm.choose import GroupRequest
+from shardwise.core.comm import GroupMaker, GroupRequest, NativeGroup, register_backend
 from shardwise.core.comm.control import Control
-from shardwise.core.comm.native import NativeGroup
 from shardwise.core.mesh.mesh import Mesh
 from shardwise.plan import Plan
 
@@ -95,7 +91,7 @@ class _Arriving(_Done):
 # the own values, and a sum is the own value as often as there are ranks. Of a message from a peer nothing else is known
 # than what this rank sends at that time under the same tag (zeros, where it sends nothing as long), and a slice for one
 # rank is not that for another. Values are therefore not those of a run; what is asked of the transport is, call by call
-# and byte by byte (tests/ranks/testing/test_alike.py compares).
+# and byte by byte (tests/ranks/testing/test_pool.py compares).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group of torch, of ``size`` ranks of which only this one is there. See [Note: Peers that are alike].
 

@@ -1,7 +1,5 @@
 """What the tests of peers that are alike share: a model of blocks, plans, steps, a record of what real ranks ask."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.scale_model import Blocks
-from shardwise.core.comm import GroupMaker, NativeGroup, control, native, register_backend
-from shardwise.core.comm.choose import GroupRequest
+from shardwise.core.comm import GroupMaker, GroupRequest, NativeGroup, control, native, register_backend
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build

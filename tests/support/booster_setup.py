@@ -1,7 +1,5 @@
 """What the Booster's checkpoint tests share: plugins, a small odd model, and the calls that users make."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the checkpoint tests share: plans in every tier and precision, a deterministic run, and how two runs compare."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import threading

@@ -1,7 +1,5 @@
 """Count what a process holds and sends: live tensor bytes, and the traffic of groups."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator
@@ -38,8 +36,7 @@ def live_tensor_bytes(device: torch.device | str | None = None) -> int:
     """
     wanted = torch.device(device) if device is not None else None
     sizes: dict[tuple[torch.device, int], int] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for tensor in live_tensors():
             if tensor.is_meta or tensor.layout is not torch.strided:
                 continue

@@ -1,7 +1,5 @@
 """A small model whose layers are cut in every way: fused and apart, uneven heads, padded and tied vocabulary."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,13 +50,6 @@ def made(tied: bool) -> Model:
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
     return model
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids, labels = torch.randint(0, VOCABULARY, (2, 3, 7), generator=generator)
-    labels[0, :3] = -100
-    return ids, labels
 
 
 def rows_of(ranks: int) -> ShardSpec:

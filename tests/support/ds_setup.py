@@ -1,7 +1,5 @@
 """What tests of the DeepSpeed front-end share: configurations, engines, and the model of the recorded checkpoints."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -28,8 +26,7 @@ def ds_config(stage: int, micro: int = 1, zero: dict[str, Any] | None = None, **
 
 def start(model: nn.Module, config: dict[str, Any], **arguments: Any) -> deepspeed.DeepSpeedEngine:
     """An engine; what it warns of is not shown."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         engine: deepspeed.DeepSpeedEngine = deepspeed.initialize(model=model, config=config, **arguments)[0]
     return engine
 

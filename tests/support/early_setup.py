@@ -1,7 +1,5 @@
 """What the tests of updates during backward share: cases, a training loop, and the comparison."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the engine's tests share: plans by name, sessions that clean up, programs run sharded and in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of process groups share: groups of four ranks, gloo on demand, training in each group, its oracle."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

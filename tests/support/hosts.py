@@ -1,8 +1,7 @@
 """Two machines on one: programs in network namespaces of their own, joined by a wire (Linux)."""
 
-from __future__ import annotations
-
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tests.support import wire
 
@@ -170,3 +169,18 @@ def _done(command: Sequence[str]) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     if ended.returncode:
         raise OSError(f"no wire here: {' '.join(command)} said {ended.stderr.strip()!r:.200}")
+
+
+def check_program(program: Path, port: int) -> None:
+    """Run a program by torchrun, two ranks a host, which all say that they are equal to plain PyTorch."""
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "OMP_NUM_THREADS": "1"}
+    with TwoHosts() as hosts:
+        where = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={hosts.names[0]}", f"--master-port={port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *where]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        runs = [hosts.start(host, [*command, f"--node-rank={host}", str(program)], env, **pipes) for host in (0, 1)]
+        told = [run.communicate(timeout=300)[0] for run in runs]
+    for host, (run, text) in enumerate(zip(runs, told, strict=True)):
+        assert run.returncode == 0, text
+        assert text.count(f"on host-{'ab'[host]}: equal to plain PyTorch") == 2

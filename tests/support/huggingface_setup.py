@@ -1,7 +1,5 @@
 """What the tests of the Hugging Face front-end share: a small GPT-2, its rows and arguments, and trainers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -103,8 +101,7 @@ def weights(folder: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(None), warnings.catch_warnings(action="ignore"):
         yield
 
 

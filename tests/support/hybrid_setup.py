@@ -1,7 +1,5 @@
 """Small Hugging Face models, plain training on the batches of all data-parallel ranks, and a policy for each."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ from. So the launcher is forked from the server behind the rank pool, and runs t
 torch's elastic agent in it is the real one, except that it forks its ranks from itself instead of starting Python anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ Everything here is called inside a rank. Lightning meets the pool's process grou
 says "the processes are there already", so a run costs no process.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings

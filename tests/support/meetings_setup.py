@@ -1,7 +1,5 @@
 """What ranks meet for, and a rank that fails alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

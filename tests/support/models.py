@@ -4,8 +4,6 @@ Weights and batches depend on seeds alone, so every rank, and an unsharded run, 
 holds (up to rounding) the values that it holds in fp32. Nothing here is random in the forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

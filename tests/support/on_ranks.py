@@ -1,6 +1,4 @@
-"""Tests whose body runs on every rank, and tables of refused calls."""
-
-from __future__ import annotations
+"""Tests whose body runs on every rank, and calls that are refused."""
 
 import functools
 import inspect
@@ -9,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.testing import run_ranks
 
@@ -35,6 +34,26 @@ def on_ranks(ranks: int | None = None, timeout: float = 60.0) -> Callable[[Calla
 
 def _call_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     inspect.unwrap(getattr(import_module(module), name))(**arguments)
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks, in their order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+Kinds = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def raises(error: Kinds, words: str | None, call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """Assert that ``call`` raises ``error`` with ``words`` (a regular expression; None: any); return its message."""
+    __tracebackhide__ = True
+    with pytest.raises(error, match=words) as raised:
+        call(*args, **kwargs)
+    message = str(raised.value)
+    del raised  # with it go the frames of the call, and what they hold
+    return message
 
 
 def assert_refused(*rows: tuple[Callable[[], object], str], error: Any = (TypeError, ValueError, RuntimeError)) -> None:

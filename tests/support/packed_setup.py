@@ -1,7 +1,5 @@
 """What the tests of packed weights (QLoRA) share: a Llama whose linear layers are 4-bit or 8-bit, with an adapter."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import warnings
@@ -84,6 +82,5 @@ def silent() -> Iterator[None]:
     theirs.set_verbosity_error()
     disable_progress_bar()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(None):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(None):
         yield

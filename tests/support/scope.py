@@ -1,7 +1,5 @@
 """What the tests of groups share: a group over all ranks, known values, and the plain computation."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Models whose ranks share sequences against the same models on one rank: how they are run and compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The three sets of tests, their order, and how to repeat a test that failed. See CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import random
 import shlex
 import sys

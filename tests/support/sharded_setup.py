@@ -1,7 +1,5 @@
 """What the tests of shardwise.zero share: settings, models built in the context, and the plain run of each."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

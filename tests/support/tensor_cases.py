@@ -1,7 +1,5 @@
 """Small models of each architecture, with every head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of states and checkpoints share: runs of the small model whose layers are cut, under plans by name."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

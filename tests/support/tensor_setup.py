@@ -1,7 +1,5 @@
 """Models of transformers cut over an axis against the same models whole: how they are made, run and compared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A tokenizer, a small Llama and data for trainers of TRL."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ The program says ``ready`` and ends with its standard input. A line there, ``DEL
 ``ready`` again. It imports nothing of the library, to start at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """A checkpoint in memory with every odd case, and exact comparison of two checkpoints."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

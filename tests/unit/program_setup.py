@@ -1,7 +1,5 @@
 """Programs that tests start: they find the source tree, whatever the caller's folder, shell and locale are."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

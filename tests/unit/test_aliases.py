@@ -4,8 +4,6 @@ The tables of foreign names: each is in order, what works is there, and what can
 Every name of a table that works has a test that uses it, beyond those that look at the tables themselves.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata
@@ -39,6 +37,7 @@ from shardwise.compat import (
     install_aliases,
 )
 from shardwise.compat.table import ANY_NAME, HOMES, parse_table
+from tests.support.on_ranks import raises
 
 TABLE = parse_table(
     "foreignlib",
@@ -103,8 +102,7 @@ def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
         with pytest.raises(UnsupportedName, match=f"foreignlib.parts.{name}: {said}"):
             getattr(parts, name)(3)
     assert parts.__all__ == ["Odd", "ReLU"]
-    with pytest.raises(ImportError, match="'Anything'"):
-        importlib.import_module(f"{TABLE.home}.parts.deep.Anything")
+    raises(ImportError, "'Anything'", lambda: importlib.import_module(f"{TABLE.home}.parts.deep.Anything"))
 
 
 def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
@@ -144,8 +142,7 @@ def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
     ],
 )
 def test_what_is_not_in_the_table_is_named(home: Any, statement: str, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"foreignlib.* has no name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port"):
-        exec(statement, {})
+    raises(error, r"foreignlib.* has no name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port", lambda: exec(statement, {}))
 
 
 def test_a_program_that_is_not_changed(home: Any) -> None:
@@ -158,14 +155,12 @@ def test_a_program_that_is_not_changed(home: Any) -> None:
     assert importlib.util.find_spec("foreignlib") is not None
     assert importlib.util.find_spec("foreignlib.nothing") is None
     assert importlib.metadata.version("torch") != "1.2.3"
-    with pytest.raises(ModuleNotFoundError, match=r"foreignlib\.nothing"):
-        importlib.import_module("foreignlib.nothing")
+    raises(ModuleNotFoundError, r"foreignlib\.nothing", lambda: importlib.import_module("foreignlib.nothing"))
 
 
 def test_the_library_itself_was_first(home: Any) -> None:
     sys.modules["foreignlib"] = ModuleType("foreignlib")
-    with pytest.raises(ImportError, match=r"foreignlib is imported already.*first line"):
-        impersonate(TABLE.foreign)
+    raises(ImportError, r"foreignlib is imported already.*first line", lambda: impersonate(TABLE.foreign))
 
 
 FILES = sorted(Path(shardwise.compat.__file__).parent.glob("*.toml"))
@@ -216,9 +211,8 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
             assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
             continue
         assert isinstance(entry, Unsupported) and not isinstance(object(), found)
-        with pytest.raises(UnsupportedName) as caught:
-            found(1, key=2)
-        assert str(caught.value).startswith(f"{foreign}.") and entry.instead in str(caught.value)
+        caught = raises(UnsupportedName, None, found, 1, key=2)
+        assert caught.startswith(f"{foreign}.") and entry.instead in caught
 
 
 @pytest.mark.parametrize("foreign", HOMES)

@@ -1,9 +1,6 @@
 """A program in which another library's name is ours: the processes that it starts, and its command line.
 
-What programs for ColossalAI and Lightning ask for that is not here: the error says what to do, and that works.
-"""
-
-from __future__ import annotations
+What programs for ColossalAI and Lightning ask for that is not here: the error says what to do, and that works."""
 
 import argparse
 import sys
@@ -20,6 +17,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.cli import as_world
 from shardwise.deepspeed.logs import LOG
+from tests.support.on_ranks import raises
 
 CHILDREN = """
 import importlib, multiprocessing, subprocess, sys
@@ -116,8 +114,7 @@ def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device(
     assert torch.equal(one.value(), before) and torch.equal(one.value(own=True), before.flatten())
     assert torch.equal(model.state_dict()["weight"], before)
     assert model.to("cpu") is model
-    with pytest.raises(RuntimeError, match=r"cannot become .*param_host_fraction=1.0.*offload='host'"):
-        model.to("meta")
+    raises(RuntimeError, r"cannot become .*param_host_fraction=1.0.*offload='host'", lambda: model.to("meta"))
     booster.plugin.session(model).close()
 
 
@@ -130,5 +127,4 @@ def test_the_engine_of_a_strategy(package: object, name: str) -> None:
     finally:
         LOG.setLevel(level)  # Fabric's sets it
     assert not hasattr(strategy, name)
-    with pytest.raises(AttributeError, match=r"strategy\.session.*get_grad_norm.*checkpoints\.save"):
-        getattr(strategy, name)
+    raises(AttributeError, r"strategy\.session.*get_grad_norm.*checkpoints\.save", lambda: getattr(strategy, name))

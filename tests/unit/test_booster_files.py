@@ -1,7 +1,5 @@
 """The Booster's checkpoints in one process: nothing lost, nothing half-written, every misfit listed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -19,6 +17,7 @@ from shardwise.core import checkpoint
 from shardwise.core.base import tree
 from shardwise.nn.lr_scheduler import MultiStepWarmupLR
 from shardwise.testing import assert_close
+from tests.support.on_ranks import raises
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,8 +40,7 @@ def test_tree_round_trip() -> None:
     assert torch.equal(back["state"][0].pop("exp_avg"), value["state"][0].pop("exp_avg"))  # type: ignore[index, union-attr]
     assert back == value
     assert type(back["milestones"]) is Counter and type(back["param_groups"][0]["betas"]) is tuple
-    with pytest.raises(TypeError, match=r"a/0 is a object.*which a checkpoint cannot hold"):
-        tree.encode({"a": [object()]}, {})
+    raises(TypeError, r"a/0 is a object.*which a checkpoint cannot hold", lambda: tree.encode({"a": [object()]}, {}))
 
 
 class Tied(nn.Module):
@@ -93,13 +91,11 @@ def test_defect_5_shape_mismatch_is_an_error_that_lists_everything(tmp_path: Pat
     save_file({"weight": torch.zeros(3, 4), "more": torch.zeros(1)}, file)
     model = nn.Linear(4, 2)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError) as error:
-        Booster().load_model(model, file)
+    error = raises(ValueError, None, lambda: Booster().load_model(model, file))
     misfit = "weight: (3, 4) in the checkpoint, (2, 4)"
     for line in (misfit, "missing from the checkpoint: bias", "not in the model: more"):
-        assert line in str(error.value)
-    with pytest.raises(ValueError, match=r"weight: \(3, 4\)"):
-        Booster().load_model(model, file, strict=False)
+        assert line in error
+    raises(ValueError, r"weight: \(3, 4\)", lambda: Booster().load_model(model, file, strict=False))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     save_file({"weight": torch.ones(2, 4), "more": torch.zeros(1)}, file)
     Booster().load_model(model, file, strict=False)
@@ -148,34 +144,25 @@ def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffi
                 for key, v in entry.items()
             )
     (tmp_path / f"m{suffix}").write_bytes((tmp_path / f"m{suffix}").read_bytes()[:-40])
-    with pytest.raises(checkpoint.CheckpointError):
-        booster.load_model(again, tmp_path / f"m{suffix}")
+    raises(checkpoint.CheckpointError, None, lambda: booster.load_model(again, tmp_path / f"m{suffix}"))
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
     booster, (model, optimizer) = Booster(), parts()
     file = tmp_path / "m.safetensors"
-    with pytest.raises(FileNotFoundError, match=r"m\.safetensors"):
-        booster.load_model(model, file)
+    raises(FileNotFoundError, r"m\.safetensors", lambda: booster.load_model(model, file))
     booster.save_model(model, file)
-    with pytest.raises(checkpoint.CheckpointError, match="holds no optimizer"):
-        booster.load_optimizer(optimizer, file)
+    raises(checkpoint.CheckpointError, "holds no optimizer", lambda: booster.load_optimizer(optimizer, file))
     booster.save_optimizer(optimizer, tmp_path / "o")
-    with pytest.raises(checkpoint.CheckpointError, match="holds no model"):
-        booster.load_model(model, tmp_path / "o")
+    raises(checkpoint.CheckpointError, "holds no model", lambda: booster.load_model(model, tmp_path / "o"))
     (tmp_path / "o").unlink()
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(checkpoint.CheckpointDamage, match="where its header says"):
-        booster.load_model(model, file)
-    with pytest.raises(checkpoint.CheckpointError, match="is a directory"):
-        booster.save_model(model, tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match="is a file"):
-        booster.save_model(model, file, shard=True)
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        booster.load_model(model, tmp_path / "..")
+    raises(checkpoint.CheckpointDamage, "where its header says", lambda: booster.load_model(model, file))
+    raises(checkpoint.CheckpointError, "is a directory", lambda: booster.save_model(model, tmp_path))
+    raises(checkpoint.CheckpointError, "is a file", lambda: booster.save_model(model, file, shard=True))
+    raises(FileNotFoundError, "holds no checkpoint", lambda: booster.load_model(model, tmp_path / ".."))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(checkpoint.CheckpointError, match="not an index"):
-        booster.load_model(model, tmp_path)
+    raises(checkpoint.CheckpointError, "not an index", lambda: booster.load_model(model, tmp_path))
 
 
 def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
@@ -184,8 +171,7 @@ def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
         booster.save_model(model, tmp_path / "m", gather_dtensor=False)
     with pytest.raises(ValueError, match="size_per_shard=0"):
         booster.save_optimizer(optimizer, tmp_path / "o", shard=True, size_per_shard=0)
-    with pytest.raises(ValueError, match="prefix='x'"):
-        booster.save_optimizer(optimizer, tmp_path / "o", prefix="x")
+    raises(ValueError, "prefix='x'", lambda: booster.save_optimizer(optimizer, tmp_path / "o", prefix="x"))
     with pytest.raises(ValueError, match=r"ending in \.safetensors"):
         booster.save_model(model, tmp_path / "m", use_safetensors=True)
     assert not list(tmp_path.iterdir())
@@ -217,8 +203,7 @@ def test_model_and_optimizer_in_one_directory(tmp_path: Path, shard: bool) -> No
         booster.save_optimizer(optimizer, tmp_path / "two", shard=True, prefix="a")
         index = "pytorch_optim.bin.index.a.json"
         places.append((tmp_path / "two" / "model.safetensors.index.b.json", tmp_path / "two" / index))
-        with pytest.raises(checkpoint.CheckpointError, match="several checkpoints"):
-            booster.load_model(model, tmp_path / "two")
+        raises(checkpoint.CheckpointError, "several checkpoints", lambda: booster.load_model(model, tmp_path / "two"))
     for where_model, where_optimizer in places:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -242,8 +227,7 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
         def get_extra_state(self) -> object:
             return object()
 
-    with pytest.raises(checkpoint.CheckpointError, match="_extra_state"):
-        booster.save_model(Odd(2, 2), file)
+    raises(checkpoint.CheckpointError, "_extra_state", lambda: booster.save_model(Odd(2, 2), file))
     assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 

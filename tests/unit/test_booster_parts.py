@@ -3,8 +3,6 @@
 The loss scale of ``Booster(mixed_precision="fp16")``: which gradients it is taken out of, and when it moves.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import warnings
@@ -22,12 +20,12 @@ from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLeve
 from shardwise.booster.plugin.base import ShardedPlugin, with_optimizer
 from shardwise.core.memory.trace.stats import MemStats, Moment
 from shardwise.plan import DiskPlan, Plan, zero
+from tests.support.on_ranks import raises
 
 
 @pytest.mark.parametrize("name", ["fp16_apex", "fp16_naive", "fp8"])
 def test_defect_8_unbuildable_mixed_precision_names_its_replacement(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}.*use mixed_precision="):
-        Booster(mixed_precision=name)
+    raises(NotImplementedError, f"{name}.*use mixed_precision=", lambda: Booster(mixed_precision=name))
 
 
 def test_defect_8_mixed_precision_strings() -> None:
@@ -35,10 +33,8 @@ def test_defect_8_mixed_precision_strings() -> None:
     assert isinstance(Booster(mixed_precision="fp16").mixed_precision, FP16TorchMixedPrecision)
     own = FP16TorchMixedPrecision(init_scale=4.0)
     assert Booster(mixed_precision=own).mixed_precision is own
-    with pytest.raises(ValueError, match="fp64"):
-        Booster(mixed_precision="fp64")
-    with pytest.raises(TypeError, match="mixed_precision=3"):
-        Booster(mixed_precision=3)  # type: ignore[arg-type]
+    raises(ValueError, "fp64", lambda: Booster(mixed_precision="fp64"))
+    raises(TypeError, "mixed_precision=3", lambda: Booster(mixed_precision=3))
 
 
 def test_arguments_that_a_plugin_overrules_are_said() -> None:
@@ -46,11 +42,9 @@ def test_arguments_that_a_plugin_overrules_are_said() -> None:
         assert Booster(device="cpu", plugin=TorchDDPPlugin()).device is None
     with pytest.warns(UserWarning, match="mixed_precision has no effect"):
         assert Booster(mixed_precision="bf16", plugin=GeminiPlugin()).mixed_precision is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert Booster(mixed_precision="bf16", plugin=TorchDDPPlugin()).mixed_precision is not None
-    with pytest.raises(TypeError, match="plugin="):
-        Booster(plugin=LowLevelZeroPlugin)  # type: ignore[arg-type]
+    raises(TypeError, "plugin=", lambda: Booster(plugin=LowLevelZeroPlugin))
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], nn.Module]:
@@ -73,10 +67,8 @@ def test_defect_15_boost_returns_what_the_examples_unpack() -> None:
     batches = list(dataloader)
     assert booster.boost(model, optimizer, batches, criterion)[2:] == (batches, criterion)
     assert booster.boost(model, optimizer, criterion=criterion)[2:] == (criterion, None, None)
-    with pytest.raises(TypeError, match="model="):
-        booster.boost("model")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="optimizer="):
-        booster.boost(model, criterion)  # type: ignore[arg-type]
+    raises(TypeError, "model=", lambda: booster.boost("model"))
+    raises(TypeError, "optimizer=", lambda: booster.boost(model, criterion))
 
 
 @pytest.mark.parametrize("name", [None, "bf16", "fp16"])
@@ -106,22 +98,18 @@ def test_pluginless_training(name: str | None) -> None:
 def test_what_is_not_there_says_so() -> None:
     booster = Booster()
     model, optimizer, _, criterion = parts()
-    with pytest.raises(NotImplementedError, match="HybridParallelPlugin"):
-        booster.execute_pipeline(iter([]), model, criterion)
+    raises(NotImplementedError, "HybridParallelPlugin", lambda: booster.execute_pipeline(iter([]), model, criterion))
     with pytest.raises(NotImplementedError, match="gather_dtensor"):
         booster.save_optimizer(optimizer, "o.safetensors", gather_dtensor=False)
-    with pytest.raises(ValueError, match="enable_lora first"):
-        LowLevelZeroPlugin().add_lora_params_to_optimizer(model, optimizer)
-    with pytest.raises(TypeError, match="boost returned"):
-        booster.backward(torch.zeros(()), optimizer)
+    raises(ValueError, "enable_lora first", lambda: LowLevelZeroPlugin().add_lora_params_to_optimizer(model, optimizer))
+    raises(TypeError, "boost returned", lambda: booster.backward(torch.zeros(()), optimizer))
 
 
 # -- tiers: the device, the host, a disk
 
 
 def gemini_plan(**given: Any) -> Plan:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return GeminiPlugin(**given).plan(4)
 
 
@@ -208,8 +196,7 @@ def test_pin_memory_without_host_memory_is_said() -> None:
     [("cuda", "'static' as it is"), ("cpu", r"offload_optim_frac=1\.0, offload_param_frac=1\.0"), ("const", "'auto'$")],
 )
 def test_old_placement_policies_are_translated(old: str, now: str) -> None:
-    with pytest.raises(ValueError, match=f"placement_policy='{old}'.*{now}"):
-        GeminiPlugin(placement_policy=old)
+    raises(ValueError, f"placement_policy='{old}'.*{now}", lambda: GeminiPlugin(placement_policy=old))
 
 
 @pytest.mark.parametrize(
@@ -333,10 +320,8 @@ def test_memstats_reach_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_memstats_are_checked_where_they_are_given(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"memstats=\[1\]"):
-        GeminiPlugin(placement_policy="auto", memstats=[1])  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        GeminiPlugin(placement_policy="auto", memstats=tmp_path / "nowhere")
+    raises(TypeError, r"memstats=\[1\]", lambda: GeminiPlugin(placement_policy="auto", memstats=[1]))
+    raises(FileNotFoundError, "nowhere", lambda: GeminiPlugin(placement_policy="auto", memstats=tmp_path / "nowhere"))
     (tmp_path / "other").write_text("{}")
     with pytest.raises(ValueError, match=r"other.*not a memory trace"):
         GeminiPlugin(placement_policy="auto", memstats=tmp_path / "other")
@@ -371,15 +356,13 @@ def test_dataloader_arguments_reach_their_places() -> None:
     with pytest.warns(UserWarning, match="no drop_last"):
         loader = plugin.prepare_dataloader([1, 2], 1, drop_last=True, distributed_sampler_cls=Reversed)  # type: ignore[arg-type]
     assert isinstance(loader.sampler, Reversed)
-    with pytest.raises(ValueError, match="batch_sampler"):
-        plugin.prepare_dataloader([1], 1, batch_sampler=[[0]])  # type: ignore[arg-type]
+    raises(ValueError, "batch_sampler", lambda: plugin.prepare_dataloader([1], 1, batch_sampler=[[0]]))
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter([1])
 
-    with pytest.raises(TypeError, match="Stream has no length"):
-        plugin.prepare_dataloader(Stream(), 1)
+    raises(TypeError, "Stream has no length", lambda: plugin.prepare_dataloader(Stream(), 1))
 
 
 class Noise(torch.utils.data.Dataset[torch.Tensor]):
@@ -463,8 +446,7 @@ def test_fp16_skips_a_step_that_is_not_finite() -> None:
     wrapped.step()
     assert wrapped.last_step_skipped and torch.equal(model.weight, before)
     assert wrapped.scaler.get_scale() == 2.0**15
-    with pytest.raises(ValueError, match="closure"):
-        wrapped.step(lambda: 0.0)
+    raises(ValueError, "closure", lambda: wrapped.step(lambda: 0.0))
 
 
 def spiking(dropped: str) -> tuple[list[float], float]:

@@ -3,8 +3,6 @@
 Every published argument of every plugin refuses what it cannot be, by name and with the value.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings
@@ -47,18 +45,12 @@ from shardwise.plan import (
     TensorPlan,
     on_device,
 )
+from tests.support.engine_setup import scaler
+from tests.support.on_ranks import raises
 
 M = 2**20
 
-SCALER = ScalerPlan(
-    initial_scale=2.0**16,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    hysteresis=2,
-    max_scale=2.0**32,
-)
+SCALER = scaler(initial_scale=2.0**16, hysteresis=2)
 OTHER_SCALER: dict[str, float] = {
     "initial_scale": 1024.0,
     "min_scale": 2.0,
@@ -108,6 +100,8 @@ GEMINI = replace(
 
 # -- LowLevelZeroPlugin
 
+HOST: dict[str, Any] = {"state_host_fraction": 1.0, "pin_memory": True}
+EARLY: dict[str, Any] = {"update": "backward", "precision": "fp32"}
 LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, ZERO1),
     ({"stage": 2}, ZERO1.but(reduce="every")),
@@ -120,22 +114,16 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"overlap_communication": False}, ZERO1.but(overlap=False)),
     ({"master_weights": False}, ZERO1.but(master_weights=False)),
     ({"cast_inputs": False}, ZERO1.but(cast_inputs=False)),
-    ({"cpu_offload": True}, ZERO1.but(state_host_fraction=1.0, pin_memory=True)),
-    (
-        {"cpu_offload": True, "master_weights": False, "stage": 2},
-        ZERO1.but(state_host_fraction=1.0, pin_memory=True, master_weights=False, reduce="every"),
-    ),
+    ({"cpu_offload": True}, ZERO1.but(**HOST)),
+    ({"cpu_offload": True, "master_weights": False}, ZERO1.but(**HOST, master_weights=False)),
     ({"device_memory": "64MiB"}, ZERO1.but(device_capacity_bytes=64 * M)),
     ({"verbose": True}, ZERO1.but(verbose=True)),
     ({"precision": "bf16"}, ZERO1.but(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, scaler=None)),
     ({"precision": "fp32"}, ZERO1.but(precision=FP32)),
     (OTHER_SCALER, ZERO1.but(scaler=ScalerPlan(**OTHER_SCALER))),
     ({"overlap_allgather": True}, ZERO1.but(gather_on_use=True)),
-    ({"update": "backward", "precision": "fp32"}, ZERO1.but(update="backward", precision=FP32)),
-    (
-        {"update": "backward", "stage": 2, "precision": "fp32"},
-        ZERO1.but(update="backward", reduce="every", precision=FP32),
-    ),
+    (EARLY, ZERO1.but(update="backward", precision=FP32)),
+    ({**EARLY, "stage": 2}, ZERO1.but(update="backward", reduce="every", precision=FP32)),
 ]
 
 
@@ -167,17 +155,23 @@ def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
 )  # fmt: skip
 def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
     (name, value) = next(iter(given.items()))
-    with pytest.raises(ValueError, match=name) as error:
-        LowLevelZeroPlugin(**given)
-    assert str(value) in str(error.value)
+    error = raises(ValueError, name, lambda: LowLevelZeroPlugin(**given))
+    assert str(value) in error
 
 
 # -- GeminiPlugin
 
-AUTO = GEMINI.but(
-    auto=AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0), pin_memory=True
-)
+RATIOS = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
+AUTO = GEMINI.but(auto=RATIOS, pin_memory=True)
 SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
+SIZED = GEMINI.but(packing=ByNumel(chunk_numel=1000))
+TWO_SIZES = {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}
+
+
+def chunks(sizes: dict[int, dict[str, Any]], **given: Any) -> dict[str, Any]:
+    return {"chunk_config_dict": sizes, **given}
+
+
 GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, GEMINI),
     ({"placement_policy": "auto"}, AUTO),
@@ -203,40 +197,21 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     (OTHER_SCALER, GEMINI.but(scaler=ScalerPlan(**OTHER_SCALER))),
     ({"offload_optim_frac": 0.5}, GEMINI.but(state_host_fraction=0.5, pin_memory=True)),
     ({"offload_param_frac": 0.5}, GEMINI.but(param_host_fraction=0.5, pin_memory=True)),
+    ({"offload_optim_frac": 1.0, "pin_memory": True, "enable_async_reduce": False}, GEMINI.but(**HOST, overlap=False)),
     (
-        {"offload_optim_frac": 1.0, "pin_memory": True, "enable_async_reduce": False},
-        GEMINI.but(state_host_fraction=1.0, pin_memory=True, overlap=False),
+        {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
+        AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0)),
     ),
-    (
-        {
-            "placement_policy": "auto",
-            "warmup_non_model_data_ratio": 0.5,
-            "steady_cuda_cap_ratio": 0.75,
-            "gpu_margin_mem_ratio": 0.25,
-        },
-        AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.25)),
-    ),
-    ({"update": "backward", "precision": "fp32"}, GEMINI.but(update="backward", precision=FP32)),
+    ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.25}, AUTO.but(auto=replace(RATIOS, margin_ratio=0.25))),
+    (EARLY, GEMINI.but(update="backward", precision=FP32)),
     (
         {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
         GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
     ),
-    (
-        {"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}},
-        GEMINI.but(packing=ByNumel(chunk_numel=1000)),
-    ),
-    (
-        {"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}},
-        GEMINI.but(packing=ByNumel(chunk_numel=1000), gathered_fraction=1.0),
-    ),
-    (
-        {"chunk_config_dict": {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, "extra_dp_size": 2},
-        GEMINI.but(packing=ByNumel(chunk_numel=500), dp_replicate=2),
-    ),
-    (
-        {"chunk_config_dict": {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, "tp_size": 2},
-        GEMINI.but(packing=ByNumel(chunk_numel=500), tp=2),
-    ),
+    (chunks({4: {"chunk_size": 1000, "keep_gathered": False}}), SIZED),
+    (chunks({4: {"chunk_size": 1000, "keep_gathered": True}}), SIZED.but(gathered_fraction=1.0)),
+    (chunks(TWO_SIZES, extra_dp_size=2), GEMINI.but(packing=ByNumel(chunk_numel=500), dp_replicate=2)),
+    (chunks(TWO_SIZES, tp_size=2), GEMINI.but(packing=ByNumel(chunk_numel=500), tp=2)),
 ]
 
 
@@ -244,8 +219,7 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ("given", "plan"), GEMINI_CASES, ids=[",".join(given) or "defaults" for given, _ in GEMINI_CASES]
 )
 def test_gemini_plan(given: dict[str, Any], plan: Plan) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         plugin = GeminiPlugin(**given)
     assert gemini.to_plan(plugin, 4) == plan
     assert plugin.plan(world_size=4) == plan
@@ -253,14 +227,12 @@ def test_gemini_plan(given: dict[str, Any], plan: Plan) -> None:
 
 def test_chunk_config_dict_without_the_number_of_ranks() -> None:
     plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
-    with pytest.raises(ValueError, match=r"entries for \[2\] ranks.*sharded over 4"):
-        plugin.plan(4)
+    raises(ValueError, r"entries for \[2\] ranks.*sharded over 4", lambda: plugin.plan(4))
 
 
 @pytest.mark.parametrize("entry", [{}, {"chunk_size": 8, "keep_gatherd": True}, {"chunk_size": 0}], ids=str)
 def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="chunk_"):
-        GeminiPlugin(chunk_config_dict={2: entry})
+    raises(ValueError, "chunk_", lambda: GeminiPlugin(chunk_config_dict={2: entry}))
 
 
 @pytest.mark.parametrize(
@@ -274,36 +246,30 @@ def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_gemini_refuses(given: dict[str, Any]) -> None:
     (name, value) = next(iter(given.items()))
-    with pytest.raises(ValueError, match=name.removeprefix("max_")) as error:
-        GeminiPlugin(**given)
-    assert str(value) in str(error.value)
+    error = raises(ValueError, name.removeprefix("max_"), lambda: GeminiPlugin(**given))
+    assert str(value) in error
 
 
 def test_gradients_that_are_not_kept_cannot_be_accumulated_clipped_or_scaled() -> None:
     with pytest.raises(ValueError, match=r"update='backward' with enable_gradient.*one backward pass"):
         GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision="bf16")
     for plugin in (GeminiPlugin, LowLevelZeroPlugin):
-        with pytest.raises(ValueError, match=r"update='backward' with a loss scale.*bf16"):
-            plugin(update="backward", precision="fp16")
+        raises(ValueError, r"update='backward' with a loss scale.*bf16", plugin, update="backward", precision="fp16")
         with pytest.raises(ValueError, match=r"update='backward' with max_norm=1.0"):
             plugin(update="backward", precision="bf16", max_norm=1.0)
 
 
 def test_gemini_over_ranks_with_parts_of_layers() -> None:
-    with pytest.raises(ValueError, match="tp_size=3 does not divide the 4 ranks"):
-        GeminiPlugin(tp_size=3).plan(4)
+    raises(ValueError, "tp_size=3 does not divide the 4 ranks", lambda: GeminiPlugin(tp_size=3).plan(4))
     with pytest.raises(ValueError, match="enable_sequence_overlap=True with enable_sequence_parallelism=False"):
         GeminiPlugin(tp_size=2, enable_sequence_overlap=True)
-    with pytest.raises(ValueError, match=r"tp_size=1.*give tp_size > 1"):
-        GeminiPlugin(enable_sequence_parallelism=True)
-    with pytest.raises(NotImplementedError, match=r"update='backward'.*tp_size=2"):
-        GeminiPlugin(tp_size=2, update="backward")
+    raises(ValueError, r"tp_size=1.*give tp_size > 1", lambda: GeminiPlugin(enable_sequence_parallelism=True))
+    raises(NotImplementedError, r"update='backward'.*tp_size=2", lambda: GeminiPlugin(tp_size=2, update="backward"))
 
 
 @pytest.mark.parametrize("given", [{"tp_size": 2}, {"enable_sequence_parallelism": True}], ids=str)
 def test_defect_13_strict_ddp_mode_refuses_other_parallelism(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="strict_ddp_mode"):
-        GeminiPlugin(strict_ddp_mode=True, **given)
+    raises(ValueError, "strict_ddp_mode", lambda: GeminiPlugin(strict_ddp_mode=True, **given))
 
 
 # -- the two torch plugins
@@ -319,13 +285,8 @@ DDP_GIVEN: dict[str, Any] = {
 
 
 def test_ddp_arguments() -> None:
-    defaults = {
-        "bucket_cap_mb": 25,
-        "find_unused_parameters": False,
-        "gradient_as_bucket_view": False,
-        "static_graph": False,
-    }
-    assert ddp_arguments(TorchDDPPlugin()) == defaults
+    defaults = dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)
+    assert ddp_arguments(TorchDDPPlugin()) == {"bucket_cap_mb": 25, **defaults}
     assert ddp_arguments(TorchDDPPlugin(**DDP_GIVEN)) == DDP_GIVEN
 
 
@@ -334,8 +295,7 @@ DDP_NOT_YET = ["check_reduction"]
 
 @pytest.mark.parametrize("name", DDP_NOT_YET)
 def test_ddp_not_yet(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        TorchDDPPlugin(**{name: True})
+    raises(NotImplementedError, name, lambda: TorchDDPPlugin(**{name: True}))
 
 
 FSDP = fsdp.FSDPPlan(
@@ -390,8 +350,7 @@ def test_fsdp_plan(given: dict[str, Any], plan: fsdp.FSDPPlan) -> None:
     ],
 )
 def test_fsdp_not_available(given: dict[str, Any], name: str) -> None:
-    with pytest.raises(NotImplementedError, match=name):
-        TorchFSDPPlugin(**given)
+    raises(NotImplementedError, name, lambda: TorchFSDPPlugin(**given))
 
 
 class Block(nn.Module):
@@ -510,6 +469,5 @@ def _save_model(given: OpenOptions, **options: Any) -> None:
 def test_odd_values_of_the_booster_are_named(call: Callable[[OpenOptions], Any], message: str, tmp_path: Path) -> None:
     model, booster = torch.nn.Linear(4, 4), Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises((TypeError, ValueError)) as error:
-        call((booster, boosted, optimizer, tmp_path))
-    assert str(error.value).startswith(message) and list(tmp_path.iterdir()) == []
+    error = raises((TypeError, ValueError), None, lambda: call((booster, boosted, optimizer, tmp_path)))
+    assert error.startswith(message) and list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """Every published argument in name, order and default, and with a case that shows what it does."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

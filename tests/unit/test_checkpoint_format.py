@@ -5,8 +5,6 @@ before they are checked.
 Numbers that tell tensors apart.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, sample_words, word_of
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, TensorInfo
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.format import (
     MANIFEST,
@@ -35,13 +34,12 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.formats import native, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointDamage, TensorInfo
 from shardwise.core.engine.fragments import Fragment, split
 from shardwise.core.parallel.tensor import Part, ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 from shardwise.plan import replicated
 from shardwise.session import build
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
@@ -138,8 +136,7 @@ def test_load_finds_what_verify_finds(tmp_path: Path) -> None:
     for at in [0, 8, 100, header - 1, *range(header, len(content), 97), len(content) - 1]:
         content[at] ^= 0x10
         file.write_bytes(content)
-        with pytest.raises(CheckpointDamage, match=re.escape(str(file))):
-            saver.load(tmp_path)
+        raises(CheckpointDamage, re.escape(str(file)), lambda: saver.load(tmp_path))
         content[at] ^= 0x10
     file.write_bytes(content)
     assert saver.load(tmp_path) is not None
@@ -153,8 +150,7 @@ def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) ->
     for content in (good[:-1], good[:1000], b"", good + b"\0"):
         one.write_bytes(content)
         assert re.search(r"has \d+ bytes instead of the \d+", verify(tmp_path / "one")[0])
-        with pytest.raises(CheckpointDamage, match="it holds"):
-            load(tmp_path, "one")
+        raises(CheckpointDamage, "it holds", lambda: load(tmp_path, "one"))
     one.unlink()
     assert "is missing" in verify(tmp_path / "one")[0]
     # Two pieces of one file that changed places.
@@ -170,10 +166,8 @@ def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) ->
     assert "exp_avg" in problems[0] and "exp_avg_sq" in problems[1]
     (tmp_path / "two" / "manifest.json").unlink()
     assert "manifest.json is missing" in verify(tmp_path / "two")[0]
-    with pytest.raises(CheckpointDamage, match=r"two/manifest.json is missing"):
-        load(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        verify(tmp_path)
+    raises(CheckpointDamage, r"two/manifest.json is missing", lambda: load(tmp_path))
+    raises(FileNotFoundError, None, lambda: verify(tmp_path))
 
 
 def test_auto_skips_damaged_ones_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,16 +178,14 @@ def test_auto_skips_damaged_ones_with_a_notice(tmp_path: Path, capsys: pytest.Ca
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
-    with pytest.raises(CheckpointDamage, match="four"):
-        load(tmp_path)
+    raises(CheckpointDamage, "four", lambda: load(tmp_path))
     restored = load(tmp_path, "auto")[1]
     assert restored.tag == "two" and [Path(p).name for p in restored.skipped] == ["four", "three"]
     notices = capsys.readouterr().out.splitlines()
     assert len(notices) == 2 and "four" in notices[0] and "pieces-0.safetensors" in notices[1]
     for tag in ("one", "two"):
         (tmp_path / tag / "pieces-0.safetensors").unlink()
-    with pytest.raises(CheckpointDamage, match="every checkpoint"):
-        load(tmp_path, "auto")
+    raises(CheckpointDamage, "every checkpoint", lambda: load(tmp_path, "auto"))
 
 
 def _documented_reader() -> dict[str, Any]:
@@ -233,8 +225,7 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
     content = file.read_bytes().replace(b'"version": 1', b'"version": 3')
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     file.write_bytes(body + f'"checksum": "{_documented_reader()["checksum"](body)}"}}\n'.encode())
-    with pytest.raises(ValueError, match="version 3"):
-        load(tmp_path)
+    raises(ValueError, "version 3", lambda: load(tmp_path))
     assert json.loads(file.read_bytes())["version"] == 3
 
 
@@ -353,8 +344,7 @@ def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
 def test_a_cut_that_is_none_is_damage_with_the_file_named(tmp_path: Path, cut: Any) -> None:
     written(tmp_path / "one", torch.randn(6, 10, 3), ShardSpec.even(1, 10, 3))
     changed(tmp_path / "one", cut)
-    with pytest.raises(CheckpointDamage, match=r"one/manifest\.json"):
-        NativeSource(tmp_path / "one")
+    raises(CheckpointDamage, r"one/manifest\.json", lambda: NativeSource(tmp_path / "one"))
 
 
 def small(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:

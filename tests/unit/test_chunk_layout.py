@@ -5,8 +5,6 @@ The mover of chunks on one rank: what it evicts, keeps, reuses and counts, and w
 The chunk-size search against trying everything.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -19,9 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.core.base.events import Events
-from shardwise.core.comm import Buffer, Handle
-from shardwise.core.comm.group import Group
-from shardwise.core.comm.local import LocalGroup
+from shardwise.core.comm import Buffer, Group, Handle, LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
@@ -38,6 +34,7 @@ from shardwise.core.shards.policy import GatherLimits, Trace, choose_victim, nex
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.shards.source import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
+from tests.support.on_ranks import raises
 
 EMPTY = nn.Module()
 SEARCH = BySearch(search_range_numel=64, interval_numel=8, min_chunk_numel=32)
@@ -430,8 +427,7 @@ def test_a_failed_gather_leaves_nothing(pin: bool) -> None:
     each = Setup(1 << 40)
     each.use(0)
     each.sources[each.pool.units[each.of[1]].chunks[0]].failures = 1
-    with pytest.raises(OSError, match="this gather fails"):
-        each.use(1, holder=each if pin else None)
+    raises(OSError, "this gather fails", lambda: each.use(1, holder=each if pin else None))
     assert each.held == [0]
     each.use(1)
     each.pool.invalidate(everything=True)  # nothing is pinned
@@ -467,8 +463,7 @@ def test_the_capacity_is_never_passed() -> None:
     assert each.ledger.peak_bytes <= 2 * NBYTES + 100
     holder = object()
     each.use(0, 1, holder=holder)
-    with pytest.raises(DeviceMemoryError, match=r"gathering unit (.|\n)* gathered parameters"):
-        each.use(2)
+    raises(DeviceMemoryError, r"gathering unit (.|\n)* gathered parameters", lambda: each.use(2))
     assert each.held == [0, 1]
     each.pool.unpin(each.of[0], holder)
     each.use(2)

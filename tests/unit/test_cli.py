@@ -4,8 +4,6 @@ How ``shardwise run`` ends: killed, interrupted while it waits for other hosts, 
 Commands whose output nobody takes or that has no room, and files that are refused: a status, and at most a line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,29 +1,18 @@
 """ColossalAIStrategy's own arguments -> plan, each with its effect, and what is said of those without one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from test_booster_plans import OTHER_SCALER, SCALER, M
 
 from shardwise.compat.published import names_of
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, ScalerPlan, on_device, zero
 from shardwise.strategies.colossalai import ColossalAIArguments, to_plan, without_effect
 
-M = 2**20
 AUTO = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_ratio=0.0)
 HOST = replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0, pin_memory=True)
-SCALER = ScalerPlan(
-    initial_scale=2.0**16,
-    min_scale=1.0,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=1000,
-    hysteresis=2,
-    max_scale=2.0**32,
-)
 DEFAULT = zero(3, torch.float16).but(
     packing=BySearch(search_range_numel=64 * M, interval_numel=16384, min_chunk_numel=32 * M),
     prefetch=0,
@@ -42,15 +31,6 @@ def test_the_default_plan() -> None:
     assert plan() == DEFAULT
 
 
-SCALING: dict[str, Any] = {
-    "initial_scale": 64.0,
-    "min_scale": 2.0,
-    "growth_factor": 4.0,
-    "backoff_factor": 0.25,
-    "growth_interval": 7,
-    "hysteresis": 3,
-    "max_scale": 512.0,
-}
 CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"use_chunk": False}, {"packing": ByTensor(persist_numel=0)}),
     ({"chunk_size": 5000}, {"packing": ByNumel(chunk_numel=5000)}),
@@ -70,7 +50,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"chunk_search_range": 0, "min_chunk_size": 0},
         {"packing": BySearch(search_range_numel=0, interval_numel=1, min_chunk_numel=1)},
     ),
-    (SCALING, {"scaler": ScalerPlan(**SCALING)}),
+    (OTHER_SCALER, {"scaler": ScalerPlan(**OTHER_SCALER)}),
 ]
 
 

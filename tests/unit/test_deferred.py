@@ -3,8 +3,6 @@
 Deferred initialisation: one tensor in memory at a time, how values are put in, and what is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -26,6 +24,7 @@ from shardwise.core.deferred.record import is_recording
 from shardwise.plan import replicated
 from shardwise.session import build
 from shardwise.testing import assert_close
+from tests.support.on_ranks import raises
 
 CPU = torch.device("cpu")
 
@@ -156,14 +155,6 @@ def own_generator() -> nn.Module:
         layer.weight.normal_(generator=generator)
         layer.bias.copy_(torch.rand(5, generator=generator))
     return layer
-
-
-def reseeded() -> nn.Module:
-    layers = []
-    for _ in range(3):
-        torch.manual_seed(5)
-        layers.append(nn.Linear(3, 3))
-    return nn.Sequential(*layers)
 
 
 def other_dtypes() -> nn.Module:
@@ -332,8 +323,7 @@ def test_the_context_can_be_paused() -> None:
             with pytest.raises(RuntimeError, match="inside deferred_init"), deferred_init():
                 build(early, None, replicated())
         late = nn.Linear(2, 2)
-        with pytest.raises(RuntimeError, match="inside deferred_init"):
-            build(late, None, replicated())
+        raises(RuntimeError, "inside deferred_init", lambda: build(late, None, replicated()))
     assert not is_deferred(early) and is_deferred(late)
     assert early(torch.ones(1, 2)).isfinite().all()
 
@@ -506,14 +496,12 @@ def test_a_changed_source_is_named() -> None:
         layer = nn.Linear(3, 1)
         layer.bias = nn.Parameter(source * 2)
     source.add_(1)
-    with pytest.raises(RuntimeError, match=r"aten.mul.*\(3,\).*changed in place.*outside"):
-        values_of(layer)
+    raises(RuntimeError, r"aten.mul.*\(3,\).*changed in place.*outside", lambda: values_of(layer))
     with deferred_init():
         layer = nn.Linear(3, 1)
         product = layer.weight * source
         source.add_(1)
-        with pytest.raises(RuntimeError, match=r"_local_scalar_dense.*needs the values.*outside"):
-            product.sum().item()
+        raises(RuntimeError, r"_local_scalar_dense.*needs the values.*outside", lambda: product.sum().item())
 
 
 def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
@@ -527,24 +515,19 @@ def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
     with torch.device("meta"):
         without, partly = nn.Sequential(nn.Linear(1, 1), Bare(False)), nn.Sequential(Bare(True))
         transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-    with pytest.raises(RuntimeError, match=r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init"):
-        values_of(without)
-    with pytest.raises(RuntimeError, match=r"0 \(Bare\).*\[other\].*did not write.*deferred_init"):
-        values_of(partly)
+    raises(RuntimeError, r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init", lambda: values_of(without))
+    raises(RuntimeError, r"0 \(Bare\).*\[other\].*did not write.*deferred_init", lambda: values_of(partly))
     assert partly.get_parameter("0.weight").is_meta
-    with pytest.raises(RuntimeError, match=r"Transformer.*second time.*deferred_init"):
-        values_of(transformer)
+    raises(RuntimeError, r"Transformer.*second time.*deferred_init", lambda: values_of(transformer))
 
 
 def test_misuse() -> None:
     with deferred_init():
         model = nn.Linear(2, 2)
-        with pytest.raises(RuntimeError, match="Linear was called inside deferred_init"):
-            next(initial_values(model, CPU))
+        raises(RuntimeError, "Linear was called inside deferred_init", lambda: next(initial_values(model, CPU)))
         with deferred_init():
             inner = nn.Linear(2, 2)
         assert inner.weight.device == CPU  # what a normal construction would say
     assert is_deferred(inner)
-    with pytest.raises(KeyError, match=r"'weight' is not a buffer of Linear"):
-        set_buffer(model, ["weight"], torch.ones(2, 2))
+    raises(KeyError, r"'weight' is not a buffer of Linear", lambda: set_buffer(model, ["weight"], torch.ones(2, 2)))
     assert "meta" in repr(model.weight)

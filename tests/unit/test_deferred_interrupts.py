@@ -1,7 +1,5 @@
 """Ctrl-C waits for the end of a block; a second one does not."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Streams, page-locked memory and threads belong to the model's GPU, whichever is current; against a CUDA of two."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from typing import Any, cast

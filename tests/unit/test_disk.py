@@ -5,8 +5,6 @@ Shards on a disk share a pool of few buffers: gathers in flight, reads ahead.
 A run's directory goes with its process, however that ends, and never with another's.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -33,6 +31,7 @@ from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskError, DiskStore
 from shardwise.core.shards.source import DiskSource, ReadAhead
 from tests.support.launching import SECONDS, forked, start
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign
 
 
@@ -123,15 +122,12 @@ def test_versions_are_those_of_a_dictionary(tmp_path: Path, sizes: list[int], mo
 def test_a_read_needs_a_version(store: DiskStore) -> None:
     record = store.create("weights", 100)
     buffer = store.buffer(100)
-    with pytest.raises(DiskError, match=r"'weights' in .*rank0\.data was never written"):
-        store.read(record, buffer)
+    raises(DiskError, r"'weights' in .*rank0\.data was never written", lambda: store.read(record, buffer))
     store.write(record, buffer).wait()
-    with pytest.raises(DiskError, match="written but not committed"):
-        store.read(record, buffer)
+    raises(DiskError, "written but not committed", lambda: store.read(record, buffer))
     store.read(record, buffer, newest=True).wait()
     store.rollback()
-    with pytest.raises(DiskError, match="never written"):
-        store.read(record, buffer, newest=True)
+    raises(DiskError, "never written", lambda: store.read(record, buffer, newest=True))
 
 
 def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
@@ -145,10 +141,8 @@ def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
         reading = store.read(record, first)
         writing = store.write(record, second.fill_(2))  # the other version: allowed
         assert not reading.finished() and not writing.finished()
-        with pytest.raises(RuntimeError, match="while writing record 'weights'"):
-            store.write(record, second)
-        with pytest.raises(DiskError, match=r"newest version .* is not complete"):
-            store.read(record, second, newest=True)
+        raises(RuntimeError, "while writing record 'weights'", lambda: store.write(record, second))
+        raises(DiskError, r"newest version .* is not complete", lambda: store.read(record, second, newest=True))
         log.gate.set()
         writing.wait()
         reading.wait()
@@ -184,17 +178,12 @@ def test_a_buffer_goes_back_once_its_transfers_are_over(tmp_path: Path) -> None:
 
 def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:
     record = store.create("weights", 5000)
-    with pytest.raises(ValueError, match="'weights' of 5000 bytes already"):
-        store.create("weights", 1)
-    with pytest.raises(ValueError, match="nbytes=-1"):
-        store.create("less", -1)
+    raises(ValueError, "'weights' of 5000 bytes already", lambda: store.create("weights", 1))
+    raises(ValueError, "nbytes=-1", lambda: store.create("less", -1))
     whole = store.buffer(3 * 8192)
-    with pytest.raises(ValueError, match=r"give a contiguous CPU tensor of 8192 bytes"):
-        store.write(record, whole[:5000])
-    with pytest.raises(ValueError, match="contiguous: False"):
-        store.write(record, whole.view(-1, 2)[:, 0])
-    with pytest.raises(ValueError, match=r"address 0x\w+ .* multiple of 4096"):
-        store.write(record, whole[8:])
+    raises(ValueError, r"give a contiguous CPU tensor of 8192 bytes", lambda: store.write(record, whole[:5000]))
+    raises(ValueError, "contiguous: False", lambda: store.write(record, whole.view(-1, 2)[:, 0]))
+    raises(ValueError, r"address 0x\w+ .* multiple of 4096", lambda: store.write(record, whole[8:]))
     with DiskStore(disk_plan(tmp_path)) as other, pytest.raises(ValueError, match="belongs to another store"):
         other.write(record, whole)
 
@@ -214,8 +203,7 @@ def test_nothing_stays(tmp_path: Path) -> None:
     assert list(parent.iterdir()) == []
     assert set(threading.enumerate()) == threads and set(os.listdir("/proc/self/fd")) == files
     for use in (lambda: store.create("more", 1), lambda: store.write(record, buffer)):
-        with pytest.raises(DiskError, match=r"rank7\.data is closed"):
-            use()
+        raises(DiskError, r"rank7\.data is closed", use)
 
 
 EXITS = """
@@ -252,13 +240,11 @@ def test_a_forked_process_has_no_store(store: DiskStore, tmp_path: Path) -> None
 
 
 def _raises_disk_error(call: object) -> None:
-    with pytest.raises(DiskError, match="forked process"):
-        call()  # type: ignore[operator]
+    raises(DiskError, "forked process", lambda: call())
 
 
 def _in_child(call: object) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()
     if child == 0:
         code = 1
@@ -279,8 +265,7 @@ def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         assert not store.direct
         store.reserve(1, 5000)
         record = store.create("weights", 5000)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             put(store, record, 1)
             assert holds(store, record, 1)
     assert list(tmp_path.iterdir()) == []

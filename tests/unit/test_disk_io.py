@@ -3,8 +3,6 @@
 The store behind the disk tier over a medium of others: what it is asked for, names, and one that cannot be used.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle
@@ -21,6 +19,7 @@ from shardwise.core.memory.disk import DiskError, DiskStore, Medium, known_media
 from shardwise.core.memory.disk.io import Request, ThreadQueue, TransferFunction
 from shardwise.plan import DiskPlan
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 
@@ -111,12 +110,10 @@ def test_a_write_that_fails_changes_nothing_committed(faulty: tuple[DiskStore, L
     assert found.value.errno == errno.EIO
     for part in ("writing record 'second' in", "rank0.data, 65536 bytes at offset", "EIO", "errno 5", "kernel's log"):
         assert part in str(found.value)
-    with pytest.raises(DiskError, match=r"cannot commit: writing record 'second' .* failed"):
-        store.commit()
+    raises(DiskError, r"cannot commit: writing record 'second' .* failed", lambda: store.commit())
     assert all(holds(store, record, 1) for record in records)
     assert holds(store, records[0], 2, newest=True)
-    with pytest.raises(DiskError, match="not complete"):
-        holds(store, records[1], 2, newest=True)
+    raises(DiskError, "not complete", lambda: holds(store, records[1], 2, newest=True))
     store.rollback()
     assert all(holds(store, record, 1, newest=True) for record in records)
     for record in records:
@@ -134,8 +131,7 @@ def test_every_request_can_fail(tmp_path: Path) -> None:
             store.reserve(1, 32 * KIB)
             record = store.create("weights", 32 * KIB)
             log.fail_next(after=position)
-            with pytest.raises(DiskError, match="EIO"):
-                put(store, record, 1)
+            raises(DiskError, "EIO", put, store, record, 1)
             assert log.in_flight == 0
 
 
@@ -214,11 +210,9 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
         buffer.copy_(put_back)
         log.break_at = 1
         handle = store.write(record, buffer)
-        with pytest.raises(DiskError, match=r"writing record 'weights'.* thread stopped: ZeroDivisionError: broken on"):
-            handle.wait()
+        raises(DiskError, r"writing record 'weights'.* thread stopped: ZeroDivisionError: broken on", handle.wait)
         assert handle.finished() and log.closed == 1  # nothing in flight any more
-        with pytest.raises(DiskError, match="thread stopped"):
-            store.write(record, buffer).wait()
+        raises(DiskError, "thread stopped", lambda: store.write(record, buffer).wait())
         store.rollback()
 
 
@@ -361,8 +355,7 @@ def test_one_that_cannot_be_opened_or_closed() -> None:
     shelf = Shelf(_raise(RuntimeError("it is stuck"), "close"))
     with registered(lambda plan, rank: shelf):
         store = DiskStore(plan)
-    with pytest.raises(DiskError, match="cannot close shelf:somewhere: RuntimeError: it is stuck"):
-        store.close()
+    raises(DiskError, "cannot close shelf:somewhere: RuntimeError: it is stuck", lambda: store.close())
     store.close()
     assert shelf.closed == 1
 
@@ -373,17 +366,12 @@ def test_names() -> None:
     take_back = register_medium("zlib", open_compressed)
     assert known_media() == ["file", "zlib"]
     for name in ("zlib", "file"):
-        with pytest.raises(ValueError, match=f"name='{name}' is a registered medium already"):
-            register_medium(name, open_compressed)
-    with pytest.raises(ValueError, match=r"give one of \['file', 'zlib'\]"):
-        DiskStore(disk_plan("somewhere", medium="tape"))
+        raises(ValueError, f"name='{name}' is a registered medium already", register_medium, name, open_compressed)
+    raises(ValueError, r"give one of \['file', 'zlib'\]", lambda: DiskStore(disk_plan("somewhere", medium="tape")))
     take_back()
     take_back()
     assert known_media() == ["file"]
-    with pytest.raises(TypeError, match=r"open=None: give a function"):
-        register_medium("tape", None)  # type: ignore[arg-type]
+    raises(TypeError, r"open=None: give a function", lambda: register_medium("tape", None))
     for wrong in ("", 3):
-        with pytest.raises(TypeError, match=f"name={wrong!r}: give a name"):
-            register_medium(wrong, open_compressed)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=f"medium={wrong!r}: give 'file'"):
-            disk_plan("somewhere", medium=wrong)
+        raises(TypeError, f"name={wrong!r}: give a name", register_medium, wrong, open_compressed)
+        raises(ValueError, f"medium={wrong!r}: give 'file'", disk_plan, "somewhere", medium=wrong)

@@ -6,8 +6,6 @@ Configurations as Hjson files.
 # The tables are wider than a line.
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -22,6 +20,7 @@ from shardwise.deepspeed.config import batch_of, load_config, read_config
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.schema import ALIASES, BLOCKS, KEYS
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan, replicated, zero
+from tests.support.on_ranks import raises
 
 Tree = dict[str, Any]
 
@@ -317,8 +316,7 @@ WRONG: list[tuple[Tree, str]] = [
 
 @pytest.mark.parametrize(("tree", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_faults_say_what_to_do(tree: Tree, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        to_plan(tree, 4)
+    raises(ValueError, message, lambda: to_plan(tree, 4))
 
 
 BATCHES = [
@@ -368,22 +366,17 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     assert to_plan({"gradient_clipping": 0, "zero_optimization": True}, 4)[0] == plan(1)
     assert to_plan({"gradient_clipping": 0, "zero_optimization": {"stage": True}}, 4)[0] == plan(1)
     path.write_text('{"gradient_clipping": 0, "gradient_clipping": 1}')
-    with pytest.raises(ValueError, match="'gradient_clipping' occurs twice"):
-        to_plan(path, 4)
+    raises(ValueError, "'gradient_clipping' occurs twice", lambda: to_plan(path, 4))
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"ds\.json: .*line 1 column 2"):
-        to_plan(path, 4)
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        to_plan(tmp_path / "none.json", 4)
-    with pytest.raises(TypeError, match="give a dict"):
-        to_plan(3, 4)  # type: ignore[arg-type]
+    raises(ValueError, r"ds\.json: .*line 1 column 2", lambda: to_plan(path, 4))
+    raises(FileNotFoundError, "No such file", lambda: to_plan(tmp_path / "none.json", 4))
+    raises(TypeError, "give a dict", lambda: to_plan(3, 4))
 
 
 def test_the_default_norm_is_said_and_a_quiet_configuration_warns_of_nothing() -> None:
     found, report = to_plan({"zero_optimization": {"stage": 1}}, 4)
     assert found == plan(1).but(max_norm=1.0) and "0.0 is off" in report.notes[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         to_plan({"gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}, 4)[1].warn()
 
 
@@ -468,16 +461,13 @@ def test_texts_by_hand(tmp_path: Path) -> None:
     }
     for text, message in faults.items():
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"ds.hjson.*{message}"):
-            load_config(path)
+        raises(ValueError, f"ds.hjson.*{message}", lambda: load_config(path))
     for text in ("ds_config.json", "x" * 5000):
-        with pytest.raises(FileNotFoundError, match=r"cannot be read .*; give a dict"):
-            load_config(text)
+        raises(FileNotFoundError, r"cannot be read .*; give a dict", load_config, text)
 
 
 def test_hjson_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ds.hjson"
     path.write_text(HAND)
     monkeypatch.setitem(sys.modules, "hjson", None)
-    with pytest.raises(ValueError, match=r"it is not JSON: .* Install the package hjson"):
-        load_config(path)
+    raises(ValueError, r"it is not JSON: .* Install the package hjson", lambda: load_config(path))

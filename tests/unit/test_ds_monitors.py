@@ -1,19 +1,29 @@
-"""DeepSpeed's configuration objects, monitors and count of operations, in one process."""
+"""DeepSpeed's configuration objects, monitors and count of operations, in one process.
 
-from __future__ import annotations
+deepspeed.checkpointing: the same bits as without it.
+Every name of DeepSpeed that the installed libraries on top of it import or read is one of ours.
+"""
 
+import ast
+import copy
+import importlib
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.deepspeed import monitors
+from shardwise.deepspeed import checkpointing, monitors
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.config_object import DeepSpeedConfig, OffloadDeviceEnum, ZeroStageEnum
 from shardwise.deepspeed.flops import get_model_profile
 from shardwise.deepspeed.monitors import Monitor
+from tests.support.on_ranks import raises
+from tests.support.sets import full
 
 TREE: dict[str, Any] = {
     "train_batch_size": 12,
@@ -39,10 +49,8 @@ def test_a_configuration_by_attributes() -> None:
         _ = zero.stagge
     with pytest.raises(AttributeError, match="has no attribute 'train_batch'"):
         _ = config.train_batch
-    with pytest.raises(ValueError, match="give at least one of them"):
-        DeepSpeedConfig({})
-    with pytest.raises(NotImplementedError, match="mesh_device"):
-        DeepSpeedConfig(TREE, mesh_device=object())
+    raises(ValueError, "give at least one of them", lambda: DeepSpeedConfig({}))
+    raises(NotImplementedError, "mesh_device", lambda: DeepSpeedConfig(TREE, mesh_device=object()))
 
 
 EVENTS = [("Train/Samples/train loss", 0.5, 8), ("Train/Samples/lr", 1e-3, 8)]
@@ -85,8 +93,7 @@ def test_blocks_of_the_configuration_are_writers_of_packages(tmp_path: Path, mon
 
 
 def test_comet_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="give wandb, tensorboard or csv_monitor"):
-        monitor("comet")
+    raises(NotImplementedError, "give wandb, tensorboard or csv_monitor", lambda: monitor("comet"))
 
 
 def test_products_of_a_call_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,3 +107,112 @@ def test_products_of_a_call_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
     get_model_profile(model, (batch, 4), module_depth=1)
     assert "Sequential.0: 320 operations" in (tmp_path / "here.txt").read_text()
     assert capsys.readouterr().out.startswith("Global: 480 operations\n")
+
+
+class Net(nn.Module):
+    """Dropout, and arguments that are no tensors."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.call = nn.Linear(6, 10), nn.Linear(10, 6), call
+
+    def block(self, x: Tensor, power: int) -> Tensor:
+        hidden = nn.functional.dropout(torch.tanh(self.up(x)), 0.3, self.training)
+        return x + self.down(hidden) ** power
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.call(self.block, self.call(self.block, x, 2), 1)
+        return value.square().mean()
+
+
+def test_a_checkpointed_function_gives_the_same_bits() -> None:
+    plain = Net(lambda function, *args: function(*args))
+    kept = copy.deepcopy(plain)
+    kept.call = checkpointing.checkpoint
+    x = torch.randn(4, 6)
+    losses = []
+    for model in (plain, kept):
+        torch.manual_seed(1)
+        loss = model(x)
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert torch.equal(checkpointing.checkpoint(torch.tanh, x), torch.tanh(x))
+
+
+def test_other_ways_to_keep_arguments_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_configured", [])
+    assert not checkpointing.is_configured()
+    with pytest.warns(UserWarning, match=r"configure\(partition_activations, checkpoint_in_cpu\) has no effect"):
+        checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True, num_checkpoints=4)
+    with warnings.catch_warnings(action="error"):
+        checkpointing.configure(None, profile=True)
+        checkpointing.reset()
+    assert checkpointing.is_configured()
+
+
+ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
+NOT_OF_DEEPSPEED = {"utils.is_initialized"}
+"""Read inside ``try`` by a model of transformers, and in no release of DeepSpeed since years."""
+
+
+def used(tree: ast.AST) -> Iterator[str]:
+    """Dotted names below ``deepspeed`` that a file imports, or reads from the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "deepspeed":
+            for each in node.names:
+                yield f"{node.module}.{each.name}".partition(".")[2]
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                if each.name.startswith("deepspeed."):
+                    yield each.name.partition(".")[2]
+        elif isinstance(node, ast.Attribute):
+            parts, inner = [node.attr], node.value
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id == "deepspeed":
+                yield ".".join(reversed(parts))
+
+
+def is_here(dotted: str) -> bool:
+    """Whether a module, or what one has, by way of the modules that programs import."""
+    path, _, name = dotted.rpartition(".")
+    try:
+        value = importlib.import_module(f"shardwise.deepspeed.{path}".rstrip("."))
+    except ModuleNotFoundError:
+        return is_here(path)  # a method of something, such as a logger's
+    if hasattr(value, name):
+        return True
+    try:
+        importlib.import_module(f"shardwise.deepspeed.{dotted}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("library", ABOVE)
+def test_what_a_library_asks_of_deepspeed_is_here(library: str) -> None:
+    spec = find_spec(library)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{library} is not installed")
+    asked: dict[str, str] = {}
+    for path in Path(next(iter(spec.submodule_search_locations))).rglob("*.py"):
+        data = path.read_bytes()
+        if b"deepspeed" in data:
+            asked |= dict.fromkeys(used(ast.parse(data)), path.name)
+    assert asked and {name: file for name, file in asked.items() if not is_here(name)}.keys() <= NOT_OF_DEEPSPEED
+
+
+def test_what_is_not_here_is_found() -> None:
+    program = "import deepspeed.pipe\nfrom deepspeed.utils import logger, nothing\ndeepspeed.runtime.zero.none.of(1)"
+    names = set(used(ast.parse(program)))
+    assert {"pipe", "utils.logger", "utils.nothing"} < names
+    assert {name for name in names if not is_here(name)} == {
+        "utils.nothing",
+        "runtime.zero.none",
+        "runtime.zero.none.of",
+    }

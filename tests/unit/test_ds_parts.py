@@ -7,8 +7,6 @@ What DeepSpeed's smaller names do.
 # The tables are wider than a line.
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math
@@ -30,7 +28,7 @@ from shardwise.deepspeed import entry as entry_module
 from shardwise.deepspeed.config import AssertedError, read_config
 from shardwise.deepspeed.optimizers import FusedLamb, make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
-from tests.support.on_ranks import assert_refused
+from tests.support.on_ranks import assert_refused, raises
 
 Tree = dict[str, Any]
 
@@ -73,8 +71,7 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
     ],
 )
 def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_optimizer(name, [_parameter()], params)
+    raises(error, message, lambda: make_optimizer(name, [_parameter()], params))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +86,7 @@ def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], messa
     ],
 )
 def test_what_cannot_be_made_is_refused(block: Tree, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **block})
+    raises(error, message, lambda: deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **block}))
 
 
 def test_schedules_of_deepspeed_are_listed_by_name() -> None:
@@ -193,8 +189,7 @@ def test_one_cycle_tells_its_momentum() -> None:
     ],
 )
 def test_wrong_schedules(name: str, params: Tree, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params)
+    raises(ValueError, message, lambda: make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params))
 
 
 @pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
@@ -234,8 +229,7 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
     ],
 )
 def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments})
+    raises(error, message, lambda: deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments}))
 
 
 def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
@@ -252,8 +246,7 @@ def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
         ),
     ):
         for kind in (AssertionError, ValueError):
-            with pytest.raises(kind, match=message):
-                call()
+            raises(kind, message, call)
     engine.destroy()
 
 
@@ -264,8 +257,7 @@ def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> N
         model=nn.Linear(2, 1), config=tree, training_data=data, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)
     )  # fmt: skip
     assert loader is not None and len(loader) == 3 and schedule is engine.lr_scheduler and optimizer is engine.optimizer
-    with pytest.raises(ValueError, match="give the scalar"):
-        engine.backward(torch.ones(2))
+    raises(ValueError, "give the scalar", lambda: engine.backward(torch.ones(2)))
     for inputs, targets in loader:
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))
         engine.step()
@@ -276,8 +268,7 @@ def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> N
     assert engine.get_batch_info() == (2, 1, 2)
     engine.destroy()
     inference = deepspeed.initialize(model=nn.Linear(2, 1), config={"train_batch_size": 1, "gradient_clipping": 0})[0]
-    with pytest.raises(RuntimeError, match="optimizer=None"):
-        inference.step()
+    raises(RuntimeError, "optimizer=None", lambda: inference.step())
     inference.destroy()
 
 
@@ -288,8 +279,7 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     manifest = tmp_path / "newest" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b"newest", b"mewest"))
-    with pytest.raises(CheckpointDamage, match=r"newest/manifest\.json"):
-        engine.load_checkpoint(str(tmp_path))
+    raises(CheckpointDamage, r"newest/manifest\.json", lambda: engine.load_checkpoint(str(tmp_path)))
     engine.destroy()
 
 
@@ -316,8 +306,7 @@ def test_zero_init_refuses_what_would_change_the_training(
     arguments: Tree, error: type[Exception], message: str
 ) -> None:
     for enabled in (True, False):
-        with pytest.raises(error, match=message):
-            deepspeed.zero.Init(**arguments, enabled=enabled)
+        raises(error, message, deepspeed.zero.Init, **arguments, enabled=enabled)
 
 
 HALF = {"bf16": {"enabled": True}}
@@ -332,8 +321,7 @@ INIT_WARNS: list[tuple[Tree, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), INIT_WARNS)
 def test_zero_init_says_what_the_configuration_decides(arguments: Tree, message: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         deepspeed.zero.Init(**arguments)
     texts = [str(each.message) for each in caught]
     assert len(texts) == bool(message) and all(re.search(message, text) for text in texts), texts
@@ -364,14 +352,12 @@ def test_marks_of_parameters() -> None:
     model = nn.Sequential(leaf, nn.ReLU())
     assert utils.set_z3_leaf_modules(model, ["Linear"]) == [leaf] == utils.set_z3_leaf_modules(model, [nn.Linear])
     assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
-    with pytest.raises(ValueError, match="no module of the model is one of"):
-        utils.set_z3_leaf_modules(model, [nn.Conv1d])
+    raises(ValueError, "no module of the model is one of", lambda: utils.set_z3_leaf_modules(model, [nn.Conv1d]))
     assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [leaf] and utils.get_z3_leaf_modules(model) == []
     for setter, name in ((utils.set_z3_leaf_modules_by_name, "0"), (utils.set_z3_leaf_modules_by_suffix, "0")):
         assert setter(model, [name, "x"]) == ([leaf], ["x"]) and utils.get_z3_leaf_modules(model) == [leaf]
         assert setter(model, [name], flag=False) == ([leaf], []) and not utils.z3_leaf_module(leaf)
-        with pytest.raises(ValueError, match="no module of the model is one of"):
-            setter(model, ["x"])
+        raises(ValueError, "no module of the model is one of", setter, model, ["x"])
     utils.set_z3_leaf_module(leaf, True)
     assert utils.get_z3_leaf_modules(model) == [leaf]
 
@@ -579,8 +565,7 @@ def test_optimizers_are_what_their_names_say() -> None:
     for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam, adagrad):
         with pytest.raises(NotImplementedError, match="amsgrad=True"):
             cls([one()], amsgrad=True)
-    with pytest.raises(ValueError, match="betas"):
-        lion([one()], betas=(0.9, 1.0))
+    raises(ValueError, "betas", lambda: lion([one()], betas=(0.9, 1.0)))
 
 
 @pytest.mark.parametrize(("inside", "corrected", "bounds"), [(False, True, (0.01, 10.0)), (True, False, (0.7, 0.9))])
@@ -604,10 +589,8 @@ def test_lamb_is_its_formula(inside: bool, corrected: bool, bounds: tuple[float,
     unbounded = lamb([zero], lr=0.1, bias_correction=False, min_coeff=2.0)
     unbounded.step()
     assert unbounded.get_lamb_coeffs() == [1.0]  # where a norm is 0, whatever the bounds
-    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0: give gradient_clipping"):
-        lamb([zero], max_grad_norm=1.0)
-    with pytest.raises(RuntimeError, match="amsgrad=True"):
-        lamb([zero], amsgrad=True)
+    raises(ValueError, r"max_grad_norm=1\.0: give gradient_clipping", lambda: lamb([zero], max_grad_norm=1.0))
+    raises(RuntimeError, "amsgrad=True", lambda: lamb([zero], amsgrad=True))
 
 
 def by_hand(value: torch.Tensor) -> torch.Tensor:

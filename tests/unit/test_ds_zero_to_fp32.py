@@ -1,19 +1,33 @@
-"""``zero_to_fp32`` of directories that DeepSpeed 0.19.8 wrote and of our own, as functions and as a program."""
+"""``zero_to_fp32`` of directories that DeepSpeed 0.19.8 wrote and of our own, as functions and as a program.
 
-from __future__ import annotations
+Keys of a DeepSpeed configuration that the engine acts on, not the plan: what a run is without each and with it.
+
+What an engine answers of its configuration, and what it says of the rest.
+What a function of a program's own, that saves a sharded parameter, is told of it in its backward pass.
+"""
 
 import runpy
 import sys
 import tarfile
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from shardwise.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from test_ds_config import USED, Tree, merged
+from test_ds_monitors import Calls
 from torch import Tensor, nn
 
+import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.deepspeed.config import batch_of, read_config
+from shardwise.deepspeed.engine import ABSENT
+from shardwise.deepspeed.plan import to_plan
+from shardwise.deepspeed.schema import KEYS
 from shardwise.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -22,6 +36,7 @@ from shardwise.deepspeed.zero_to_fp32 import (
 )
 from shardwise.testing import assert_close
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
+from tests.support.on_ranks import raises
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +126,372 @@ def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: A
     torch.save(Recorded().state_dict(), tmp_path / "model.bin")
     with pytest.raises(CheckpointError, match="does not say which parameters were frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "model.bin", exclude_frozen_parameters=True)
+
+
+BASE: Tree = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+}
+Probe = Callable[[Tree, Path, Callable[[], str]], Any]
+"""Of a configuration, a directory of its own, and what was printed since the last call: what there is to see."""
+
+
+def tree_at(path: str, value: Any) -> Tree:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+class Inner(nn.Sequential):
+    """A level of modules."""
+
+
+class Started:
+    """An engine of a tree, which ends with the block."""
+
+    def __init__(self, tree: Tree) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), Inner(nn.Linear(4, 3), nn.Tanh()))
+        self.engine = deepspeed.initialize(model=self.model, config=tree)[0]
+
+    def __enter__(self) -> deepspeed.DeepSpeedEngine:
+        return self.engine
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.destroy()
+        self.engine.session.mesh.close()
+
+
+def steps(tree: Tree, passes: int) -> None:
+    with Started(tree) as engine:
+        for _ in range(passes):
+            step(engine)
+
+
+def step(engine: deepspeed.DeepSpeedEngine, factor: float = 1.0) -> torch.Tensor:
+    found: torch.Tensor = engine(torch.ones(2, 4, dtype=next(engine.parameters()).dtype))
+    engine.backward(found.float().square().mean() * factor)
+    engine.step()
+    return found
+
+
+def sizes(tree: Tree, *_: Any) -> Any:
+    batch = batch_of(read_config(tree), 1)
+    assert batch is not None
+    return batch.train, batch.micro, batch.accumulation
+
+
+def updates(tree: Tree, *_: Any) -> int:
+    with Started(tree) as engine:
+        step(engine)
+        return engine.global_steps
+
+
+def progress(tree: Tree, _: Path, printed: Callable[[], str]) -> int:
+    steps(tree, 2)
+    return printed().count("step=")
+
+
+def batches(tree: Tree, *_: Any) -> int:
+    with Started(tree) as engine:
+        return len(engine.deepspeed_io([1, 2, 3]))  # type: ignore[arg-type]
+
+
+def loaded(tree: Tree, root: Path, _: Any) -> str:
+    with Started(tree) as engine:
+        for tag in ("first", "second"):
+            engine.save_checkpoint(str(root), tag=tag)
+        (root / "latest_universal").write_text("first")
+        found = engine.load_checkpoint(str(root))[0]
+        return Path(str(found)).name
+
+
+def differing_tags(tree: Tree, root: Path, _: Any) -> str:
+    with Started(tree) as engine, warnings.catch_warnings(record=True, action="always") as caught:
+        engine._saving._run.everybody = lambda tag: [tag, "other"]  # type: ignore[method-assign]
+        try:
+            engine.save_checkpoint(str(root), tag="mine")
+        except ValueError as error:
+            return f"error: {str(error)[:10]}"
+        told = [str(each.message) for each in caught]
+        return f"warning: {told[0][:10]}" if told else "nothing"
+
+
+def last_scale(tree: Tree, *_: Any) -> float:
+    with Started(tree) as engine:
+        for factor in (float("inf"), 1e-3, float("inf")):
+            step(engine, factor)
+        return float(engine.optimizer.cur_scale)
+
+
+def dtype_of_outputs(tree: Tree, *_: Any) -> torch.dtype:
+    with Started(tree) as engine:
+        return step(engine).dtype
+
+
+def optimizer(tree: Tree, *_: Any) -> Any:
+    with Started(tree) as engine:
+        return None if engine.optimizer is None else ("betas" in engine.optimizer.param_groups[0], engine.get_lr())
+
+
+def schedule(tree: Tree, *_: Any) -> Any:
+    with Started(tree) as engine:
+        step(engine)
+        step(engine)
+        return type(engine.lr_scheduler).__name__, engine.get_lr()
+
+
+def written(tree: Tree, root: Path, _: Any) -> list[str]:
+    """Files and what the packages of monitors were called with."""
+    calls: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for package in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+            patch.setitem(sys.modules, package, Calls(package, calls))
+        steps(tree, 2)
+    files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir() or path.suffix == ".csv")
+    begun = [f"{name} {kw or args}" for name, args, kw in calls if name in ("SummaryWriter", "init")]
+    return [*files, *begun]
+
+
+def told(tree: Tree, *_: Any) -> tuple[str, ...]:
+    return to_plan(tree, 1)[1].notes
+
+
+def refusal(tree: Tree, *_: Any) -> str:
+    try:
+        to_plan(tree, 4)
+    except ValueError as error:
+        return str(error).partition(":")[0]
+    return "none"
+
+
+def parts(tree: Tree, *_: Any) -> int:
+    return to_plan(tree, 4)[0].mesh.tp
+
+
+def on_disk(tree: Tree, *_: Any) -> float:
+    return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
+
+
+def moments(tree: Tree, _: Path, __: Any) -> torch.dtype:
+    """In what Adam keeps them."""
+    with Started(tree) as engine:
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        (found,) = {state["exp_avg_sq"].dtype for state in engine.optimizer.state.values()}
+        return found
+
+
+def saved_16bit(tree: Tree, root: Path, _: Any) -> bool:
+    with Started(tree) as engine:
+        return engine.save_16bit_model(str(root)) and (root / "pytorch_model.bin").is_file()
+
+
+TB, CSV, WANDB = ({name: {"enabled": True}} for name in ("tensorboard", "csv_monitor", "wandb"))
+
+
+TB_WRITER = "SummaryWriter {'log_dir': 'DeepSpeedJobName'}"
+WANDB_RUN = {"project": "deepspeed", "group": None, "entity": None}
+AUTOCAST: Tree = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}
+SCALED: Tree = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+ON_NVME: Tree = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}}
+MASTERS: Tree = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": {"type": "Adam"}}
+WARMING = ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)])
+
+
+def of_file(name: str) -> list[str]:
+    """A directory, and the lines of two steps in it."""
+    return [name, *(f"{name}/Train_Samples_{each}.csv" for each in ("lr", "train_loss"))]
+
+
+NARROW = "data_types.param_dtype=torch.bfloat16 with fp32 parameters"
+F32, BF16 = torch.float32, torch.bfloat16
+MB, ALL = "train_micro_batch_size_per_gpu", "train_batch_size"
+# By key: what looks, what else is configured, the value, what is seen without the key and with it.
+EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
+    ALL: (sizes, {}, 8, (2, 2, 1), (8, 2, 4)),
+    MB: (sizes, {ALL: 8, MB: None}, 4, (8, 8, 1), (8, 4, 2)),
+    "gradient_accumulation_steps": (updates, {}, 2, 1, 0),
+    "managed_gradient_accumulation": (updates, {"gradient_accumulation_steps": 2}, False, 0, 1),
+    "steps_per_print": (progress, {}, 2, 0, 1),
+    "dataloader_drop_last": (batches, {}, True, 2, 1),
+    "checkpoint.load_universal": (loaded, {}, True, "second", "first"),
+    "checkpoint.tag_validation": (differing_tags, {}, "fail", "warning: tag='mine'", "error: tag='mine'"),
+    "fp16.consecutive_hysteresis": (last_scale, SCALED, True, 8.0, 16.0),
+    "torch_autocast.enabled": (dtype_of_outputs, {"torch_autocast": {"dtype": "bf16"}}, True, F32, BF16),
+    "torch_autocast.dtype": (dtype_of_outputs, AUTOCAST, "fp16", BF16, torch.float16),
+    "optimizer.type": (optimizer, {"optimizer": {"type": None, "params": None}}, "AdamW", None, (True, [0.001])),
+    "optimizer.params": (optimizer, {}, {"lr": 0.25}, (False, [0.5]), (False, [0.25])),
+    "scheduler.type": (schedule, {}, "WarmupLR", ("NoneType", [0.5]), WARMING),
+    "scheduler.params": (
+        schedule,
+        {"scheduler": {"type": "WarmupLR"}},
+        {"warmup_num_steps": 4, "warmup_type": "linear"},
+        WARMING,
+        ("WarmupLR", [0.125]),
+    ),
+    "tensorboard.enabled": (written, {}, True, [], [TB_WRITER]),
+    "tensorboard.output_path": (written, TB, "x", [TB_WRITER], ["SummaryWriter {'log_dir': 'x/DeepSpeedJobName'}"]),
+    "tensorboard.job_name": (written, TB, "x", [TB_WRITER], ["SummaryWriter {'log_dir': 'x'}"]),
+    "csv_monitor.enabled": (written, {}, True, [], of_file("DeepSpeedJobName")),
+    "csv_monitor.output_path": (written, CSV, "x", of_file("DeepSpeedJobName"), ["x", *of_file("x/DeepSpeedJobName")]),
+    "csv_monitor.job_name": (written, CSV, "x", of_file("DeepSpeedJobName"), of_file("x")),
+    "wandb.enabled": (written, {}, True, [], [f"init {WANDB_RUN}"]),
+    **{
+        f"wandb.{key}": (written, WANDB, "x", [f"init {WANDB_RUN}"], [f"init {WANDB_RUN | {name: 'x'}}"])
+        for key, name in (("project", "project"), ("group", "group"), ("team", "entity"))
+    },
+    "bf16.bf16_optimizer_states": (moments, MASTERS, True, F32, BF16),
+    "data_types.param_dtype": (refusal, {}, "bf16", "none", NARROW),
+    "data_parallel_size": (refusal, {}, 3, "none", "data_parallel_size=3"),
+    "tensor_parallel.tp.tp_size": (parts, {}, 2, 1, 2),
+    "zero_optimization.offload_param.max_in_cpu": (on_disk, ON_NVME, 50, 0.0, 0.75),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        saved_16bit,
+        {"zero_optimization": {"stage": 3}},
+        True,
+        False,
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_a_key_changes_what_a_run_does(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe, more, value, without, expected = EFFECTS[path]
+    tree, key = merged(BASE, more), tree_at(path, value)
+    assert without != expected
+    for number, (given, seen) in enumerate(((tree, without), (merged(tree, key), expected))):
+        root = tmp_path / str(number)
+        root.mkdir()
+        with warnings.catch_warnings(action="ignore"):
+            assert probe(given, root, lambda: capsys.readouterr().out) == seen
+    settings = read_config(merged(tree, key))
+    assert path in settings.findings.used and path not in settings.findings.ignored
+
+
+def without_key(tree: Tree, path: str) -> Tree:
+    first, _, rest = path.partition(".")
+    if not rest:
+        return {name: value for name, value in tree.items() if name != first}
+    return {name: without_key(value, rest) if name == first else value for name, value in tree.items()}
+
+
+def test_every_key_that_is_used_has_an_effect() -> None:
+    """In a row here, or in one of the rows of plans whose plan is another one without the key."""
+    changed = set()
+    for path, value, stage, more, _ in USED:
+        around = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+        tree = merged(
+            BASE | {"zero_optimization": {"stage": stage}}, {k: v for k, v in around.items() if k in path[:4]}
+        )
+        tree = merged(merged(tree, more), tree_at(path, value))
+        try:
+            if to_plan(without_key(tree, path), 4)[0] == to_plan(tree, 4)[0]:
+                continue
+        except ValueError as error:
+            assert path.endswith("nvme_path") and "nvme_path=None" in str(error)
+        changed.add(path)
+    of_use = {path for path, key in KEYS.items() if key.role == "used"}
+    assert of_use == (changed & of_use) | set(EFFECTS), "give a key that is used a row"
+
+
+GETTERS: dict[str, Any] = {
+    "bfloat16_enabled": False,
+    "fp16_enabled": False,
+    "fp16_master_weights_and_gradients": False,
+    "get_model_parallel_rank": 0,
+    "get_sequence_parallel_group": None,
+    "get_tensor_parallel_rank": 0,
+    "loss_scale": 0.0,
+    "mics_shard_size": -1,
+    "optimizer_params": {"lr": 0.1},
+    "scheduler_name": None,
+    "steps_per_print": None,
+    "torch_autocast_enabled": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_hpz_partition_size": 1,
+    "zero_max_live_parameters": 1_000_000_000,
+    "zero_offload_optimizer": None,
+    "zero_optimization_stage": 1,
+    "zero_reduce_bucket_size": 70,
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    config = {
+        "train_batch_size": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 70},
+    }
+    made = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
+    yield made
+    made.destroy()
+
+
+def test_getters_of_keys(engine: Any) -> None:
+    found = {name: getattr(engine, name)() for name in GETTERS}
+    assert found == GETTERS
+
+
+def test_what_is_not_here_says_what_to_do(engine: Any) -> None:
+    for name in ABSENT:
+        assert not hasattr(engine, name)
+        raises(AttributeError, f"{name!r} of DeepSpeed's engine is not available: ", getattr, engine, name)
+    for name in ("zero_nothing", "fp16_nothing"):
+        raises(AttributeError, "nor has the Linear in it", getattr, engine, name)
+
+
+SEEN: list[Any] = []
+
+
+class Product(torch.autograd.Function):
+    """Gathers its weight where that has to be, as programs for DeepSpeed do."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        SEEN.append(weight.ds_status)  # type: ignore[attr-defined]
+        return inputs @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, weight = ctx.saved_tensors
+        SEEN.append(weight.ds_status)
+        with deepspeed.zero.GatheredParameters([weight], enabled=weight.ds_status != ZeroParamStatus.AVAILABLE):
+            return grads[0] @ weight, grads[0].t() @ inputs
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return Product.apply(inputs, self.weight)
+
+
+def test_a_saved_parameter_is_gathered_and_says_so() -> None:
+    model, inputs = Layer(), torch.tensor([[1.0, -2.0, 3.0]])
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "zero_optimization": zero}
+    engine = deepspeed.initialize(model=model, config={**config, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})[
+        0
+    ]
+    SEEN.clear()
+    engine.backward(engine(inputs).square().sum())
+    assert SEEN == [ZeroParamStatus.AVAILABLE] * 2
+    assert not hasattr(inputs, "ds_status")
+    # The compiler asks the class for each of its names, once in a process.
+    torch.overrides._get_overridable_functions.cache_clear()
+    assert torch.Tensor in torch.overrides.get_overridable_functions()
+    assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(inputs), inputs + 1)
+    engine.step()
+    plain = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    (inputs @ plain.t()).square().sum().backward()
+    torch.testing.assert_close(engine.state_dict()["weight"], plain.detach() - 0.5 * plain.grad)  # type: ignore[operator]
+    engine.destroy()

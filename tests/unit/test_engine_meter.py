@@ -3,8 +3,6 @@
 What the engine's meter asks of CUDA's allocator, against a fake of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +21,7 @@ from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
+from tests.support.on_ranks import raises
 
 WIDTH, ROWS, DEPTH = 16, 4, 5
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
@@ -112,10 +111,7 @@ def test_budget_by_position() -> None:
 def too_small() -> str:
     with chain(tiers(8 * UNIT, warmup=0.9)) as (session, _):
         step(session)
-        with pytest.raises(DeviceMemoryError) as error:
-            step(session, rows=200)
-        message = str(error.value)
-        del error  # with it go the activations that its frames hold
+        message = raises(DeviceMemoryError, None, lambda: step(session, rows=200))
         session.optimizers[0].zero_grad()
         step(session)
         return message
@@ -190,8 +186,7 @@ def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda
     session.engine.pool.drop_idle()
     block = session.module.unwrap()[LAYERS // 2]
     grown = block.register_forward_hook(lambda *_: cuda.allocate(CAPACITY))
-    with pytest.raises(DeviceMemoryError, match="activations and the rest: 1 MiB"):
-        cuda_step(session)
+    raises(DeviceMemoryError, "activations and the rest: 1 MiB", lambda: cuda_step(session))
     grown.remove()
     cuda.allocate(-CAPACITY)
     session.module.zero_grad()
@@ -210,8 +205,7 @@ def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, 
 
     block = session.module.unwrap()[LAYERS // 2]
     hook = block.register_forward_hook(burst)
-    with pytest.raises(DeviceMemoryError, match="in the forward pass activations and the rest took up to"):
-        cuda_step(session)
+    raises(DeviceMemoryError, "in the forward pass activations and the rest took up to", lambda: cuda_step(session))
     hook.remove()
     assert cuda.resets == resets
     session.module.zero_grad()
@@ -225,5 +219,4 @@ def test_memory_that_waits_for_a_stream_counts(cuda: FakeCuda, session: Session)
         cuda_step(session)
     cuda.allocate(CAPACITY)
     cuda.drop_recorded(CAPACITY)
-    with pytest.raises(DeviceMemoryError):
-        cuda_step(session)
+    raises(DeviceMemoryError, None, lambda: cuda_step(session))

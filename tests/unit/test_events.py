@@ -1,17 +1,36 @@
-"""Events reach who listens, in order; a step of each kind of plan tells what begins and ends in it."""
+"""Events reach who listens, in order; a step of each kind of plan tells what begins and ends in it.
 
-from __future__ import annotations
+A table of states refuses what is not in it, and has to be whole.
+Warnings stand at the user's line, whatever lies between: context managers, base classes, threads.
+How long backward waits for a bucket: half a pass, once in vain in a pass, and shortly after that.
+The traffic counter, and what a group of one rank counts.
+"""
 
+import contextlib
+import functools
 import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardwise import deepspeed
+from shardwise.booster.plugin import GeminiPlugin
+from shardwise.core.base.device import live_bytes
 from shardwise.core.base.events import Event, Events
+from shardwise.core.base.states import Table
+from shardwise.core.base.warnings import warn_user
+from shardwise.core.comm import LocalGroup, Traffic
+from shardwise.core.grads import reducer
+from shardwise.core.grads.reducer import DIFFERENT, FIRST_S, LONGEST_S, SHORT_S, WITHOUT_MEMORY_S, WaitPolicy
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.support.on_ranks import raises
 
 
 def test_listeners_are_called_in_order_until_they_leave() -> None:
@@ -35,8 +54,7 @@ def test_what_a_listener_raises_reaches_who_tells_and_stops_there() -> None:
 
     event.listen(refuse)
     event.listen(lambda: heard.append(1))
-    with pytest.raises(ValueError, match="no"):
-        event()
+    raises(ValueError, "no", lambda: event())
     assert not heard
 
 
@@ -81,3 +99,202 @@ def test_a_sharded_step_tells_all_of_it(update: str) -> None:
         used = [args for name, args in heard if name == "unit_wanted"]
         assert used == [args for name, args in heard if name == "unit_ready"]
         assert of(heard, "gradients_dropped", "update_ended")[-2:] == ["update_ended", "gradients_dropped"]
+
+
+class Door(Enum):
+    CLOSED = auto()
+    OPEN = auto()
+    LOCKED = auto()
+
+
+DOOR = Table("door", {Door.CLOSED: {Door.OPEN: "pushed", Door.LOCKED: "the key"}, Door.OPEN: {}, Door.LOCKED: {}})
+
+
+class Keeper:
+    def open(self, old: Door) -> None:
+        self._set(old, Door.OPEN)
+
+    def _set(self, old: Door, new: Door) -> None:
+        DOOR.check(7, old, new)
+
+
+def test_an_illegal_change_names_the_thing_the_states_and_the_caller() -> None:
+    Keeper().open(Door.CLOSED)
+    message = r"door 7 is LOCKED and cannot become OPEN \(only nothing\), which Keeper.open wants"
+    raises(RuntimeError, message, lambda: Keeper().open(Door.LOCKED))
+    with pytest.raises(RuntimeError, match=r"door 7 is CLOSED and cannot become CLOSED \(only OPEN, LOCKED\)"):
+        DOOR.check(7, Door.CLOSED, Door.CLOSED)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({Door.CLOSED: {Door.OPEN: "pushed"}, Door.OPEN: {}}, "LOCKED"),
+        ({Door.CLOSED: {Door.OPEN: "pushed", Door.LOCKED: "the key"}, Door.OPEN: {}}, "LOCKED"),
+        ({Door.CLOSED: {}, Door.OPEN: {Door.CLOSED: "pulled"}, Door.LOCKED: {}}, "OPEN, LOCKED"),
+    ],
+)
+def test_a_table_with_a_state_too_few_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
+    raises(ValueError, f"the state table of a door has no transition to or from {lost}; add it", Table, "door", changes)
+
+
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "reduce_bucket_size": 7}}
+
+
+def _engine() -> Any:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG, dist_init_required=False)[0]
+
+
+@contextlib.contextmanager
+def _in_context() -> Iterator[Any]:
+    engine = _engine()
+    yield engine
+    engine.destroy()
+
+
+class _Plugin(GeminiPlugin):
+    """As programs derive one."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+
+
+def _use_context() -> None:
+    with _in_context():
+        pass
+
+
+def _use_stack() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_in_context())
+
+
+def _use_partial() -> None:
+    functools.partial(_engine)().destroy()
+
+
+def _derive() -> None:
+    _Plugin(placement_policy="auto", shard_param_frac=0.5)
+
+
+@pytest.mark.parametrize(
+    ("program", "line_of"),
+    [(_use_context, _engine), (_use_stack, _engine), (_use_partial, _engine), (_derive, _Plugin.__init__)],
+)
+def test_a_warning_stands_at_the_users_line(program: Callable[[], None], line_of: Callable[..., Any]) -> None:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        program()
+    ours = [each for each in caught if "DeepSpeed configuration" in str(each.message) or "effect" in str(each.message)]
+    lines, first = inspect.getsourcelines(line_of)
+    assert ours, [str(each.message) for each in caught]
+    for each in ours:
+        assert each.filename == __file__, f"{each.filename}:{each.lineno}"
+        assert first <= each.lineno < first + len(lines)
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    warn_user("on entry")
+    yield
+
+
+def test_frames_of_libraries_are_passed_over_and_a_line_is_told_once() -> None:
+    with warnings.catch_warnings(record=True, action="default") as caught:
+        for _ in range(3):
+            with _telling():
+                pass
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(reducer.time, "monotonic", lambda: now[0])
+    return now
+
+
+def a_pass(
+    waits: WaitPolicy, clock: list[float], seconds: float, same: bool = True, waited: float = 0.0, in_vain: bool = False
+) -> None:
+    """``seconds`` of work from the first of three gradients to the end, and a wait; agreeing takes long, too."""
+    waits.begin()
+    for _ in range(2):
+        clock[0] += seconds / 2
+        waits.begin()
+    if waited:
+        clock[0] += waited
+        waits.waited(waited, in_vain)
+    waits.end_backward()
+    clock[0] += 100.0
+    waits.compared(same)
+    waits.end_pass()
+
+
+def test_half_of_the_last_pass(clock: list[float]) -> None:
+    waits = WaitPolicy()
+    assert waits.limit_s(True) == FIRST_S and waits.limit_s(False) == WITHOUT_MEMORY_S
+    a_pass(waits, clock, 6.0)
+    assert waits.limit_s(True) == pytest.approx(3.0)
+    a_pass(waits, clock, 8.0, waited=3.0)
+    assert waits.limit_s(True) == pytest.approx(4.0), "its own work, not its waits"
+    a_pass(waits, clock, 0.001)
+    assert waits.limit_s(True) == SHORT_S
+    a_pass(waits, clock, 1000.0)
+    assert waits.limit_s(True) == LONGEST_S
+    waits.begin()
+    clock[0] += 5.0
+    waits.end_pass()  # it failed
+    assert waits.limit_s(True) == LONGEST_S
+
+
+def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) -> None:
+    waits = WaitPolicy()
+    waits.begin()
+    waits.waited(FIRST_S, in_vain=False)
+    assert waits.limit_s(True) == FIRST_S
+    waits.waited(FIRST_S, in_vain=True)
+    assert waits.limit_s(True) == 0.0 and waits.limit_s(False) == WITHOUT_MEMORY_S
+    waits.end_pass()
+    for passes, changes in ((2, {"waited": 3.0, "in_vain": True}), (DIFFERENT, {"same": False})):
+        a_pass(waits, clock, 6.0, **changes)
+        for _ in range(passes):
+            assert waits.limit_s(True) == SHORT_S
+            a_pass(waits, clock, 6.0, waited=SHORT_S, in_vain=True)
+        assert waits.limit_s(True) == pytest.approx(3.0)
+
+
+def test_counts_by_kind_and_resets() -> None:
+    traffic = Traffic()
+    traffic.add("all_gather", 10)
+    traffic.add("all_gather", 5)
+    traffic.add("exchange", 0)
+    none = dict.fromkeys(("reduce_scatter", "all_reduce", "broadcast", "exchange", "send"), 0)
+    assert traffic.bytes == {"all_gather": 15, **none}
+    assert traffic.calls["all_gather"] == 2 and traffic.calls["exchange"] == 1
+    by_kind = traffic.bytes
+    traffic.reset()
+    assert traffic.bytes is by_kind and set(by_kind.values()) == {0} and set(traffic.calls.values()) == {0}
+
+
+def test_one_rank_sends_nothing() -> None:
+    group = LocalGroup("alone", torch.device("cpu"))
+    full, shard = group.buffers([(4, torch.float16), (4, torch.float32)])
+    full.local.fill_(3.0)
+    out = torch.empty(4)
+    group.reduce_scatter(out, full, 0.5).wait()
+    assert out.tolist() == [1.5] * 4
+    group.all_reduce(full, 2.0).wait()
+    assert full.local.tolist() == [6.0] * 4
+    group.all_gather(out, shard).wait()
+    assert out.tolist() == [0.0] * 4
+    assert group.exchange([1, 2]) == [[1.0, 2.0]] and group.exchange_object((1, "a")) == [[1, "a"]]
+    group.broadcast(out, 0)
+    assert not any(group.traffic.bytes.values()) and group.traffic.calls["all_gather"] == 1
+
+
+def test_live_bytes_counts_a_storage_once() -> None:
+    whole = torch.zeros(100)
+    views = [whole[:10], whole.view(10, 10).t(), torch.zeros(3, dtype=torch.float64), torch.empty(5, device="meta")]
+    assert live_bytes([whole, *views, torch.empty(0)]) == 400 + 24

@@ -2,13 +2,15 @@
 which layers take them, and that the model stays what it was.
 
 Casting inside nested containers: floating tensors only, containers keep their class.
-"""
 
-from __future__ import annotations
+Fused norms of transformers' models: which are taken, that they compute what they did, and what is left.
+"""
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +19,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.engine.casts import cast_floats, map_tensors
 from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
+from shardwise.shardformer import ShardConfig, changes
+from shardwise.shardformer.changes import Kernels, changed_model, kernels_of
 
 SIZES = ((7, 5, 3), (1, 1, 1), (16, 32, 48), (33, 17, 40))
 RELATIVE = {VALUES: (2.0**-4, 2.0**-17), GRADIENTS: (2.0**-3, 2.0**-31)}
@@ -209,3 +225,94 @@ def test_gradients_flow_through_a_cast() -> None:
     x = torch.ones(3, requires_grad=True)
     cast_floats({"x": x}, torch.float64)["x"].sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0] * 3
+
+
+KERNELS_SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 20,
+    "head_dim": 8,
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**KERNELS_SIZES)), 5),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**KERNELS_SIZES)), 9),
+    "t5": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        ),
+        12,
+    ),
+}
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "one plus the weight": lambda: GemmaForCausalLM(GemmaConfig(**KERNELS_SIZES)),
+    "a layer norm": lambda: CohereForCausalLM(
+        CohereConfig(**{k: v for k, v in KERNELS_SIZES.items() if k != "head_dim"})
+    ),
+}
+
+
+def of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODELS[name][0]().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.2 * torch.randn(param.shape)
+    return model
+
+
+def fused(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, changes._RmsNorm)]
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    with changed_model(model, Kernels(norms=True), None):
+        return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_are_found_and_compute_what_they_did(name: str) -> None:
+    model = of(name)
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings(action="error"):
+        fuse(model)
+    assert len(fused(model)) == MODELS[name][1]
+    own = dict(plain.named_modules())
+    for path, module in model.named_modules():
+        if module not in fused(model):
+            continue
+        weight: Any = module.weight
+        x = torch.randn(3, 4, weight.shape[0], generator=torch.Generator().manual_seed(1))
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-6)):
+            module.to(dtype)
+            own[path].to(dtype)
+            results = []
+            for each in (module, own[path]):
+                given = x.to(dtype).requires_grad_()
+                y = each(given)
+                results.append([y, *torch.autograd.grad(y.float().square().sum(), (given, each.weight))])
+            for one, other in zip(*results, strict=True):
+                assert one.dtype == other.dtype == dtype
+                assert (one - other).abs().max() <= 4 * tolerance * other.abs().max(), path
+    ids = torch.tensor([[1, 2, 3, 4]])
+    inputs = {"input_ids": ids, "labels": ids}
+    torch.testing.assert_close(model.float()(**inputs).loss, plain.float()(**inputs).loss, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_known_is_left(name: str) -> None:
+    model = OTHERS[name]()
+    with pytest.warns(UserWarning, match="enable_fused_normalization=True without effect"):
+        fuse(model)
+    assert not fused(model)
+
+
+def test_what_the_arguments_mean() -> None:
+    assert kernels_of(ShardConfig()) == Kernels()
+    assert kernels_of(ShardConfig(enable_all_optimization=True)) == Kernels(True, True)
+    assert kernels_of(ShardConfig(enable_fused_normalization=True)) == Kernels(norms=True)
+    assert kernels_of(ShardConfig(enable_flash_attention=True)) == Kernels(flash=True)
+    with pytest.warns(UserWarning, match=r"enable_jit_fused=True has no effect: call torch\.compile"):
+        assert kernels_of(ShardConfig(enable_jit_fused=True)) == Kernels()

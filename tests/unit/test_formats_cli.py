@@ -3,8 +3,6 @@
 ``convert`` to what needs more than tensors: a configuration, an adapter's settings.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from formats_setup import differing, odd_source, optimizer_facts, tensor
 from torch import nn
 
 from shardwise.cli.main import main
-from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun
 from shardwise.core.checkpoint.formats import (
     detect_format,
     open_checkpoint,
@@ -29,7 +27,7 @@ from shardwise.core.checkpoint.formats import (
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.on_ranks import raises
 
 
 def _run(*arguments: object) -> int:
@@ -66,24 +64,17 @@ def test_every_format_is_recognised(places: dict[str, Path]) -> None:
 
 
 def test_nothing_and_several_are_errors(places: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        open_checkpoint(tmp_path / "nowhere")
+    raises(FileNotFoundError, "no such file", lambda: open_checkpoint(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-        open_checkpoint(tmp_path / "empty")
+    raises(FileNotFoundError, "holds no checkpoint", lambda: open_checkpoint(tmp_path / "empty"))
     write_single(odd_source(), places["single"].parent / "second.safetensors")
-    with pytest.raises(CheckpointError, match="2 files and no index"):
-        open_checkpoint(places["single"].parent)
+    raises(CheckpointError, "2 files and no index", lambda: open_checkpoint(places["single"].parent))
     (places["dcp"] / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="dcp, peft"):
-        open_checkpoint(places["dcp"])
+    raises(CheckpointError, "dcp, peft", lambda: open_checkpoint(places["dcp"]))
     assert open_checkpoint(places["dcp"], format="dcp")
-    with pytest.raises(ValueError, match="format='zip'"):
-        open_checkpoint(places["dcp"], format="zip")
-    with pytest.raises(ValueError, match="keeps it with the model"):
-        open_checkpoint(places["huggingface"], optimizer=tmp_path)
-    with pytest.raises(ValueError, match="which has names"):
-        open_checkpoint(places["huggingface"], parameter_names=["a"])
+    raises(ValueError, "format='zip'", lambda: open_checkpoint(places["dcp"], format="zip"))
+    raises(ValueError, "keeps it with the model", lambda: open_checkpoint(places["huggingface"], optimizer=tmp_path))
+    raises(ValueError, "which has names", lambda: open_checkpoint(places["huggingface"], parameter_names=["a"]))
 
 
 def test_native_holds_everything(places: dict[str, Path], tmp_path: Path) -> None:
@@ -225,8 +216,7 @@ def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixt
     shard.write_bytes(content)
     assert _run("verify", places["colossalai"]) == 1
     assert shard.name in capsys.readouterr().out
-    with pytest.raises(CheckpointDamage):
-        check_zip(shard)
+    raises(CheckpointDamage, None, lambda: check_zip(shard))
 
 
 def convert(*arguments: object) -> int:

@@ -3,8 +3,6 @@
 Single files: safetensors, torch files in both of their formats, Lightning and training checkpoints, refusals.
 """
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 from dataclasses import replace
@@ -29,6 +27,7 @@ from shardwise.core.checkpoint.formats import (
 )
 from shardwise.core.checkpoint.formats.dcp import Chunk, DcpItem, _Chunks, read_dcp_index
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.on_ranks import raises
 
 
 class Hostile:
@@ -54,8 +53,7 @@ def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     folder, touched = _saved(tmp_path / "a"), tmp_path / "touched"
     metadata = replace(_index(folder), storage_meta=Hostile(["touch", str(touched)]))  # type: ignore[arg-type]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RefusedPickle, match=r"subprocess\.check_call"):
-        open_checkpoint(folder)
+    raises(RefusedPickle, r"subprocess\.check_call", lambda: open_checkpoint(folder))
     assert not touched.exists()
     pickle.loads((folder / ".metadata").read_bytes())
     assert touched.exists(), "the file would have run its command where pickle.load reads it"
@@ -66,8 +64,7 @@ def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
 )
 def test_every_other_name_is_refused(payload: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(payload)
-    with pytest.raises(RefusedPickle, match="was refused"):
-        read_dcp_index(tmp_path)
+    raises(RefusedPickle, "was refused", lambda: read_dcp_index(tmp_path))
 
 
 def test_broken_directories_are_named(tmp_path: Path) -> None:
@@ -75,20 +72,16 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
     whole = (folder / ".metadata").read_bytes()
     for cut in range(0, len(whole), 7):
         (folder / ".metadata").write_bytes(whole[:cut])
-        with pytest.raises(CheckpointDamage, match="metadata"):
-            open_dcp(folder)
+        raises(CheckpointDamage, "metadata", lambda: open_dcp(folder))
     (folder / ".metadata").write_bytes(whole)
     data = folder / "__0_0.distcp"
     content = data.read_bytes()
     data.write_bytes(content[:-1])
-    with pytest.raises(CheckpointDamage, match=r"__0_0.distcp ends inside"):
-        tensor(open_dcp(folder), "model/weight")
+    raises(CheckpointDamage, r"__0_0.distcp ends inside", lambda: tensor(open_dcp(folder), "model/weight"))
     data.unlink()
-    with pytest.raises(CheckpointDamage, match="is missing"):
-        open_dcp(folder)
+    raises(CheckpointDamage, "is missing", lambda: open_dcp(folder))
     (folder / ".metadata").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no .metadata"):
-        open_dcp(folder)
+    raises(FileNotFoundError, r"no .metadata", lambda: open_dcp(folder))
 
 
 def test_pieces_that_overlap_or_are_missing_are_damage(tmp_path: Path) -> None:
@@ -98,18 +91,15 @@ def test_pieces_that_overlap_or_are_missing_are_damage(tmp_path: Path) -> None:
     described = metadata.state_dict_metadata["model.weight"]
     described.chunks[0].sizes = torch.Size((1, 3))  # type: ignore[union-attr]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointDamage, match="3 of 6 elements"):
-        open_dcp(folder)
+    raises(CheckpointDamage, "3 of 6 elements", lambda: open_dcp(folder))
     second = replace(described.chunks[0], offsets=torch.Size((0, 0)))  # type: ignore[union-attr]
     described.chunks.append(second)  # type: ignore[union-attr]
     metadata.storage_data[MetadataIndex(key.fqn, (1, 0))] = place
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointDamage):
-        open_dcp(folder)
+    raises(CheckpointDamage, None, lambda: open_dcp(folder))
     place.relative_path = "../__0_0.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointDamage, match="outside"):
-        open_dcp(folder)
+    raises(CheckpointDamage, "outside", lambda: open_dcp(folder))
 
 
 def test_boxes_in_several_dimensions(tmp_path: Path) -> None:
@@ -244,8 +234,7 @@ def test_numbers_get_names_only_where_one_assignment_fits(tmp_path: Path) -> Non
     assert not source.notes
     for name, parameter in model.named_parameters():
         assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg"), optimizer.state[parameter]["exp_avg"])
-    with pytest.raises(CheckpointError, match="6 parameters; 5 names"):
-        open_single(tmp_path / "b.pt", names[:5])
+    raises(CheckpointError, "6 parameters; 5 names", lambda: open_single(tmp_path / "b.pt", names[:5]))
 
 
 class Thing:
@@ -255,11 +244,9 @@ class Thing:
 def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
     for legacy in (False, True):
         torch.save({"w": torch.ones(1), "x": Thing()}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(RefusedPickle, match=r"Thing.*run any code|refused.*run any code"):
-            open_checkpoint(tmp_path / "a.pt")
+        raises(RefusedPickle, r"Thing.*run any code|refused.*run any code", lambda: open_checkpoint(tmp_path / "a.pt"))
     torch.save(nn.Linear(2, 2), tmp_path / "b.pt")
-    with pytest.raises(RefusedPickle, match=r"torch.nn.modules.linear.Linear"):
-        open_checkpoint(tmp_path / "b.pt")
+    raises(RefusedPickle, r"torch.nn.modules.linear.Linear", lambda: open_checkpoint(tmp_path / "b.pt"))
 
 
 def test_damage_and_unknown_content(tmp_path: Path) -> None:
@@ -267,16 +254,11 @@ def test_damage_and_unknown_content(tmp_path: Path) -> None:
     content = (tmp_path / "a.pt").read_bytes()
     for cut in (0, 10, len(content) // 2, len(content) - 1):
         (tmp_path / "b.pt").write_bytes(content[:cut])
-        with pytest.raises((CheckpointDamage, RefusedPickle)):
-            open_single(tmp_path / "b.pt")
+        raises((CheckpointDamage, RefusedPickle), None, lambda: open_single(tmp_path / "b.pt"))
     for value in ([torch.ones(1)], {"a": 1}, {3: torch.ones(1)}):
         torch.save(value, tmp_path / "c.pt")
-        with pytest.raises(CheckpointError, match=r"c\.pt"):
-            open_single(tmp_path / "c.pt")
+        raises(CheckpointError, r"c\.pt", lambda: open_single(tmp_path / "c.pt"))
     torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "d.pt")
-    with pytest.raises(CheckpointError, match="sparse"):
-        open_single(tmp_path / "d.pt")
-    with pytest.raises(CheckpointError, match=r"'\.npz'"):
-        open_single(tmp_path / "model.npz")
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        write_single(odd_source(), tmp_path / "model.npz")
+    raises(CheckpointError, "sparse", lambda: open_single(tmp_path / "d.pt"))
+    raises(CheckpointError, r"'\.npz'", lambda: open_single(tmp_path / "model.npz"))
+    raises(ValueError, r"model\.safetensors", lambda: write_single(odd_source(), tmp_path / "model.npz"))

@@ -1,7 +1,5 @@
 """Hugging Face directories against transformers itself: both directions, tied weights, shards, damage."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from safetensors import safe_open
 from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.on_ranks import raises
 
 transformers = pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {"vocab_size": 64}
@@ -140,8 +139,7 @@ def test_a_failed_write_leaves_the_old_model(tmp_path: Path) -> None:
         return read(name, start, numel)
 
     broken.read = fail  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="No space"):
-        write_huggingface(broken, tmp_path / "out", 1e-4)
+    raises(OSError, "No space", lambda: write_huggingface(broken, tmp_path / "out", 1e-4))
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -151,15 +149,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     content = files[1].read_bytes()
     files[1].write_bytes(content[:-1])
-    with pytest.raises(CheckpointDamage, match=files[1].name):
-        open_huggingface(tmp_path / "out")
+    raises(CheckpointDamage, files[1].name, lambda: open_huggingface(tmp_path / "out"))
     files[1].write_bytes(content[:5])
-    with pytest.raises(CheckpointDamage, match="not a whole safetensors"):
-        open_huggingface(tmp_path / "out")
+    raises(CheckpointDamage, "not a whole safetensors", lambda: open_huggingface(tmp_path / "out"))
     files[1].unlink()
-    with pytest.raises(CheckpointDamage, match="is missing"):
-        open_huggingface(tmp_path / "out")
+    raises(CheckpointDamage, "is missing", lambda: open_huggingface(tmp_path / "out"))
     index = tmp_path / "out" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
-    with pytest.raises(CheckpointError, match="outside"):
-        open_huggingface(tmp_path / "out")
+    raises(CheckpointError, "outside", lambda: open_huggingface(tmp_path / "out"))

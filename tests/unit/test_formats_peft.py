@@ -1,19 +1,41 @@
-"""PEFT adapters: names as peft 0.21 writes them, and peft itself where it is installed."""
+"""PEFT adapters: names as peft 0.21 writes them, and peft itself where it is installed.
 
-from __future__ import annotations
+ColossalAI's layout: what its own loading steps need, both directions, prefixes, names for numbered state.
+
+DeepSpeed directories and universal checkpoints that DeepSpeed 0.19.8 wrote, against the values it gathered.
+
+tests/data/make_deepspeed.py and make_deepspeed_universal.py wrote them.
+"""
 
 import itertools
+import json
+import shutil
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from formats_setup import differing, same_bits, tensor
+from formats_setup import TRAINED, differing, odd_source, optimizer_facts, same_bits, tensor
+from safetensors.torch import load_file
+from torch import nn
 
-from shardwise.core.checkpoint.formats import open_checkpoint, write_peft
+from shardwise.core.checkpoint.formats import (
+    RefusedPickle,
+    open_checkpoint,
+    open_colossalai,
+    open_deepspeed,
+    write_colossalai_model,
+    write_colossalai_optimizer,
+    write_peft,
+)
+from shardwise.core.checkpoint.formats.deepspeed import STAND_INS, Flat
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.peft import name_in_file, name_in_model
-from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "bias": "none", "modules_to_save": ["norm", "classifier"]}
@@ -53,8 +75,7 @@ def _source() -> tuple[LazySource, dict[str, torch.Tensor]]:
 
 def test_errors_say_what_is_missing(tmp_path: Path) -> None:
     source, _ = _source()
-    with pytest.raises(CheckpointError, match="needs its configuration"):
-        write_peft(source, tmp_path / "out")
+    raises(CheckpointError, "needs its configuration", lambda: write_peft(source, tmp_path / "out"))
     with pytest.raises(CheckpointError, match="'PREFIX_TUNING'"):
         write_peft(source, tmp_path / "out", {"peft_type": "PREFIX_TUNING"})
     with pytest.raises(CheckpointError, match=r"q_proj\.strange\.default: trained parameters of the adapter 'default'"):
@@ -63,8 +84,7 @@ def test_errors_say_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no parameters of an adapter 'mine'"):
         write_peft(source, tmp_path / "out", CONFIG, adapter="mine")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="neither adapter_model"):
-        open_checkpoint(tmp_path)
+    raises(FileNotFoundError, "neither adapter_model", lambda: open_checkpoint(tmp_path))
 
 
 LORA: dict[str, dict[str, Any]] = {
@@ -114,3 +134,279 @@ def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
     assert differing(theirs, open_checkpoint(tmp_path / "ours")) == []
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").state_dict()
     assert set(loaded) == set(state) and all(same_bits(loaded[name], state[name]) for name in state)
+
+
+def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path:
+    write_colossalai_model(source, folder / "model", size, **options)
+    write_colossalai_optimizer(source, folder / "optimizer", size, options.get("prefix"))
+    return folder
+
+
+@pytest.mark.parametrize("use_safetensors", [False, True])
+@pytest.mark.parametrize("prefix", [None, "first"])
+@pytest.mark.parametrize("size", [1e-4, 1024])
+def test_files_have_the_published_names_and_return(
+    use_safetensors: bool, prefix: str | None, size: float, tmp_path: Path
+) -> None:
+    source = odd_source()
+    _both(source, tmp_path, size, use_safetensors=use_safetensors, prefix=prefix)
+    own = f".{prefix}" if prefix else ""
+    stem, ending = ("model", "safetensors") if use_safetensors else ("pytorch_model", "bin")
+    model = {path.name for path in (tmp_path / "model").iterdir()}
+    index_name = f"{stem}.{ending}.index{own}.json"
+    shards = sorted(model - {index_name})
+    assert shards == [f"{stem}{own}-{n:05d}.{ending}" for n in range(1, len(shards) + 1)]
+    assert (len(shards) > 3) == (size < 1)
+    index = json.loads((tmp_path / "model" / index_name).read_text())
+    assert set(index["weight_map"].values()) == set(shards) and "head.weight" in index["weight_map"]
+    optimizer = {path.name for path in (tmp_path / "optimizer").iterdir()}
+    assert {f"pytorch_optim.bin.index{own}.json", f"pytorch_optim_group{own}.bin"} <= optimizer
+    assert f"pytorch_optim{own}-00001.bin" in optimizer
+    names = list(TRAINED)
+    again = open_checkpoint(tmp_path, parameter_names=names)
+    tied = {"model/head.weight"} & set(again.tensors())
+    assert differing(source, again) == sorted(tied)
+    assert tied or again.state()["aliases"] == {"head.weight": "embed.weight"}
+    assert optimizer_facts(again) == optimizer_facts(source)
+
+
+def test_colossalai_style_loading(tmp_path: Path) -> None:
+    """The steps of its GeneralCheckpointIO: exactly one index, torch.load of each shard, numbers through the groups."""
+    source = odd_source()
+    _both(source, tmp_path)
+    for folder in ("model", "optimizer"):
+        assert len(list((tmp_path / folder).glob("*.index.*json"))) == 1
+    index = json.loads((tmp_path / "optimizer" / "pytorch_optim.bin.index.json").read_text())
+    groups = torch.load(tmp_path / "optimizer" / index["metadata"]["param_groups"], weights_only=True)
+    assert [group["params"] for group in groups] == [[0, 1, 2], [3, 4]]
+    assert groups[0]["betas"] == (0.9, 0.999) and groups[1]["lr"] == 1e-300
+    state: dict[int, Any] = {}
+    for file in set(index["weight_map"].values()):
+        state |= torch.load(tmp_path / "optimizer" / file, weights_only=True)
+    assert sorted(state) == [0, 1, 2, 3, 4] and sorted(map(int, index["weight_map"])) == sorted(state)
+    for number, name in enumerate(TRAINED):
+        assert same_bits(state[number]["exp_avg"], tensor(source, f"optimizer/0/{name}/exp_avg"))
+        assert same_bits(state[number]["step"], torch.tensor(float(number)))
+    index = json.loads((tmp_path / "model" / "pytorch_model.bin.index.json").read_text())
+    loaded: dict[str, torch.Tensor] = {}
+    for file in set(index["weight_map"].values()):
+        loaded |= torch.load(tmp_path / "model" / file, weights_only=True)
+    assert set(loaded) == set(index["weight_map"]) and same_bits(loaded["head.weight"], loaded["embed.weight"])
+    megabytes = sum(value.numel() * value.element_size() for value in loaded.values()) / 1024**2
+    assert index["metadata"]["total_size"] == pytest.approx(megabytes)
+
+
+def _upstream(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """What save_model and save_optimizer of v0.4.4 write, in two shards each."""
+    for part in ("modeling", "optimizer"):
+        (folder / part).mkdir(parents=True)
+    weights, weight_map = list(model.state_dict().items()), {}
+    for number, items in enumerate((weights[:2], weights[2:]), 1):
+        file = f"pytorch_model-{number:05d}.bin"
+        torch.save(dict(items), folder / "modeling" / file)
+        weight_map.update({name: file for name, _ in items})
+    index = {"metadata": {"total_size": 0.1}, "weight_map": weight_map}
+    (folder / "modeling" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    saved = optimizer.state_dict()
+    states, weight_map = list(saved["state"].items()), {}
+    for number, items in enumerate((states[:1], states[1:]), 1):
+        file = f"pytorch_optim-{number:05d}.bin"
+        torch.save(dict(items), folder / "optimizer" / file)
+        weight_map.update({number: file for number, _ in items})
+    torch.save(saved["param_groups"], folder / "optimizer" / "pytorch_optim_group.bin")
+    metadata = {"param_groups": "pytorch_optim_group.bin", "total_size": 0.1}
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map})
+    (folder / "optimizer" / "pytorch_optim.bin.index.json").write_text(text)
+
+
+def test_upstream_directories_are_read_with_names_from_shapes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    _upstream(model, optimizer, tmp_path / "run")
+    for source in (
+        open_checkpoint(tmp_path / "run"),
+        open_checkpoint(tmp_path / "run" / "modeling", optimizer=tmp_path / "run" / "optimizer"),
+    ):
+        assert source.format == "colossalai" and not source.notes  # type: ignore[attr-defined]
+        for name, parameter in model.named_parameters():
+            assert same_bits(tensor(source, f"model/{name}"), parameter.detach())
+            assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
+    alone = open_colossalai(tmp_path / "run" / "optimizer")
+    assert "optimizer/0/#3/exp_avg" in alone.tensors()
+
+
+def test_stale_shards_go_and_a_file_is_refused(tmp_path: Path) -> None:
+    source = odd_source()
+    _both(source, tmp_path)
+    many = len(list(tmp_path.rglob("*")))
+    _both(source, tmp_path, 1024)
+    assert len(list(tmp_path.rglob("*"))) < many
+    names = {path.name for path in (tmp_path / "optimizer").iterdir()}
+    assert names == {"pytorch_optim-00001.bin", "pytorch_optim.bin.index.json", "pytorch_optim_group.bin"}
+    write_colossalai_model(source, tmp_path / "model", use_safetensors=True)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"model-00001.safetensors", "model.safetensors.index.json"}
+    assert "head.weight" in load_file(tmp_path / "model" / "model-00001.safetensors")
+    (tmp_path / "file").write_text("")
+    raises(NotADirectoryError, "is a file", lambda: write_colossalai_model(source, tmp_path / "file"))
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    _both(odd_source(), tmp_path)
+    group = tmp_path / "optimizer" / "pytorch_optim_group.bin"
+    content = group.read_bytes()
+    group.unlink()
+    raises(FileNotFoundError, "pytorch_optim_group", lambda: open_checkpoint(tmp_path))
+    group.write_bytes(content)
+    (tmp_path / "optimizer" / "pytorch_optim-00002.bin").unlink()
+    raises(CheckpointDamage, r"pytorch_optim-00002.bin is missing", lambda: open_checkpoint(tmp_path))
+    raises(CheckpointError, "no optimizer 1", lambda: write_colossalai_optimizer(odd_source(), tmp_path / "x", index=1))
+    raises(CheckpointError, "no model", lambda: write_colossalai_model(LazySource("memory", {}), tmp_path / "x"))
+
+
+CASES = [f"zero{stage}-{kind}" for stage in (1, 2, 3) for kind in ("1ranks-fp32", "2ranks-fp32", "2ranks-bf16")]
+UNIVERSAL = ("zero1-2ranks-bf16", "zero2-2ranks-fp16", "zero3-2ranks-fp16")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``ds`` as ``save_checkpoint`` wrote it, ``universal`` as DeepSpeed converted it."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    for name in ("deepspeed", "deepspeed_universal"):
+        with tarfile.open(Path(__file__).parent.parent / "data" / f"{name}.tar.xz") as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("inside", ["", "global_step3"])
+def test_everything_is_what_deepspeed_gathered(case: str, inside: str, written: Path) -> None:
+    truth = load_file(written / "ds" / case / "truth.safetensors")
+    source = open_checkpoint(written / "ds" / case / inside)
+    assert set(source.tensors()) == set(truth) and len(truth) == 18
+    for name, expected in truth.items():
+        got = tensor(source, name)
+        assert got.shape == expected.shape and torch.equal(got.float(), expected.float()), name
+        flat = got.reshape(-1)
+        for cut in range(got.numel() + 1):
+            assert same_bits(source.read(name, cut, got.numel() - cut), flat[cut:]), (name, cut)
+    state = source.state()
+    assert state["aliases"] == {"head.weight": "embed.weight"} and state["step"] == 3
+    (optimizer,) = state["optimizers"]
+    options = ("weight_decay", "lr")
+    groups = [(group["params"], *(group["options"][key] for key in options)) for group in optimizer["groups"]]
+    assert groups == [
+        (["embed.weight", "middle.weight", "back.weight"], 0.1, 0.001),
+        (["middle.bias", "back.bias"], 0.0, 0.001),
+    ]
+    assert optimizer["groups"][0]["options"]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert all(small == {"step": {"dtype": "float32", "value": 3.0}} for small in optimizer["small"].values())
+    assert len(optimizer["small"]) == 5
+    half = state.get("compute_dtype", {})
+    assert set(half.values()) == ({"bfloat16"} if "bf16" in case else set()) and len(half) in (0, 5)
+    assert state["other"]["client_state.epoch"] == 4 and state["other"]["lr_scheduler"]["last_epoch"] == 3
+    assert source.notes == ()  # type: ignore[attr-defined]
+
+
+def same_state(got: Any, expected: Any) -> None:
+    """Everything that a run loads of two checkpoints is the same."""
+    assert got.tensors() == expected.tensors()
+    for name in expected.tensors():
+        assert torch.equal(tensor(got, name), tensor(expected, name)), name
+    ours, theirs = got.state(), expected.state()
+    (optimizer,), (other,) = ours.pop("optimizers"), theirs.pop("optimizers")
+    assert optimizer["groups"] == other["groups"] and optimizer["small"] == other["small"]
+    assert sorted(optimizer["keys"]) == sorted(other["keys"])
+    for state in (ours, theirs):
+        state["other"]["loss_scaler"].pop("dynamic", None)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("case", UNIVERSAL)
+def test_a_universal_checkpoint_is_what_deepspeed_saved(case: str, written: Path) -> None:
+    truth = load_file(written / "universal" / case / "truth.safetensors")
+    for inside in ("", "global_step3_universal"):
+        source = open_checkpoint(written / "universal" / case / inside)
+        assert set(source.tensors()) == set(truth) and len(truth) == 18
+        for name, expected in truth.items():
+            assert torch.equal(tensor(source, name).float(), expected.float()), name
+    same_state(source, open_checkpoint(written / "ds" / case / "global_step3"))
+    assert open_checkpoint(written / "universal" / case).state()["other"]["skipped_steps"] == 0
+
+
+def halved(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def with_another_class(step: Path) -> None:
+    file = step / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=True), "path": Path("x")}, file)
+
+
+def second_model(step: Path) -> None:
+    shutil.copy(step / "mp_rank_00_model_states.pt", step / "mp_rank_01_model_states.pt")
+
+
+def bias(content: object, name: str = "fp32") -> Callable[[Path], None]:
+    return lambda step: torch.save(content, step / "zero" / "back.bias" / f"{name}.pt")
+
+
+BROKEN: list[tuple[str, Callable[[Path], object], type[Exception], str]] = [
+    (
+        "ds/zero3-2ranks-fp32",
+        lambda step: (step / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink(),
+        CheckpointDamage,
+        r"model files of the ranks \[0\]",
+    ),
+    ("ds/zero1-2ranks-fp32", second_model, CheckpointError, "tensor parallelism"),
+    ("ds/zero1-2ranks-fp32", lambda step: halved(step / "mp_rank_00_model_states.pt"), CheckpointDamage, "not a whole"),
+    ("ds/zero1-1ranks-fp32", with_another_class, RefusedPickle, "pathlib"),
+    (
+        "universal/zero1-2ranks-bf16",
+        lambda step: (step / "zero" / "back.bias" / "fp32.pt").unlink(),
+        CheckpointDamage,
+        r"zero: back\.bias is trained, and has no fp32\.pt",
+    ),
+    (
+        "universal/zero1-2ranks-bf16",
+        bias({"param": torch.zeros(3), "is_expert_param": True}),
+        CheckpointError,
+        "expert parallelism",
+    ),
+    (
+        "universal/zero1-2ranks-bf16",
+        lambda step: (step / "zero" / "of another stage").mkdir(),
+        CheckpointError,
+        "of another stage belong to pipeline or expert parallelism",
+    ),
+]
+"""A checkpoint, what is broken in it, and what the error says."""
+
+
+def copied(written: Path, case: str, place: Path) -> Path:
+    shutil.copytree(written / case, place / "run")
+    return place / "run" / ("global_step3_universal" if case.startswith("universal") else "global_step3")
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_missing_and_foreign_files_are_named(number: int, written: Path, tmp_path: Path) -> None:
+    case, damage, error, words = BROKEN[number]
+    damage(copied(written, case, tmp_path))
+    raises(error, words, lambda: open_deepspeed(tmp_path / "run"))
+
+
+def test_a_parameter_is_never_looked_for_outside(written: Path, tmp_path: Path) -> None:
+    step = copied(written, "universal/zero1-2ranks-bf16", tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    torch.save({"param": torch.zeros(3)}, tmp_path / "elsewhere" / "fp32.pt")
+    content = load_torch(step / "mp_rank_00_model_states.pt", STAND_INS)
+    content["param_shapes"][1]["../../../elsewhere"] = torch.Size([3])
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    raises(CheckpointDamage, r"elsewhere is trained, and has no fp32\.pt", lambda: open_checkpoint(step))
+
+
+@pytest.mark.parametrize(("starts", "words"), [([0], "weights ends before element 5"), ([0, 4], "ends before")])
+def test_a_flat_array_that_is_too_short_is_damage(starts: list[int], words: str) -> None:
+    raises(CheckpointDamage, words, lambda: Flat([torch.arange(3)] * len(starts), starts, "weights").read(2, 3))

@@ -1,7 +1,5 @@
 """Inputs that once made a reader fail are refused or read, for ever; and the judge of the campaign can find one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What gloo's workers still hold when a process ends; see [Note: Workers that are late]."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """The command for a machine with a GPU: it goes on after a kill, past a failure, and says what it left out.
 
 ``python tests/gpu``: which tests its options select, how parts divide them, and what it records.
-"""
 
-from __future__ import annotations
+The benchmark of the host's time runs, and counts what a step calls.
+"""
 
 import json
 import math
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from program_setup import surroundings, until
+from program_setup import python, surroundings, until
 
 from benchmarks.gpu.driver import OUT, Part, report, run
 from benchmarks.gpu.parts import FIRST_TESTS, LATER_TESTS, parts
@@ -197,3 +197,14 @@ def test_some_run_on_a_cpu(tmp_path: Path) -> None:
     status, shown = finished("tests.gpu", *way, log=tmp_path / "some")
     counts = dict(reversed(part.split()) for part in shown.splitlines()[-1].split(", "))
     assert status == 0 and int(counts["passed"]) > 15 and "failed" not in counts, shown
+
+
+@pytest.mark.full
+def test_every_system_takes_steps() -> None:
+    given = ["--ranks", "2", "--blocks", "2", "--rounds", "1"]
+    done = python("-W", "ignore", "-m", "benchmarks.host", *given)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines()[2:]]
+    calls = {row[3].strip(): int(row[6]) for row in rows}
+    assert list(calls) == ["the model alone", "shardwise zero3", "torch FSDP2"]
+    assert calls["the model alone"] < min(calls["shardwise zero3"], calls["torch FSDP2"])

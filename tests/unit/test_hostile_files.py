@@ -3,8 +3,6 @@
 Names, sizes and counts that no file can mean: refused in words that can be shown, before they cost anything.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib
@@ -29,6 +27,7 @@ from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.checkpoint.write import agree
 from shardwise.deepspeed.saving import _place as parts_place
 from tests.faults.fuzz.changes import apply_change
+from tests.support.on_ranks import raises
 from tests.unit.formats_setup import odd_source
 
 # ---- pickles
@@ -56,20 +55,17 @@ def test_an_index_changes_no_class_of_any_library(tmp_path: Path, module: str, n
     # BUILD of the class itself, with a pair whose second part is set attribute by attribute.
     code = op_global(module, name) + b"N}\x8c\x0bis_absoluteK\x00s\x86b"
     before = pathlib.PurePosixPath.is_absolute, dict(vars(pathlib.PurePosixPath))
-    with pytest.raises(CheckpointError):
-        open_checkpoint(dcp(tmp_path / "d", code))
+    raises(CheckpointError, None, lambda: open_checkpoint(dcp(tmp_path / "d", code)))
     assert (pathlib.PurePosixPath.is_absolute, dict(vars(pathlib.PurePosixPath))) == before
 
 
 def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path: Path) -> None:
     code = b"}" + nested_tuples(200) + b"K\x01s"
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(dcp(tmp_path / "d", code))
+    raises(CheckpointDamage, r"more than .* values", lambda: open_checkpoint(dcp(tmp_path / "d", code)))
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
         archive.writestr("m/data.pkl", b"\x80\x02" + code + b".")
         archive.writestr("m/version", "3\n")
-    with pytest.raises(CheckpointDamage, match=r"more than .* values"):
-        open_checkpoint(tmp_path / "m.pt")
+    raises(CheckpointDamage, r"more than .* values", lambda: open_checkpoint(tmp_path / "m.pt"))
 
 
 @pytest.mark.parametrize("plant", [".t.output-replaced-0123456789abcdef", ".t.output-saving-0123456789abcdef"])
@@ -104,8 +100,7 @@ def test_values_that_share_their_parts_are_refused(tmp_path: Path) -> None:
         shared = [shared, shared]
     optimizer = {"state": {}, "param_groups": [], "more": shared}
     torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "m.pt")
-    with pytest.raises(CheckpointDamage, match="inside each other"):
-        open_checkpoint(tmp_path / "m.pt")
+    raises(CheckpointDamage, "inside each other", lambda: open_checkpoint(tmp_path / "m.pt"))
 
 
 def test_a_compressed_torch_file_is_refused(tmp_path: Path) -> None:
@@ -114,8 +109,7 @@ def test_a_compressed_torch_file_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "m.pt") as old, deflated as new:
         for record in old.infolist():
             new.writestr(record.filename, old.read(record))
-    with pytest.raises(CheckpointDamage, match="compressed"):
-        open_checkpoint(tmp_path / "n.pt")
+    raises(CheckpointDamage, "compressed", lambda: open_checkpoint(tmp_path / "n.pt"))
 
 
 # ---- the native format
@@ -187,9 +181,8 @@ def deep(levels: int) -> Any:
 def test_a_manifest_that_lies_is_one_line(saved: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify(saved) == []
     change(saved, EDITS[what])
-    with pytest.raises((CheckpointError, ValueError)) as caught:
-        NativeSource(saved).close()
-    assert "\x1b" not in str(caught.value)
+    caught = raises((CheckpointError, ValueError), None, lambda: NativeSource(saved).close())
+    assert "\x1b" not in caught
     assert verify(saved)
     for command in (["inspect", saved], ["verify", saved], ["diff", saved, saved], ["inspect", saved.parent]):
         assert main(["checkpoint", *map(str, command)]) in (1, 2)
@@ -292,8 +285,7 @@ def test_a_safetensors_header_that_lies_is_one_line(
     tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = safetensors(tmp_path / "m.safetensors", HEADERS[what], b"\0" * 4)
-    with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-        open_checkpoint(path)
+    raises(CheckpointError, r"m\.safetensors", lambda: open_checkpoint(path))
     for action in ("inspect", "verify"):
         assert main(["checkpoint", action, str(path)]) in (1, 2)
     out, err = capfd.readouterr()
@@ -309,8 +301,7 @@ LONG = ["a" * 256, "ä" * 200, "a/" * 600 + "a", "x" * 100_000]
 
 @pytest.mark.parametrize("name", LONG, ids=[0, 1, 2, 3])
 def test_names_that_no_file_can_have_are_damage(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointDamage, match="not a plain name"):
-        checked_name(name, "an index")
+    raises(CheckpointDamage, "not a plain name", lambda: checked_name(name, "an index"))
     shards, parts = tmp_path / "shards", tmp_path / "parts"
     for folder in (shards, parts):
         folder.mkdir()
@@ -321,8 +312,7 @@ def test_names_that_no_file_can_have_are_damage(tmp_path: Path, name: str) -> No
     edit = {"op": "tree", "file": "manifest.json", "do": "set", "path": ["files", 0, 0], "value": name}
     apply_change(saved, edit)
     for folder in (shards, parts, saved):
-        with pytest.raises(CheckpointDamage, match=r"not a plain name|does not name a file"):
-            open_checkpoint(folder)
+        raises(CheckpointDamage, r"not a plain name|does not name a file", open_checkpoint, folder)
     step = tmp_path / "step"
     step.mkdir()
     (step / "latest").write_text(name)
@@ -343,20 +333,17 @@ def test_the_latest_of_an_engine_stays_in_its_directory(tmp_path: Path) -> None:
             parts_place(tmp_path / "root", None, "latest")
         assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
     latest.write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointDamage):
-        parts_place(tmp_path / "root", None, "latest")
+    raises(CheckpointDamage, None, lambda: parts_place(tmp_path / "root", None, "latest"))
 
 
 def test_what_a_file_says_is_shown_printable_in_every_error(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     torch.save({**scheduler.state_dict(), "a\0b\x1b[2J": 1}, tmp_path / "s.pt")
-    with pytest.raises(ValueError, match=r"a\\x00b\\x1b\[2J") as caught:
-        fitting_state(scheduler, tmp_path / "s.pt")
-    assert str(caught.value).isprintable()
+    caught = raises(ValueError, r"a\\x00b\\x1b\[2J", lambda: fitting_state(scheduler, tmp_path / "s.pt"))
+    assert caught.isprintable()
 
     def raising() -> None:
         raise ValueError("a\0b\x1b[2J\nand more")
 
-    with pytest.raises(ValueError, match=r"a\\x00b\\x1b\[2J\nand more"):
-        agree(lambda value: [value], "load it", raising)
+    raises(ValueError, r"a\\x00b\\x1b\[2J\nand more", lambda: agree(lambda value: [value], "load it", raising))

@@ -1,7 +1,5 @@
 """HybridParallelPlugin: its arguments -> a plan, what is refused, and what is said to have no effect."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings
@@ -20,6 +18,7 @@ from shardwise.core.mesh.mesh import _grid
 from shardwise.plan import ByNumel, MeshPlan, PipelinePlan, Plan, ScalerPlan, SequencePlan, TensorPlan
 from shardwise.shardformer import ModulePolicyDescription, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
+from tests.support.on_ranks import raises
 
 DDP = ZERO1.but(
     mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2, dp_outside=True),
@@ -107,8 +106,7 @@ HYBRID_ELSEWHERE = ["overlap_p2p", "enable_sequence_overlap", *ALIKE, *ELSEWHERE
 
 @pytest.mark.parametrize(("given", "plan"), HYBRID_CASES, ids=[",".join(given) for given, _ in HYBRID_CASES])
 def test_hybrid_plan(given: dict[str, Any], plan: Plan) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         plugin = HybridParallelPlugin(**{"pp_size": 1} | given)
     assert to_plan(plugin) == plan
     assert plugin.plan(world_size=8) == plan
@@ -145,8 +143,7 @@ def test_updates_during_backward_of_a_model_that_ranks_hold_together(tp_size: in
     ids=str,
 )
 def test_a_pipelines_arguments_that_do_not_fit(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        HybridParallelPlugin(**STAGES, **given)
+    raises(ValueError, words, lambda: HybridParallelPlugin(**STAGES, **given))
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])
@@ -158,8 +155,7 @@ def test_who_shares_sequences_is_what_the_mesh_says(dp_outside: bool, monkeypatc
         monkeypatch.setattr(base, "all_ranks", lambda rank=rank: (rank, 16))
         ((_, replica, _, _),) = (grid == rank).nonzero().tolist()
         assert plugin.data_parallel() == (replica // 2, 2)
-    with pytest.raises(ValueError, match="tp_size=2 x pp_size=2 x sp_size=2 does not divide the 12 ranks"):
-        plugin.plan(12)
+    raises(ValueError, "tp_size=2 x pp_size=2 x sp_size=2 does not divide the 12 ranks", lambda: plugin.plan(12))
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])
@@ -196,9 +192,8 @@ def test_who_sees_the_same_data_is_what_the_mesh_says(dp_outside: bool, monkeypa
 )
 def test_hybrid_refuses(given: dict[str, Any]) -> None:
     (name, value) = list(given.items())[-1]
-    with pytest.raises(ValueError, match=name) as error:
-        HybridParallelPlugin(**{"tp_size": 1, "pp_size": 1} | given)
-    assert str(value) in str(error.value)
+    error = raises(ValueError, name, lambda: HybridParallelPlugin(**{"tp_size": 1, "pp_size": 1} | given))
+    assert str(value) in error
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ A launcher started several processes, and nobody made them meet: no front door l
 Which addresses ranks of several hosts cannot reach each other at, and what is said then.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import warnings
@@ -36,6 +34,7 @@ from shardwise.session import build
 from shardwise.strategies import sessions
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from tests.support.huggingface_setup import accelerate_reset
+from tests.support.on_ranks import raises
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
@@ -119,8 +118,7 @@ def test_every_rank_gets_a_gpu_of_its_own(
 
 def test_without_gpus_it_is_the_cpu_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert started(monkeypatch, all_see(0, 4)) == (["cpu"] * 4, None)
         assert started(monkeypatch, all_see(8, 4), "cpu") == (["cpu"] * 4, None)
 
@@ -159,8 +157,7 @@ def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Any, gpus: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        started(monkeypatch, all_see(gpus, 1), device)
+    raises(ValueError, text, lambda: started(monkeypatch, all_see(gpus, 1), device))
 
 
 @pytest.mark.parametrize(
@@ -180,8 +177,7 @@ def test_once_the_processes_have_met(
     become(monkeypatch, rank, {"RANK": "0", "WORLD_SIZE": "2"})
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         assert str(default_device()) == expected
     assert [text in str(each.message) for each in told] == ([True] if text else [])
 
@@ -219,8 +215,7 @@ def _facts(rank: int, size: int) -> LaunchFacts:
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(milliseconds=50))
-    with pytest.raises(PeerError, match="rank 0 of 2: not all ranks have started"):
-        launch._exchange(_facts(0, 2), store, {})
+    raises(PeerError, "rank 0 of 2: not all ranks have started", lambda: launch._exchange(_facts(0, 2), store, {}))
 
 
 CPU = torch.device("cpu")
@@ -315,8 +310,7 @@ def group_of_one() -> Iterator[None]:
 @pytest.mark.parametrize("door", DOORS)
 def test_ranks_that_have_not_met_do_not_train_alone(door: Callable[[nn.Module], None], launched: None) -> None:
     model = nn.Linear(3, 2)
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 .* rank 1 would train alone.*init_process_group"):
-        door(model)
+    raises(RuntimeError, r"WORLD_SIZE=2 .* rank 1 would train alone.*init_process_group", lambda: door(model))
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None, "the model is as it was"
 
@@ -325,16 +319,14 @@ def test_ranks_that_have_not_met_do_not_train_alone(door: Callable[[nn.Module], 
 def test_a_process_group_of_one_rank_is_no_excuse(
     door: Callable[[nn.Module], None], launched: None, group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2 .* rank 1 would train alone"):
-        door(nn.Linear(3, 2))
+    raises(RuntimeError, r"WORLD_SIZE=2 .* rank 1 would train alone", lambda: door(nn.Linear(3, 2)))
     monkeypatch.delenv("RANK")  # a leftover WORLD_SIZE says nothing where there is a process group
     by_lightning(nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("door", MEETING)
 def test_these_make_the_ranks_meet_themselves(door: Callable[[nn.Module], None], launched: None) -> None:
-    with pytest.raises(ValueError, match="MASTER_ADDR"):
-        door(nn.Linear(3, 2))
+    raises(ValueError, "MASTER_ADDR", lambda: door(nn.Linear(3, 2)))
 
 
 def test_a_mesh_of_one_rank_is_the_users_will(launched: None) -> None:
@@ -367,10 +359,9 @@ def listener(rank: int, host: str, address: str | None, network: str | None = No
 @pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "::1", "::ffff:127.0.1.1"])
 def test_an_address_that_means_another_host_there_is_an_error_that_names_the_variable(address: str) -> None:
     found = [listener(0, "one", "10.0.0.1"), listener(1, "two", address)]
-    with pytest.raises(ValueError) as error:
-        check_listeners(found)
+    error = raises(ValueError, None, lambda: check_listeners(found))
     for part in ("rank 1 on two", address, "set GLOO_SOCKET_IFNAME (", "NCCL_SOCKET_IFNAME", "one has eth0, docker0;"):
-        assert part in str(error.value)
+        assert part in error
 
 
 @pytest.mark.parametrize(
@@ -392,5 +383,4 @@ def test_an_interface_that_is_named_has_to_be_there(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(listeners.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     assert own_listener(0, "eth0").address is None and own_listener(0, "lo, eth0").interfaces == ["eth0"]
     message = r"GLOO_SOCKET_IFNAME='eth7', but .* has no network interface 'eth7': it has lo, eth0; set it"
-    with pytest.raises(ValueError, match=message):
-        own_listener(0, "eth7")
+    raises(ValueError, message, lambda: own_listener(0, "eth7"))

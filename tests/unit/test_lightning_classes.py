@@ -4,8 +4,6 @@ Lightning's names in the places where programs import them: ours, or what to do 
 Lightning's own entries as data of a native checkpoint: what comes back as it was, what is refused or left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import inspect
@@ -33,6 +31,7 @@ from shardwise.strategies.entries import CLASS, left_out, pack, unpack
 from shardwise.strategies.fully_sharded import FullyShardedArguments, auto_wrap, enable_wrap, to_plan, unit_names, wrap
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.strategies.precision import PRECISIONS, format_of
+from tests.support.on_ranks import raises
 
 PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}
 NAMES = {ns.pytorch: ns for ns in PACKAGES}
@@ -196,8 +195,7 @@ def test_too_new_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         if fits:
             LIGHTNING.check_version()
         else:
-            with pytest.raises(ImportError, match=version):
-                LIGHTNING.check_version()
+            raises(ImportError, version, lambda: LIGHTNING.check_version())
 
 
 # ---- precision
@@ -219,8 +217,7 @@ def test_plugins_that_would_be_lost_are_refused() -> None:
     with pytest.raises(TypeError, match="precision plugin Own: sharded strategies"):
         strategy(precision_plugin=type("Own", (half,), {})())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with pytest.raises(ValueError, match=r"'init_scale': 4\.0"):
-        strategy(precision_plugin=mixed("16-mixed", "cpu", scaler))
+    raises(ValueError, r"'init_scale': 4\.0", lambda: strategy(precision_plugin=mixed("16-mixed", "cpu", scaler)))
     given = strategy(precision_plugin=mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
     assert given.format.name == "16-mixed"
 
@@ -233,8 +230,7 @@ def test_short_forms(given: Any, name: str) -> None:
 
 
 def test_unknown_precision() -> None:
-    with pytest.raises(ValueError, match="transformer-engine"):
-        format_of("transformer-engine")
+    raises(ValueError, "transformer-engine", lambda: format_of("transformer-engine"))
 
 
 # ---- DDPFullyShardedStrategy's arguments
@@ -285,8 +281,7 @@ def test_packings() -> None:
 
 @pytest.mark.parametrize("arguments", [{"compute_dtype": torch.int64}, {"compute_dtype": 16}, {"min_num_params": -1}])
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(arguments))}="):
-        shardwise.lightning.DDPFullyShardedStrategy(**arguments)
+    raises(ValueError, f"{next(iter(arguments))}=", lambda: shardwise.lightning.DDPFullyShardedStrategy(**arguments))
 
 
 # ---- wrap
@@ -342,8 +337,7 @@ def test_refused_callbacks(path: str) -> None:
     made.finetune_function = lambda module, *_: made.make_trainable(module)  # BaseFinetuning's own is abstract
     trainer = SimpleNamespace(state=SimpleNamespace(fn=LIGHTNING.load("trainer.states.TrainerFn").FITTING))
     trainer.callbacks, trainer.strategy = [made], shardwise.lightning.DDPFullyShardedStrategy()
-    with pytest.raises(NotImplementedError, match=f"{cls.__name__} with DDPFullyShardedStrategy: "):
-        check_callbacks(LIGHTNING, trainer)
+    raises(NotImplementedError, f"{cls.__name__} with DDPFullyShardedStrategy: ", check_callbacks, LIGHTNING, trainer)
     trainer.state.fn = LIGHTNING.load("trainer.states.TrainerFn").TESTING
     check_callbacks(LIGHTNING, trainer)
 
@@ -356,8 +350,7 @@ def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: p
     from shardwise import lightning, pytorch_lightning
 
     assert ColossalAIStrategy is lightning.ColossalAIStrategy and ColossalAIPrecisionPlugin().precision == "16-mixed"
-    with pytest.raises(ValueError, match="precision='8-mixed'"):
-        ColossalAIPrecisionPlugin("8-mixed")
+    raises(ValueError, "precision='8-mixed'", lambda: ColossalAIPrecisionPlugin("8-mixed"))
     strategy = ColossalAIStrategy(precision_plugin=ColossalAIPrecisionPlugin())
     assert type(strategy.precision_plugin) is ColossalAIPrecisionPlugin and strategy.format.scaled
     find = importlib.util.find_spec
@@ -440,8 +433,7 @@ class Odd(Enum):
 def test_what_is_no_data_is_refused_or_left_out(value: Any, named: str) -> None:
     with pytest.raises(TypeError, match=rf"entry callbacks/mine/a/1 is a \S*{named} .*checkpoint_io"):
         pack({"callbacks": {"mine": {"a": [0, value]}}})
-    with pytest.raises(TypeError, match=r"entry own is a builtins\.dict"):
-        pack({"own": {(1, value): 2}})
+    raises(TypeError, r"entry own is a builtins\.dict", lambda: pack({"own": {(1, value): 2}}))
     state = stored({"epoch": 1, "hyper_parameters": {"deep": {"odd": value}, "width": 3}, "hparams_type": Odd})
     assert unpack(state) == {"epoch": 1, "hyper_parameters": {"width": 3}}
     assert left_out(state) == ["hyper_parameters/deep", "hparams_type"]
@@ -457,5 +449,4 @@ def test_what_is_no_data_is_refused_or_left_out(value: Any, named: str) -> None:
     ids=str,
 )
 def test_a_checkpoint_cannot_name_other_classes(entry: Any) -> None:
-    with pytest.raises(ValueError, match=r"unknown to this"):
-        unpack({"lightning": {"plain": {"epoch": [entry]}}})
+    raises(ValueError, r"unknown to this", lambda: unpack({"lightning": {"plain": {"epoch": [entry]}}}))

@@ -3,8 +3,6 @@
 # The tables are wider than a line.
 # ruff: noqa: E501
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect
@@ -30,6 +28,7 @@ from shardwise.strategies.deepspeed_config import (
     to_plan,
     without_effect,
 )
+from tests.support.on_ranks import raises
 
 Tree = dict[str, Any]
 RANKS = 4
@@ -252,8 +251,7 @@ def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_p
         chosen_config(tmp_path / "none.json", str(two), "VARIABLE", Misconfigured)
     with pytest.raises(Misconfigured, match=rf"{missing} \(it is the value of VARIABLE"):
         chosen_config(None, str(tmp_path / "none.json"), "VARIABLE", Misconfigured)
-    with pytest.raises(TypeError, match="give a dict"):
-        chosen_config(3, None, "VARIABLE", Misconfigured)
+    raises(TypeError, "give a dict", lambda: chosen_config(3, None, "VARIABLE", Misconfigured))
 
 
 def test_accumulation_of_the_config_has_to_be_trainers() -> None:
@@ -308,8 +306,7 @@ WRONG: list[tuple[Tree, str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda v: v if isinstance(v, str) else "")
 def test_wrong_arguments_are_errors_at_once(arguments: Tree, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        DeepSpeedArguments(**arguments)
+    raises((TypeError, ValueError), re.escape(message), lambda: DeepSpeedArguments(**arguments))
 
 
 ON_DISK_3 = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}

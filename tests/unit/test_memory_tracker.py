@@ -1,7 +1,5 @@
 """TensorTracker against formulas and a scan of live tensors; AllocatorTracker against a fake of CUDA's allocator."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

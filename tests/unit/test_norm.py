@@ -3,8 +3,6 @@
 The loss scale on its own: sequences, bounds, and its state.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

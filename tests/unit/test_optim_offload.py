@@ -1,7 +1,5 @@
 """Moments that live on a disk between steps: the same numbers, and no request that fails harms them."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

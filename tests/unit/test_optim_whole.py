@@ -3,8 +3,6 @@
 Which optimizers can be stepped in flat parts is found by trying, and the trial leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import threading
@@ -20,6 +18,7 @@ from shardwise.core.optim.element_wise import MOST_GROUPS, couples_elements, cou
 from shardwise.core.optim.muon import MuonWithAuxAdam, muon_update
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.nn import optimizer as own
+from tests.support.on_ranks import raises
 
 SHAPES = [(6, 4), (3, 5), (5,), (2, 3, 4), (1, 4), (4, 1), ()]
 
@@ -152,8 +151,7 @@ def test_a_count_in_the_groups_goes_on(kind: Any) -> None:
     ],
 )
 def test_wrong_arguments(make: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        make()
+    raises(error, told, lambda: make())
 
 
 def test_options_by_name() -> None:
@@ -211,8 +209,7 @@ def test_muon_of_every_shape_is_its_formula(shape: tuple[int, ...], method: str)
     ],
 )
 def test_wrong_groups_of_muon(group: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MuonWithAuxAdam([{"params": params(dims=2), **group}])
+    raises(ValueError, message, lambda: MuonWithAuxAdam([{"params": params(dims=2), **group}]))
     with pytest.raises(ValueError, match="give False for what is no matrix"):
         MuonWithAuxAdam([{"params": params(dims=1), "use_muon": True}])
 
@@ -326,12 +323,10 @@ def test_what_it_says_of_whole_tensors_counts_first() -> None:
         optimizer: Any = own_optimizer(rule)
         optimizer.whole_tensors = True
         assert needs_whole_tensors(optimizer)
-    with pytest.raises(ValueError, match="whole_tensors=True"):
-        needs_whole_tensors(own_optimizer(counted_by_call))
+    raises(ValueError, "whole_tensors=True", lambda: needs_whole_tensors(own_optimizer(counted_by_call)))
     optimizer = own_optimizer(trust_ratio)
     optimizer.element_wise = False
-    with pytest.raises(ValueError, match="gives parameters other values"):
-        needs_whole_tensors(optimizer)
+    raises(ValueError, "gives parameters other values", lambda: needs_whole_tensors(optimizer))
 
 
 @pytest.mark.parametrize("rule", [momentum, trust_ratio], ids=lambda rule: rule.__name__)

@@ -5,8 +5,6 @@ Schedules drawn: what the pictures say is what the schedules are.
 Schedules are complete, end, hold what they promise, and equal torch's.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +31,7 @@ from shardwise.core.parallel.pipeline.run import STEPS, StageRun
 from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, simulate
 from shardwise.plan import PipelinePlan
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
+from tests.support.on_ranks import raises
 
 
 def test_layers_are_even_with_more_in_the_middle() -> None:
@@ -42,8 +41,7 @@ def test_layers_are_even_with_more_in_the_middle() -> None:
     assert layers_of_stages(7, 4) == [2, 2, 2, 1]
     assert layers_of_stages(5, 2, [1, 4]) == [1, 4]
     for layers, stages, given in ((3, 4, None), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [1, 2, 2])):
-        with pytest.raises(ValueError, match=rf"{layers} layers"):
-            layers_of_stages(layers, stages, given)
+        raises(ValueError, rf"{layers} layers", layers_of_stages, layers, stages, given)
 
 
 def test_batches_of_any_form_are_divided_by_rows() -> None:
@@ -57,8 +55,7 @@ def test_batches_of_any_form_are_divided_by_rows() -> None:
     assert len(split_batch(x, 8, None)) == 5 and len(split_batch(x, None, None)) == 1
     assert parts[0].key != parts[1].key
     for batch in ({"scale": 1.0}, [], {"x": torch.ones(0, 2)}):
-        with pytest.raises(ValueError, match=r"nothing to divide|0 rows"):
-            split_batch(batch, 2, None)
+        raises(ValueError, r"nothing to divide|0 rows", split_batch, batch, 2, None)
 
 
 class Pair(NamedTuple):
@@ -84,8 +81,7 @@ def test_containers_inside_of_a_batch_are_divided_and_lists_of_rows_refused() ->
         ({"x": x, "d": {"words": words}}, r"d\.words of a batch"),
         ((x, [torch.ones(7)] * 5), r"\[1\] of a batch"),
     ):
-        with pytest.raises(ValueError, match=told):
-            split_batch(wrong, 2, None)
+        raises(ValueError, told, split_batch, wrong, 2, None)
     assert split_batch({"x": x, "words": words}, 1, None)[0].kwargs["words"] == words
 
 
@@ -158,8 +154,7 @@ def test_a_model_of_the_users_own() -> None:
     assert "a Linear of stage 1" in repr(model)
     first.remove()
     last.install()
-    with pytest.raises(RuntimeError, match="given nothing"):
-        last.run(1, None, (x,), {})
+    raises(RuntimeError, "given nothing", lambda: last.run(1, None, (x,), {}))
     turn, model.turn = model.turn, nn.Identity()  # it is in what has arrived
     assert torch.equal(last.run(1, hidden, (x,), {}), expected)
     model.turn = turn
@@ -169,21 +164,18 @@ def test_a_model_of_the_users_own() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     tower = Tower(nn.ModuleList([nn.Linear(4, 4)]))
-    with pytest.raises(ValueError, match=r"Tower cannot be divided into stages.*register_body"):
-        stage_model(tower, 0, 2)
+    raises(ValueError, r"Tower cannot be divided into stages.*register_body", lambda: stage_model(tower, 0, 2))
     with pytest.raises(ValueError, match="1 layers are too few for 2 stages"):
         stage_model(tower, 0, 2, body=Body(layers="blocks", tokens="first"))
     tower.blocks.append(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"Tower\.turn is in Body.everywhere"):
-        stage_model(tower, 0, 2, body=BODY)
+    raises(ValueError, r"Tower\.turn is in Body.everywhere", lambda: stage_model(tower, 0, 2, body=BODY))
     with pytest.raises(ValueError, match=r"Tower\.blocks is a Sequential"):
         stage_model(Tower(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), 0, 2, body=BODY)
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9
     )
     both = nn.ModuleList([transformers.LlamaModel(config), transformers.LlamaModel(config)])
-    with pytest.raises(ValueError, match=r"several bodies \(0, 1\)"):
-        stage_model(both, 0, 2)
+    raises(ValueError, r"several bodies \(0, 1\)", lambda: stage_model(both, 0, 2))
     model = transformers.LlamaForCausalLM(config)
     staging = stage_model(model, 1, 2)
     staging.install()
@@ -192,8 +184,7 @@ def test_what_cannot_be_divided_is_named() -> None:
     staging.remove()
     config._attn_implementation = "eager"
     config.output_attentions = True
-    with pytest.raises(ValueError, match="output_attentions=True"):
-        stage_model(model, 0, 2)
+    raises(ValueError, "output_attentions=True", lambda: stage_model(model, 0, 2))
 
 
 def test_plans_are_checked() -> None:
@@ -206,8 +197,7 @@ def test_plans_are_checked() -> None:
         ({"microbatches": 0}, "microbatches=0"),
         ({"microbatch_rows": -1}, "microbatch_rows=-1"),
     ):
-        with pytest.raises(ValueError, match=told):
-            PipelinePlan(**wrong)
+        raises(ValueError, told, PipelinePlan, **wrong)
 
 
 def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
@@ -224,8 +214,7 @@ def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
 
 def test_more_than_messages_can_name_is_refused() -> None:
     many: Any = SimpleNamespace(stages=MOST_STAGES + 1)
-    with pytest.raises(ValueError, match=r"a model of 257 stages .* at most 256"):
-        StageRun(many, None)
+    raises(ValueError, r"a model of 257 stages .* at most 256", lambda: StageRun(many, None))
     most: Any = SimpleNamespace(stages=MOST_STAGES)
     run = StageRun(most, None)
     with pytest.raises(ValueError, match="a step of 16385 micro-batches: a pipeline takes at most 16384"):
@@ -233,11 +222,9 @@ def test_more_than_messages_can_name_is_refused() -> None:
         run.step(schedule, [None] * (MOST_MICROBATCHES + 1), lambda outputs, inputs: outputs, None)  # type: ignore[list-item]
     run.check_number(MOST_MICROBATCHES)
     assert PipelinePlan(microbatches=MOST_MICROBATCHES).microbatches == 16384
-    with pytest.raises(ValueError, match=r"microbatches=16385.*16384"):
-        PipelinePlan(microbatches=MOST_MICROBATCHES + 1)
+    raises(ValueError, r"microbatches=16385.*16384", lambda: PipelinePlan(microbatches=MOST_MICROBATCHES + 1))
     assert PipelinePlan(schedule="interleaved", chunks=MOST_STAGES).chunks == 256
-    with pytest.raises(ValueError, match=r"chunks=257.*256"):
-        PipelinePlan(schedule="interleaved", chunks=MOST_STAGES + 1)
+    raises(ValueError, r"chunks=257.*256", lambda: PipelinePlan(schedule="interleaved", chunks=MOST_STAGES + 1))
 
 
 SMALL = """\
@@ -382,12 +369,8 @@ def test_what_waits_in_a_circle_is_told() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule='zigzag'"):
-        make_schedule("zigzag", 2, 1, 2)
-    with pytest.raises(ValueError, match="2 stages a rank"):
-        make_schedule("1f1b", 2, 2, 2)
-    with pytest.raises(ValueError, match="schedule='zbv' with 1 stages a rank: give 2"):
-        make_schedule("zbv", 2, 1, 2)
+    raises(ValueError, "schedule='zigzag'", lambda: make_schedule("zigzag", 2, 1, 2))
+    raises(ValueError, "2 stages a rank", lambda: make_schedule("1f1b", 2, 2, 2))
+    raises(ValueError, "schedule='zbv' with 1 stages a rank: give 2", lambda: make_schedule("zbv", 2, 1, 2))
     for text in ("F0", "0G0", 3):
-        with pytest.raises(ValueError, match=f"{text!r} is no action"):
-            given_schedule(1, ((text,),))  # type: ignore[arg-type]
+        raises(ValueError, f"{text!r} is no action", given_schedule, 1, ((text,),))

@@ -1,8 +1,10 @@
-"""A user's own modules in stages: one hidden state is exact, skip connections across stages raise an error."""
+"""A user's own modules in stages: one hidden state is exact, skip connections across stages raise an error.
 
-from __future__ import annotations
+Models that do more than a body of a known class does: in stages they are the same model, or it is said why not.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,17 +14,21 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.parallel.pipeline import Body, Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.core.parallel.pipeline.staging import TABLES
 from shardwise.testing import assert_close
+from tests.support.hybrid_setup import VOCABULARY, WIDTH, made
+from tests.support.on_ranks import raises
+from tests.support.tensor_setup import Exact
 
-VOCABULARY, WIDTH, LENGTH = 17, 8, 5
-IDS = torch.randint(0, VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+OWN_VOCABULARY, OWN_WIDTH, LENGTH = 17, 8, 5
+IDS = torch.randint(0, OWN_VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
 Way = Callable[[Any, Tensor], Tensor]
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.f = nn.Linear(WIDTH, WIDTH)
+        self.f = nn.Linear(OWN_WIDTH, OWN_WIDTH)
 
     def forward(self, x: Tensor, x0: Tensor | None = None, in_place: bool = False) -> Tensor:
         if in_place:
@@ -37,9 +43,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.way = way
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embed, self.head = nn.Embedding(OWN_VOCABULARY, OWN_WIDTH), nn.Linear(OWN_WIDTH, OWN_VOCABULARY)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.pos, self.scale = nn.Parameter(torch.zeros(1, LENGTH, WIDTH)), nn.Parameter(torch.ones(4))
+        self.pos, self.scale = nn.Parameter(torch.zeros(1, LENGTH, OWN_WIDTH)), nn.Parameter(torch.ones(4))
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -136,8 +142,7 @@ AGAIN = [skip_to_layers, skip_to_end, skip_over_layers, mean_of_all]
 @pytest.mark.parametrize("way", AGAIN)
 def test_outputs_of_earlier_stages_are_not_used_again(way: Way) -> None:
     told = r"Net uses the output of Net\.embed or of a layer of an earlier stage again in stage 1.*pp=1"
-    with pytest.raises(RuntimeError, match=told):
-        staged(Net(way))
+    raises(RuntimeError, told, lambda: staged(Net(way)))
     with torch.no_grad():
         assert staged(Net(way), train=False).isnan()
 
@@ -152,8 +157,7 @@ def in_a_row(model: Any, ids: Tensor) -> Tensor:
     [(twice, r"calls layers\.0 after layers of stage 1"), (in_a_row, r"calls layers\.2 twice in stage 1")],
 )
 def test_layers_are_called_once(way: Way, told: str) -> None:
-    with pytest.raises(RuntimeError, match=told):
-        staged(Net(way))
+    raises(RuntimeError, told, lambda: staged(Net(way)))
 
 
 def test_an_output_that_holds_what_another_stage_made_cannot_be_trained_through() -> None:
@@ -242,3 +246,124 @@ def test_a_module_that_is_several_layers_of_a_rank_is_refused_by_its_names() -> 
         with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the Net are one module, in stages 0"):
             stage_model(model, rank, 2, 2, None, Body(tokens="embed"))
         stage_model(model, rank, 2, 1, None, Body(tokens="embed"))
+
+
+MODEL_IDS = torch.randint(1, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(5))
+BATCH = {"input_ids": MODEL_IDS, "labels": MODEL_IDS}
+
+
+def model_loss(outputs: Any, _inputs: Any = None) -> Tensor:
+    return outputs if isinstance(outputs, Tensor) else outputs.loss
+
+
+def staged_model(
+    model: nn.Module,
+    batch: Any,
+    parts: int = 2,
+    criterion: Callable[[Any, Any], Tensor] = model_loss,
+    train: bool = True,
+) -> Tensor:
+    """The loss of one step of two stages on this rank; gradients are added up."""
+    staging = stage_model(model, 0, 1, 2)
+    staging.install()
+    try:
+        divided = split_batch(batch, parts, None)
+        schedule = make_schedule("interleaved", 1, 2, len(divided))
+        loss = StageRun(staging, None).step(schedule, divided, criterion, Passes() if train else None).loss
+    finally:
+        staging.remove()
+    assert loss is not None
+    return loss
+
+
+def check_is_plain(model: nn.Module, batch: Any, parts: int = 2) -> None:
+    """Loss and gradients; of a batch whose rows weigh the same."""
+    with Exact():
+        expected = model_loss(model(**batch))
+    expected.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    with Exact():
+        loss = staged_model(model, batch, parts)
+    assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-12, "loss")
+    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    assert_close(found, grads, 1e-11, "gradients", floor=1e-2)
+
+
+class Wrapped(nn.Module):
+    """Around a model; ``inputs(lm, input_ids)`` makes of ids what goes into it."""
+
+    def __init__(self, inputs: Callable[[Any, Tensor], dict[str, Tensor]], **modules: nn.Module) -> None:
+        super().__init__()
+        self.lm = made("llama")
+        self.inputs = inputs
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.lm(**self.inputs(self, input_ids), labels=labels)
+
+
+def embedded(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], dict[str, Tensor]]:
+    return lambda model, ids: {"inputs_embeds": change(model.lm.get_input_embeddings()(ids))}
+
+
+PROMPT = torch.ones(1, 3, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        embedded(lambda x: x * 4.0),
+        embedded(lambda x: torch.cat([PROMPT.expand(len(x), -1, -1), x], 1)[:, : x.shape[1]]),
+        lambda _model, ids: {"inputs_embeds": torch.nn.functional.one_hot(ids % WIDTH, WIDTH).double()},
+    ],
+    ids=["scaled", "a prompt", "embeddings given"],
+)
+def test_what_is_done_between_embedding_and_layers_counts_once(inputs: Any) -> None:
+    check_is_plain(Wrapped(inputs), BATCH)
+
+
+def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+
+    class Normed(type(model.model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, **given: Any) -> Any:
+            given["inputs_embeds"] = self.embed_norm(self.embed_tokens(input_ids))
+            return super().forward(**given)
+
+    model.model.__class__ = Normed
+    model.model.embed_norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+    raises(RuntimeError, r"calls model\.embed_norm before .* of Normed .*Body\.before", staged_model, model, BATCH)
+    monkeypatch.setitem(TABLES, "Normed", replace(TABLES["LlamaModel"], before=("embed_norm",)))
+    check_is_plain(model, BATCH)
+
+
+class Exit(nn.Module):
+    def __init__(self, **asked: Any) -> None:
+        super().__init__()
+        self.lm, self.head = made("llama").model, nn.Linear(WIDTH, 1, dtype=torch.float64)
+        self.asked = asked
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.head(self.lm(input_ids=input_ids, **self.asked)[0]).mean()
+
+
+def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True for a LlamaModel in pipeline stages"):
+            staged_model(Exit(**{name: True}), BATCH)
+    model = Exit()
+    model.lm.config.output_hidden_states = True
+    raises(ValueError, "output_hidden_states=True for a LlamaModel in pipeline stages", staged_model, model, BATCH)
+    model.asked["output_hidden_states"] = False
+    check_is_plain(model, BATCH)
+    assert not model.lm._forward_pre_hooks
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_a_number_of_items_in_the_batch_is_that_of_all_micro_batches(kind: Callable[[int], Any]) -> None:
+    labels = MODEL_IDS.clone()
+    labels[0, 2:], labels[3, 4:] = -100, -100
+    for parts in (1, 3, 4):  # three: of 2, 1 and 1 rows
+        check_is_plain(made("llama"), {"input_ids": MODEL_IDS, "labels": labels, "num_items_in_batch": kind(17)}, parts)

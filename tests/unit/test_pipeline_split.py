@@ -3,8 +3,6 @@
 What stands for the result of a pass that failed is no result, and a session whose ranks lost each other is over.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

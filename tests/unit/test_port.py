@@ -1,7 +1,5 @@
 """What is said of a program's foreign names, and its text with ours."""
 
-from __future__ import annotations
-
 import ast
 import stat
 from pathlib import Path

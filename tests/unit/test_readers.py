@@ -3,8 +3,6 @@
 Private parts of torch that are used do what they are used for; a new torch that breaks one shows it here.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Tiles in which nothing is seen: on a CPU they are left out; on a GPU, which is not waited for, they add nothing.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

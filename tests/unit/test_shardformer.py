@@ -1,7 +1,5 @@
 """Shardformer's data: configurations, policies as cuts, attention and checkpointing of Hugging Face models."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from shardwise.shardformer import (
 )
 from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
+from tests.support.on_ranks import raises
 
 SHARD_CONFIG = {
     "tensor_parallel_process_group": None,
@@ -72,8 +71,7 @@ def test_the_fields_of_a_configuration() -> None:
 
 @pytest.mark.parametrize("name", NOT_YET)
 def test_what_a_configuration_cannot_have_yet(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}="):
-        ShardConfig(**{name: NOT_YET[name]})
+    raises(NotImplementedError, f"^{name}=", lambda: ShardConfig(**{name: NOT_YET[name]}))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +87,7 @@ def test_what_a_configuration_cannot_have_yet(name: str) -> None:
 )
 def test_a_configuration_is_checked(given: dict[str, Any], error: type[Exception]) -> None:
     ((name, _),) = given.items()
-    with pytest.raises(error, match=f"^{name}="):
-        ShardConfig(**given)
+    raises(error, f"^{name}=", lambda: ShardConfig(**given))
 
 
 # -- policies
@@ -243,13 +240,11 @@ def grown(model: nn.Module) -> nn.Module:
     ],
 )
 def test_what_a_policy_cannot_say(policy: Policy, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        collected(Toy(), policy)
+    raises(error, words, lambda: collected(Toy(), policy))
 
 
 def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
-    with pytest.raises(ValueError, match="two ranks at most"):
-        collected(Toy(), of_toy(), ranks=4)
+    raises(ValueError, "two ranks at most", lambda: collected(Toy(), of_toy(), ranks=4))
     odd = of_toy(replaced("head", layer.Linear1D_Col))
     odd.config_sanity_check = lambda: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"Toy.head as Linear1D_Col: an output of 10 in parts of \[10\] over 3 ranks"):
@@ -324,18 +319,15 @@ def test_each_stage_of_a_pipeline_has_its_own(
     ],
 )
 def test_a_checkpointing_configuration_is_checked(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        PipelineGradientCheckpointConfig(**given)
+    raises(ValueError, words, lambda: PipelineGradientCheckpointConfig(**given))
     with pytest.raises(TypeError, match="gradient_checkpointing_ratio=None"):
         PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=None)  # type: ignore[arg-type]
 
 
 def test_flash_attention_is_torchs_own() -> None:
     model = llama()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with changed_model(model, Kernels(flash=True), checkpointing=None):
-            pass
+    with warnings.catch_warnings(action="error"), changed_model(model, Kernels(flash=True), checkpointing=None):
+        pass
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -1,7 +1,5 @@
 """What ``make site`` builds a site from: its navigation has every page, and the API reference names what there is."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

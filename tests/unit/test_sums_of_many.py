@@ -1,15 +1,23 @@
-"""What thousands of ranks that differ come to, against plain sums, and in how many messages of what size.
+"""Numbers of 8 bits: the stated bound, what is rounded stays so, and what is not finite, huge, tiny or absent.
+
+What thousands of ranks that differ come to, against plain sums, and in how many messages of what size.
 
 The mean of two ranks' 16-bit values, which takes another way than sums of more: the same bits.
+
+What a rank does in a step grows with the logarithm of the number of ranks at most: counted, not timed.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import FrameType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -17,11 +25,89 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.comm import Group, LocalGroup, summing
+from shardwise.core.comm import BLOCK, GRADIENTS, INT4, INT8, VALUES, BlockFormat, Group, LocalGroup, summing
 from shardwise.core.comm.control import Operation
 from shardwise.core.comm.summing import RankSum
 from shardwise.core.grads.norm import each_norm
+from shardwise.plan import Plan, zero
+from shardwise.session import Session
+from tests.support.alike import Transport, alike_mesh
+from tests.support.alike_setup import PLANS, made, train
 from tests.support.sets import full
+
+FORMATS = {"e4m3": (VALUES, 2.0**-4, 2.0**-17), "e5m2": (GRADIENTS, 2.0**-3, 2.0**-31)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAGNITUDES = (1.0, 1e-6, 1e4, 1e38, 1e-30, 2.0**-140, 0.0)
+
+
+def rounded(row: Tensor, format_: BlockFormat) -> Tensor:
+    row = row.clone()
+    format_.round_(row)
+    return row
+
+
+def spread(numel: int, magnitude: float, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return (torch.randn(numel) * torch.exp(3 * torch.randn(numel)) * magnitude).clamp(-most, most).to(dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_is_within_its_bound_and_done_once(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    format_, relative, absolute = FORMATS[name]
+    worst = 0.0
+    for numel in (1, 5, BLOCK, BLOCK + 1, 1000, 20000):
+        for magnitude in MAGNITUDES:
+            x = spread(numel, magnitude, dtype)
+            y = rounded(x, format_)
+            blocks = torch.nn.functional.pad(x.double().abs(), (0, -numel % BLOCK)).view(-1, BLOCK)
+            most = blocks.amax(1).repeat_interleave(BLOCK)[:numel]
+            bound = torch.maximum(relative * x.double().abs(), absolute * most)
+            bound += torch.where(most < 2.0**-110, 2.0**-136, 0.0)
+            error = (y.double() - x.double()).abs()
+            assert (error <= bound).all()
+            worst = max(worst, (error / x.double().abs().clamp(min=1e-300)).max().item())
+            assert torch.equal(rounded(y, format_).view(torch.uint8), y.view(torch.uint8))  # to the bit
+            assert torch.equal(y.signbit(), x.signbit())
+    assert worst > relative / 2  # it is not the identity
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_not_finite_is_not_lost(name: str) -> None:
+    format_ = FORMATS[name][0]
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        x = torch.ones(3 * BLOCK + 2)
+        x[BLOCK + 3] = bad
+        x[-1] = bad
+        y = rounded(x, format_)
+        assert y[BLOCK : 2 * BLOCK].isnan().all()
+        assert y[-2:].isnan().all()
+        assert torch.equal(y[:BLOCK], x[:BLOCK])
+        assert torch.equal(y[2 * BLOCK : 3 * BLOCK], x[2 * BLOCK : 3 * BLOCK])
+
+
+@pytest.mark.parametrize(("format_", "most"), [(INT8, 127), (INT4, 7)], ids=["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whole_numbers_are_within_their_bound_and_rounded_once(
+    format_: BlockFormat, most: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    worst = 0.0
+    for numel in (1, 2, 5, BLOCK, BLOCK + 1, 1000, 20001):
+        for magnitude in MAGNITUDES:
+            x = spread(numel, magnitude, dtype)
+            y = rounded(x, format_)
+            blocks = torch.nn.functional.pad(x.double().abs(), (0, -numel % BLOCK)).view(-1, BLOCK)
+            bound = blocks.amax(1).repeat_interleave(BLOCK)[:numel] / most
+            error = (y.double() - x.double()).abs()
+            assert (error <= bound + 2.0**-127).all()
+            worst = max(worst, (error / bound.clamp(min=1e-300)).max().item() if magnitude == 1.0 else 0.0)
+            assert torch.equal(rounded(y, format_), y)
+            codes = format_.write(x.view(1, -1))
+            assert codes.numel() == format_.row_bytes(numel) == -(-numel * format_.bits // 8) + -(-numel // BLOCK)
+    assert 0.5 < worst <= 1.0  # it is no closer than is said
+
 
 T = TypeVar("T")
 
@@ -203,3 +289,95 @@ def test_all_else_is_added_up_tile_by_tile(dtype: torch.dtype, count: int, scale
     with mock.patch.object(torch, "lerp", side_effect=AssertionError("not here")):
         RankSum()(out, sources, scale)
     assert torch.equal(out, (total * scale).to(dtype))
+
+
+FEW, SOME, MANY = 128, 1024, 8192
+BLOCKS = 4
+STEADY: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
+
+
+def work(step: Callable[[], None]) -> Counter[str]:
+    """Python's instructions in ``step``, by function: a loop over ranks shows whatever it does."""
+    count = Counter[str]()
+
+    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            code = frame.f_code
+            count[f"{code.co_filename} {getattr(code, 'co_qualname', code.co_name)}"] += 1
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # what others do when garbage is collected is no part of a step
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+Step = Callable[[Session], None]
+
+
+def counted(
+    plan: Plan, ranks: int, transport: Transport = "native", step: Step = lambda session: train(session, 1)
+) -> tuple[Counter[str], dict[str, int]]:
+    """Of one step in the middle of training: instructions by function, and what is asked of the transport."""
+    with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
+        session = made(plan, mesh, BLOCKS)
+        for _ in range(3):
+            step(session)
+        session.reset_traffic()
+        asked.reset()
+        instructions = work(lambda: step(session))
+        sent, got = session.traffic(), asked.received_bytes
+        found = {
+            "operations": sum(asked.calls.values()),
+            "bytes sent to agree": sent["exchange"],
+            "bytes got to agree": got.get("all_gather", 0) - sent["all_gather"] + got.get("all_reduce", 0),
+        }
+        session.close()
+    return instructions, found
+
+
+def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, int]) -> list[str]:
+    """What grows faster than a logarithm. Eight times the ranks add as much again, whatever the number, where it is
+    one; a loop over ranks adds eight times as much as the last time."""
+    found = []
+    for what in many:
+        first, second, third = (each.get(what, 0) for each in (few, some, many))
+        if third - second > 1.5 * max(second - first, 0) + 0.1 * SOME:
+            found.append(f"{what}: {first}, {second}, {third} at {FEW}, {SOME}, {MANY} ranks")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        ("zero1", "queued"),
+        ("zero3", "native"),
+        *full(("zero1", "native"), ("zero2", "native"), ("zero2", "queued"), ("zero3", "queued")),
+    ],
+)
+def test_a_step_grows_with_the_logarithm(name: str, transport: Transport) -> None:
+    few, some, many = (counted(STEADY[name], ranks, transport) for ranks in (FEW, SOME, MANY))
+    assert growing(few[1], some[1], many[1]) == []
+    assert growing(few[0], some[0], many[0]) == []
+
+
+def test_a_loop_over_ranks_is_found() -> None:
+    def work_of(ranks: int) -> Counter[str]:
+        return work(lambda: [2 * rank for rank in range(ranks)] and None)
+
+    assert len(growing(work_of(FEW), work_of(SOME), work_of(MANY))) == 1
+
+
+def test_layout_has_no_table_of_ranks() -> None:
+    with alike_mesh(PLANS["zero3"], 0, 16384) as (mesh, _):
+        session = made(PLANS["zero3"], mesh, BLOCKS)
+        for spec in session.engine.shards.layout.chunks:
+            assert sys.getsizeof(spec.bounds) < 100 and spec.shard_offsets is None
+            assert len(spec.bounds) == 16385 and spec.bounds[-1] == spec.padded_numel
+        session.close()

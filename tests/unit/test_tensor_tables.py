@@ -5,8 +5,6 @@ A cut covers its dimension, and parts and whole are each other's inverse.
 Random numbers of a rank's part: what the generators are before, inside and behind it, also of a GPU's kind.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
@@ -39,6 +37,7 @@ from shardwise.core.parallel.tensor.rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part, shares
 from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.plan import TensorPlan
+from tests.support.on_ranks import raises
 from tests.support.tensor_cases import CASES, decoder
 
 PLAN = TensorPlan(vocabulary_multiple=4)
@@ -54,11 +53,10 @@ def message(model: nn.Module, size: int, plan: TensorPlan = PLAN) -> str:
     """Of the error; nothing has changed."""
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    with pytest.raises(ValueError) as error:
-        cut_model(model, axis(size), plan)
+    error = raises(ValueError, None, lambda: cut_model(model, axis(size), plan))
     assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
     assert {name: param.shape for name, param in model.named_parameters()} == shapes
-    return str(error.value)
+    return error
 
 
 def test_there_is_a_table_and_a_test_for_each_architecture() -> None:
@@ -134,8 +132,7 @@ def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> N
 
 
 def test_heads_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="6 attention heads do not divide into groups for 4 key/value heads"):
-        Heads.over(6, 4, 2)
+    raises(ValueError, "6 attention heads do not divide into groups for 4 key/value heads", lambda: Heads.over(6, 4, 2))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -182,8 +179,7 @@ def test_plans_that_no_rule_says() -> None:
         propose_architecture(model)
     model = transformers.Qwen3ForCausalLM(decoder("Qwen3"))
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
-    with pytest.raises(ValueError, match=r"says nothing of k_norm\.weight, q_norm\.weight, next to layers"):
-        propose_architecture(model)
+    raises(ValueError, r"says nothing of k_norm\.weight, q_norm\.weight, next to layers", propose_architecture, model)
 
 
 # ---- adapters
@@ -368,8 +364,7 @@ def test_ranges_of_the_whole_and_of_other_parts_are_read(
     ],
 )
 def test_what_is_no_cut_of_a_shape_is_refused(cut: StoredCut, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        cut.check((3, 4))
+    raises(ValueError, said, lambda: cut.check((3, 4)))
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
@@ -407,16 +402,11 @@ def test_ranks_may_hold_the_same() -> None:
 
 
 def test_what_is_no_cut_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rank holds element 2 of 4"):
-        ShardSpec(0, 4, (((0, 2),), ((3, 4),)))
-    with pytest.raises(ValueError, match=r"rank 1 holds \(2, 5\) of 4"):
-        ShardSpec(0, 4, (((0, 2),), ((2, 5),)))
-    with pytest.raises(ValueError, match="10 elements do not divide into units of 4"):
-        shares(10, 2, 4)
-    with pytest.raises(ValueError, match="10 elements do not divide into 3 blocks of units of 1"):
-        ShardSpec.even(0, 10, 2, blocks=3)
-    with pytest.raises(ValueError, match=r"\(3, 2\) has 3 in dim 0, not 4"):
-        ShardSpec.even(0, 4, 2).part(torch.ones(3, 2), 0)
+    raises(ValueError, "no rank holds element 2 of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((3, 4),))))
+    raises(ValueError, r"rank 1 holds \(2, 5\) of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((2, 5),))))
+    raises(ValueError, "10 elements do not divide into units of 4", lambda: shares(10, 2, 4))
+    raises(ValueError, "10 elements do not divide into 3 blocks of units of 1", ShardSpec.even, 0, 10, 2, blocks=3)
+    raises(ValueError, r"\(3, 2\) has 3 in dim 0, not 4", lambda: ShardSpec.even(0, 4, 2).part(torch.ones(3, 2), 0))
 
 
 CPU = torch.device("cpu")

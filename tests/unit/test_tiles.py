@@ -6,8 +6,6 @@ A tile is stepped without the hooks of the user's optimizer, which looks as befo
 No optimizer changes the reduced gradient that it is stepped with, whatever its kernel and options.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Callbacks that mix a model into its reference, and in whose Trainer they do it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories of the shape that Trainer, accelerate, FSDP and DeepSpeed write: every part is seen."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -19,10 +17,10 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint import CheckpointError
+from shardwise.core.checkpoint import CheckpointError, read_lr_scheduler
 from shardwise.core.checkpoint.formats import RefusedPickle, detect_format, open_checkpoint
-from shardwise.core.checkpoint.schedulers import read_lr_scheduler
 from shardwise.core.checkpoint.source import CheckpointDamage, StateTensors
+from tests.support.on_ranks import raises
 
 
 def stepped() -> tuple[nn.Module, torch.optim.AdamW]:
@@ -114,11 +112,9 @@ class Hostile:
 def test_no_part_runs_code(tmp_path: Path, name: str) -> None:
     path = trainers(tmp_path / "checkpoint-1")
     torch.save({"python": Hostile(), "state": Hostile()}, path / name)
-    with pytest.raises(RefusedPickle, match=name):
-        open_checkpoint(path)
+    raises(RefusedPickle, name, lambda: open_checkpoint(path))
     (path / name).write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(CheckpointError, match=name):
-        open_checkpoint(path)
+    raises(CheckpointError, name, lambda: open_checkpoint(path))
 
 
 @pytest.mark.parametrize(
@@ -137,13 +133,11 @@ def test_generators_that_could_not_be_restored_are_damage_before_anything_is_loa
 ) -> None:
     path = trainers(tmp_path / "checkpoint-1")
     torch.save({**generators(), key: value}, path / "rng_state.pth")
-    with pytest.raises(CheckpointDamage, match=r"rng_state\.pth"):
-        open_checkpoint(path)
+    raises(CheckpointDamage, r"rng_state\.pth", lambda: open_checkpoint(path))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"global_step": "many"}', '{"global_step": -1}'])
 def test_a_state_that_is_none(tmp_path: Path, text: str) -> None:
     path = trainers(tmp_path / "checkpoint-1")
     (path / "trainer_state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
-        open_checkpoint(path)
+    raises(CheckpointError, r"trainer_state\.json", lambda: open_checkpoint(path))

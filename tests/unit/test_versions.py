@@ -1,13 +1,23 @@
-"""All that says which Pythons and releases of torch are supported agrees, and the page's rows are read as written."""
+"""All that says which Pythons and releases of torch are supported agrees, and the page's rows are read as written.
 
-from __future__ import annotations
+What a page for users says of a front-end: every argument that there is stands on it, and every key that is used.
+"""
 
+import importlib
+import inspect
 import re
 import sys
 import tomllib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+import shardwise.pytorch
+from shardwise.booster import plugin
+from shardwise.core.checkpoint import Checkpointer
+from shardwise.deepspeed.schema import KEYS
 from tests.matrix import environment, table
 from tests.matrix.cells import ROOT, Cell, cells, constraints, dotted, minor_of, pins, supported
 from tests.matrix.table import Row, not_tried, read, written
@@ -97,3 +107,57 @@ def test_rows_are_written_and_read_and_the_rest_of_the_page_stays() -> None:
     assert DONE.good and not later.good and not later.tried
     odd = Row("3.12.1", "2.13.0", "2026-01-02", 1, 1, 0, 1, "a.py::b: x | y\nz")
     assert read(written(PAGE, {odd.cell: odd}))[odd.cell].remark == "a.py::b: x / y z" and not odd.good
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def section(page: str, name: str) -> str:
+    """The text below a heading of the second level."""
+    text = (DOCS / page).read_text("utf-8")
+    begin = text.index(f"\n## {name}\n")
+    end = text.find("\n## ", begin + 1)
+    return text[begin:] if end < 0 else text[begin:end]
+
+
+def missing(names: Iterable[str], text: str) -> list[str]:
+    return [name for name in names if name not in ("self", "args", "kwargs") and not re.search(rf"\b{name}\b", text)]
+
+
+def whole(page: str) -> str:
+    return (DOCS / page).read_text("utf-8")
+
+
+ZERO = "LowLevelZeroPlugin"
+"""What it says of the loss scale is not said again of the others."""
+PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
+    *((getattr(plugin, n), partial(section, "booster.md", n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
+    (plugin.GeminiPlugin, lambda: section("booster.md", "GeminiPlugin") + section("booster.md", ZERO)),
+    (plugin.HybridParallelPlugin, lambda: whole("hybrid-parallel.md") + section("booster.md", ZERO)),
+    *(
+        (getattr(shardwise.pytorch, name), partial(section, "from-torch.md", f"`{name}`"))
+        for name in ("plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard")
+    ),
+    *((call, lambda: section("checkpoints.md", "Arguments")) for call in (Checkpointer.save, Checkpointer.load)),
+]
+
+
+@pytest.mark.parametrize(("function", "text"), PAGES, ids=lambda value: getattr(value, "__qualname__", ""))
+def test_the_page_of_a_front_end_has_all_of_its_arguments(
+    function: Callable[..., object], text: Callable[[], str]
+) -> None:
+    arguments = set(inspect.signature(function).parameters) - {"model", "module"}
+    assert len(arguments) > 5 and missing(arguments, text()) == []
+
+
+def test_the_page_of_deepspeed_names_every_key_that_is_used() -> None:
+    used = [path.rpartition(".")[2] for path, key in KEYS.items() if key.role == "used"]
+    assert len(used) > 50 and missing(used, (DOCS / "deepspeed.md").read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("name", ["ColossalAIStrategy", "DeepSpeedStrategy", "DDPFullyShardedStrategy"])
+def test_the_page_of_lightning_has_all_arguments(name: str) -> None:
+    pytest.importorskip("lightning")
+    strategy = getattr(importlib.import_module("shardwise.lightning"), name)
+    own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## What the Trainer does")[0]  # of all three
+    assert missing(inspect.signature(strategy).parameters, own + section("lightning.md", name)) == []

@@ -1,7 +1,5 @@
 """The way of a gradient in docs/architecture.md: its functions are there, and each calls the next one."""
 
-from __future__ import annotations
-
 import ast
 import re
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """ZeroInitContext in one process, the plans that arguments mean, and the published signatures."""
 
-from __future__ import annotations
-
 import inspect
 from operator import attrgetter
 from typing import Any
@@ -24,6 +22,7 @@ from shardwise.zero import (
 )
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
+from tests.support.on_ranks import raises
 
 SIGNATURES: list[tuple[Any, str]] = [
     (
@@ -223,8 +222,7 @@ def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, path: str, 
 
 
 def test_offloading_state_needs_a_model_that_offloads() -> None:
-    with pytest.raises(RuntimeError, match="cpu_offload=True of the optimizer"):
-        plan(optimizer={"cpu_offload": True})
+    raises(RuntimeError, "cpu_offload=True of the optimizer", lambda: plan(optimizer={"cpu_offload": True}))
 
 
 @pytest.mark.parametrize(
@@ -239,16 +237,13 @@ def test_offloading_state_needs_a_model_that_offloads() -> None:
     ],
 )
 def test_wrong_model_arguments(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ModelArguments(**arguments)
+    raises(ValueError, said, lambda: ModelArguments(**arguments))
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1])
 def test_wrong_optimizer_arguments(ratio: float) -> None:
-    with pytest.raises(ValueError, match="gpu_margin_mem_ratio"):
-        OptimizerArguments(gpu_margin_mem_ratio=ratio)
-    with pytest.raises(ValueError, match="initial_scale"):
-        OptimizerArguments(initial_scale=0.5)
+    raises(ValueError, "gpu_margin_mem_ratio", lambda: OptimizerArguments(gpu_margin_mem_ratio=ratio))
+    raises(ValueError, "initial_scale", lambda: OptimizerArguments(initial_scale=0.5))
 
 
 @pytest.mark.parametrize(
@@ -286,5 +281,4 @@ def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan")])
 def test_a_divisor_is_positive(divisor: float) -> None:
-    with pytest.raises(ValueError, match="predivide"):
-        zero(3).but(predivide=divisor)
+    raises(ValueError, "predivide", lambda: zero(3).but(predivide=divisor))

@@ -1,7 +1,5 @@
 """Trains an architecture of transformers under every plan, and plainly."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Sequence

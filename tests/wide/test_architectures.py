@@ -5,8 +5,6 @@ model computes parts of itself in fp32 (which training it with weights off by a 
 as that goes: :data:`~tests.wide.architectures.ROUNDED`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

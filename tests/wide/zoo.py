@@ -5,8 +5,6 @@ Not every type can be made this way (some need other packages, fixed sizes or in
 for those, and :data:`TYPES` has those that could (and whose plain training has no NaN: Swiftformer's has at this size).
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings
@@ -165,8 +163,7 @@ def _class_of(kind: str) -> Any:
 
 def _make(kind: str) -> nn.Module:
     """Random weights, nothing random in forward."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         kind_class, config = _class_of(kind), _config(kind)
         with torch.device("meta"):
             count = sum(p.numel() for p in kind_class(config).parameters())

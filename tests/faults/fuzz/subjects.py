@@ -267,8 +267,7 @@ def _deepspeed_files(place: Path) -> None:
 
 def make_subjects(place: Path) -> None:
     """Write all of them under ``place``."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         for make in (
             _torch_files,
             _directories_of_others,

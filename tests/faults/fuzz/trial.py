@@ -249,8 +249,7 @@ class Trials:
 
     def _read(self, path: Path, way: str) -> str:
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 if ":" in way:
                     return self._load(path, *way.split(":"))
                 return self._open(path) if way == "read" else self._command(path, way)

@@ -1,7 +1,5 @@
 """The Booster's checkpoints on two ranks: every plugin reads what another wrote, whole or in shards, in any format."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -21,6 +19,7 @@ from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.support.booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
 from tests.support.counters import forget_peak, resident_bytes
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS = 2
@@ -225,44 +224,7 @@ def test_defect_5_sharded_misfits_are_listed(name: str, tmp_path: Path) -> None:
 # -- everything
 
 
-def _everything(writer: str, reader: str, folder: str) -> None:
-    rank = dist.get_rank()
-    run = Run(PLUGINS[writer](), noise=writer == reader)
-    torch.manual_seed(10 + rank)
-    position = {"batch": 2, "rank": rank}
-    run.steps(0, 2)
-    path = run.booster.save_checkpoint(
-        folder, run.model, run.optimizer, run.scheduler, data_position=position, user_state={"best": 0.5}, keep=2
-    )
-    assert os.path.basename(path) == "step-2"
-    run.steps(2, 3)
-    run.booster.save_checkpoint(folder, run.model, run.optimizer, [run.scheduler], use_async=True)
-    expected = run.steps(3, 5)
-    run.booster.wait()
-    dist.barrier()
-    if rank == 0:
-        piece = next(Path(folder, "step-3").glob("pieces-*.safetensors"))
-        content = bytearray(piece.read_bytes())
-        content[-1] ^= 1
-        piece.write_bytes(content)
-    dist.barrier()
-    again = Run(PLUGINS[reader](), seed=99, noise=writer == reader)
-    with pytest.raises(CheckpointDamage):
-        again.booster.load_checkpoint(folder, again.model, again.optimizer, again.scheduler)
-    restored = again.booster.load_checkpoint(folder, again.model, again.optimizer, again.scheduler, resume="auto")
-    assert restored is not None and restored.tag == "step-2" and restored.step == 2
-    assert restored.user_state == {"best": 0.5} and restored.data_position == position
-    assert [os.path.basename(each) for each in restored.skipped] == ["step-3"]
-    if writer == reader:
-        assert again.steps(2, 5)[1:] == expected, "as if it had never stopped, random numbers included"
-        assert_same(again.model.state_dict(), run.model.state_dict(), tolerance=0)
-    else:
-        again.steps(2, 5)
-        assert_same(again.model.state_dict(), plain(5))
-    again.booster.save_checkpoint(folder, again.model)
-    assert os.path.isdir(os.path.join(folder, "step-5")), "updates are counted on"
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -274,7 +236,42 @@ def _everything(writer: str, reader: str, folder: str) -> None:
     ],
 )
 def test_everything_is_saved_and_restored(writer: str, reader: str, tmp_path: Path) -> None:
-    run_ranks(RANKS, _everything, writer, reader, str(tmp_path))
+    rank = dist.get_rank()
+    run = Run(PLUGINS[writer](), noise=writer == reader)
+    torch.manual_seed(10 + rank)
+    position = {"batch": 2, "rank": rank}
+    run.steps(0, 2)
+    path = run.booster.save_checkpoint(
+        tmp_path, run.model, run.optimizer, run.scheduler, data_position=position, user_state={"best": 0.5}, keep=2
+    )
+    assert os.path.basename(path) == "step-2"
+    run.steps(2, 3)
+    run.booster.save_checkpoint(tmp_path, run.model, run.optimizer, [run.scheduler], use_async=True)
+    expected = run.steps(3, 5)
+    run.booster.wait()
+    dist.barrier()
+    if rank == 0:
+        piece = next(Path(tmp_path, "step-3").glob("pieces-*.safetensors"))
+        content = bytearray(piece.read_bytes())
+        content[-1] ^= 1
+        piece.write_bytes(content)
+    dist.barrier()
+    again = Run(PLUGINS[reader](), seed=99, noise=writer == reader)
+    raises(
+        CheckpointDamage, None, again.booster.load_checkpoint, tmp_path, again.model, again.optimizer, again.scheduler
+    )
+    restored = again.booster.load_checkpoint(tmp_path, again.model, again.optimizer, again.scheduler, resume="auto")
+    assert restored is not None and restored.tag == "step-2" and restored.step == 2
+    assert restored.user_state == {"best": 0.5} and restored.data_position == position
+    assert [os.path.basename(each) for each in restored.skipped] == ["step-3"]
+    if writer == reader:
+        assert again.steps(2, 5)[1:] == expected, "as if it had never stopped, random numbers included"
+        assert_same(again.model.state_dict(), run.model.state_dict(), tolerance=0)
+    else:
+        again.steps(2, 5)
+        assert_same(again.model.state_dict(), plain(5))
+    again.booster.save_checkpoint(tmp_path, again.model)
+    assert os.path.isdir(os.path.join(tmp_path, "step-5")), "updates are counted on"
 
 
 def _loss_scale(folder: str) -> list[tuple[float, float]]:
@@ -311,26 +308,18 @@ def test_defect_10_loss_scales_travel_between_plugins(tmp_path: Path) -> None:
         assert found[0] == (512.0, 512.0) and found[1] == (64.0, 64.0) and found[2] == (64.0, 64.0)
 
 
-def _not_boosted_together() -> None:
+@on_ranks(RANKS)
+def test_wrong_calls_of_the_checkpoint_methods() -> None:
     run, other = Run(PLUGINS["zero1"]()), Run(PLUGINS["ddp"]())
     for model, optimizer in ((run.model, other.optimizer), (other.model, run.optimizer), (Net(), None)):
         booster = run.booster if model is run.model else other.booster
-        with pytest.raises(ValueError, match="boost"):
-            booster.save_checkpoint("nowhere", model, optimizer)
+        raises(ValueError, "boost", booster.save_checkpoint, "nowhere", model, optimizer)
     model = nn.Linear(2, 2)
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(1))
     for saving, given in ((run.booster.save_model, session.module), (run.booster.save_optimizer, session.optimizer)):
-        with pytest.raises(ValueError, match="not made by a Booster"):
-            saving(given, "nowhere")  # type: ignore[operator]
+        raises(ValueError, "not made by a Booster", saving, given, "nowhere")
     session.close()
-    with pytest.raises(ValueError, match="resume='later'"):
-        run.booster.load_checkpoint("nowhere", run.model, resume="later")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="tag='a'"):
-        run.booster.load_checkpoint("nowhere", run.model, tag="a", resume="auto")
+    raises(ValueError, "resume='later'", lambda: run.booster.load_checkpoint("nowhere", run.model, resume="later"))
+    raises(ValueError, "tag='a'", lambda: run.booster.load_checkpoint("nowhere", run.model, tag="a", resume="auto"))
     assert run.booster.load_checkpoint("nowhere", run.model, resume="auto") is None
-    with pytest.raises(FileNotFoundError):
-        run.booster.load_checkpoint("nowhere", run.model)
-
-
-def test_wrong_calls_of_the_checkpoint_methods() -> None:
-    run_ranks(RANKS, _not_boosted_together)
+    raises(FileNotFoundError, None, lambda: run.booster.load_checkpoint("nowhere", run.model))

@@ -1,28 +1,140 @@
-"""The published examples run as printed, data loaders divide the data, and the torch plugins honour their arguments."""
+"""Shards that lie away from their mesh's device, as ``cpu_offload`` has them: clipped, saved, loaded and repointed.
 
-from __future__ import annotations
+No GPU is here, so the two change places: the mesh and its gloo are the CPU's, and shards lie on a late device, of which
+gloo carries nothing.
+
+The published examples run as printed, data loaders divide the data, and the torch plugins honour their arguments.
+
+What arguments of the engine's plugins do in a run: updates during backward, offloading, reports, input casts.
+Gemini in groups of two ranks that are replicas of each other, against one process; and BatchNorm on two ranks.
+
+Parameters and norms agree within 1e-6 in fp32, relative to each tensor's largest element. Adam has an epsilon of its
+learning rate, so that a rounding error of a gradient is no larger a step; and no bias is before a normalisation, where
+its gradient would be nothing else.
+"""
 
 import contextlib
+import copy
 import functools
 import io
+import math
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
-from shardwise.testing import RankError, run_ranks
+from shardwise.booster.plugin.base import ShardedPlugin, updates_early
+from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
+from shardwise.core.optim import HybridAdam
+from shardwise.testing import RankError, RankPool, assert_close, run_ranks
+from tests.support.booster_setup import batch
+from tests.support.late import late_device
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
+
+GPU = torch.device("cuda", 0)
+NORMS = [2.0, 1.0, math.inf]
+SHAPES = [(5, 3), (1,), (4,)]
+"""Two ranks have unequal shards of the first, and one has nothing of the second."""
+
+
+class Net(nn.Module):
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(values)
+
+
+def whole(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def away(value: torch.Tensor, replicas: bool) -> torch.Tensor:
+    """Divided over the CPU's mesh, on the late device."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks, 1) if replicas else (ranks,))
+    placements = [Replicate(), Shard(0)] if replicas else [Shard(0)]
+    return distribute_tensor(value, mesh, placements, src_data_rank=None).to(GPU)
+
+
+def both(kind: type[torch.optim.Optimizer], replicas: bool) -> tuple[Net, Any, Net, Any]:
+    """A plain model and its optimizer; the same with shards, stepped once before they were made."""
+    plain, old = Net(whole(0)), Net(whole(0))
+    ours, theirs = kind(plain.parameters(), lr=0.1), kind(old.parameters(), lr=0.1)  # type: ignore[call-arg]
+    for model, optimizer in ((plain, ours), (old, theirs)):
+        for parameter, gradient in zip(model.parameters(), whole(1), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    sharded = Net([away(parameter.detach(), replicas) for parameter in old.parameters()])
+    repoint(theirs, {id(p): name for name, p in old.named_parameters()}, dict(sharded.named_parameters()))
+    return plain, ours, sharded, TorchFSDPOptimizer(theirs)
+
+
+def run(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
+    with late_device(0):
+        plain, ours, sharded, theirs = both(kind, replicas)
+        held = [value for entry in theirs.state.values() for value in entry.values() if isinstance(value, DTensor)]
+        assert held and all(value.device == GPU for value in held)
+        for norm in NORMS:
+            for parameter, gradient in zip(sharded.parameters(), whole(2), strict=True):
+                parameter.grad = away(gradient, replicas)
+            for parameter, gradient in zip(plain.parameters(), whole(2), strict=True):
+                parameter.grad = gradient
+            assert not theirs._all_zero()
+            found = theirs.clip_grad_by_norm(0.5, norm)
+            expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm)
+            assert float(found) == pytest.approx(float(expected), rel=1e-6)
+            ours.step()
+            theirs.step()
+        for parameter in sharded.parameters():
+            parameter.grad = away(torch.zeros(parameter.shape), replicas)
+        assert theirs._all_zero()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            next(sharded.parameters()).grad = away(torch.full(SHAPES[0], math.nan), replicas)
+            theirs.clip_grad_by_norm(0.5, error_if_nonfinite=True)
+        model, state = full_model_state(sharded, sharded.state_dict()), theirs.state_dict()
+        expected_state = ours.state_dict()
+        assert_close(model, plain.state_dict(), 1e-6, "parameters")
+        for index, entry in expected_state["state"].items():
+            assert_close(state["state"][index], entry, 1e-6, f"state of {index}")
+        # What is saved is loaded where the shards are.
+        fresh = Net([away(value, replicas) for value in whole(7)])
+        again = TorchFSDPOptimizer(kind(fresh.parameters(), lr=0.1))  # type: ignore[call-arg]
+        load_full_model_state(fresh, model, strict=True)
+        again.load_state_dict(state)
+        assert all(p.device == GPU for p in fresh.parameters())
+        assert_close(full_model_state(fresh, fresh.state_dict()), plain.state_dict(), 1e-6, "loaded parameters")
+        for index, entry in expected_state["state"].items():
+            assert_close(again.state_dict()["state"][index], entry, 1e-6, f"loaded state of {index}")
+        again.step()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks that have run no backward pass yet: autograd has threads for the devices that there are at the first."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("replicas", [False, *full(True)], ids=["shards", "replicas"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *full(torch.optim.Adagrad)])
+def test_shards_away_from_their_mesh(pool: RankPool, kind: type[torch.optim.Optimizer], replicas: bool) -> None:
+    assert pool.run(run, kind, replicas) == [None, None]
+
 
 RANKS = 2
 PRINTED = Path(__file__).parents[3] / "examples" / "booster_plugins"
@@ -88,33 +200,6 @@ def test_defect_13_seed_of_prepare_dataloader_shuffles() -> None:
     assert len(first) == len(second) == 4 and not set(first) & set(second)
 
 
-def _missing_entry() -> None:
-    model, *_ = parts()
-    Booster(plugin=GeminiPlugin(chunk_config_dict={3: {"chunk_size": 16}})).boost(model)
-
-
-def test_chunk_config_dict_without_this_number_of_ranks() -> None:
-    with pytest.raises(RankError, match=r"entries for \[3\] ranks"):
-        run_ranks(RANKS, _missing_entry)
-
-
-def _output_dtypes() -> list[torch.dtype]:
-    found = []
-    for plugin in (
-        GeminiPlugin(precision="bf16"),
-        GeminiPlugin(precision="bf16", force_outputs_fp32=True),
-        LowLevelZeroPlugin(precision="fp32"),
-    ):
-        model, *_ = parts()
-        boosted, *_ = Booster(plugin=plugin).boost(model)
-        found.append(boosted(torch.ones(1, 4)).dtype)
-    return found
-
-
-def test_force_outputs_fp32() -> None:
-    assert run_ranks(RANKS, _output_dtypes) == [[torch.bfloat16, torch.float32, torch.float32]] * 2
-
-
 def _scheduler_after_boost(make: Callable[[], Plugin]) -> list[float]:
     model, _, optimizer, _ = parts()
     booster = Booster(plugin=make())
@@ -155,39 +240,13 @@ def _unused(find: bool) -> None:
         optimizer.step()
 
 
-def _unused_sharded(make: Callable[[], Plugin]) -> None:
-    torch.manual_seed(0)
-    model = PartlyUsed()
-    before = model.unused.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    boosted, optimizer, *_ = Booster(plugin=make()).boost(model, optimizer)
-    for _ in range(2):
-        optimizer.backward(boosted(torch.ones(1, 4)).sum())
-        optimizer.step()
-    state = boosted.state_dict()
-    assert torch.equal(state["unused.weight"], before) and not torch.equal(state["used.weight"], before)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
-        functools.partial(GeminiPlugin, precision="fp32"),
-        functools.partial(GeminiPlugin, precision="fp32", chunk_config_dict={2: {"chunk_size": 8}}),
-    ],
-    ids=["zero2", "gemini-one-chunk", "gemini-chunks"],
-)
-def test_unused_parameters_are_no_error(make: Callable[[], Plugin]) -> None:
-    run_ranks(RANKS, _unused_sharded, make)
-
-
 def test_ddp_find_unused_parameters() -> None:
     run_ranks(RANKS, _unused, True)
-    with pytest.raises(RankError, match="find_unused_parameters"):
-        run_ranks(RANKS, _unused, False)
+    raises(RankError, "find_unused_parameters", lambda: run_ranks(RANKS, _unused, False))
 
 
-def _fsdp_arguments() -> None:
+@on_ranks(RANKS)
+def test_fsdp_arguments() -> None:
     policy = ModuleWrapPolicy({nn.Linear})
     # ignored modules stay whole, and param groups stay as they were
     model, _, _, _ = parts()
@@ -235,11 +294,8 @@ def _fsdp_arguments() -> None:
     assert all(isinstance(parameter, DTensor) for parameter in optimizer.param_groups[0]["params"])
 
 
-def test_fsdp_arguments() -> None:
-    run_ranks(RANKS, _fsdp_arguments)
-
-
-def _fsdp_groups() -> None:
+@on_ranks(RANKS)
+def test_fsdp_process_groups() -> None:
     everyone = dist.new_group([0, 1])
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     hybrid = ShardingStrategy.HYBRID_SHARD
@@ -260,5 +316,169 @@ def _fsdp_groups() -> None:
     assert TorchFSDPPlugin(process_group=alone).data_parallel() == (0, 1)
 
 
-def test_fsdp_process_groups() -> None:
-    run_ranks(RANKS, _fsdp_groups)
+PIECES = {"chunk_config_dict": {RANKS: {"chunk_size": 40}}}  # several chunks of the small model
+PLUGINS: dict[str, Callable[..., ShardedPlugin]] = {
+    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
+    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "zero2-bf16": functools.partial(LowLevelZeroPlugin, stage=2, precision="bf16"),
+    "gemini": functools.partial(GeminiPlugin, precision="fp32", **PIECES),
+    "gemini-fp16": functools.partial(GeminiPlugin, precision="fp16", initial_scale=1024.0, **PIECES),
+}
+
+
+# -- updates during backward, and memories of the host
+
+
+CPU, EXAMPLES_GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = LowLevelZeroPlugin(update="backward", precision="bf16")
+    assert updates_early(plugin.plan(1), CPU) and not updates_early(plugin.plan(1), EXAMPLES_GPU)
+    assert not updates_early(LowLevelZeroPlugin(cpu_offload=True).plan(1), EXAMPLES_GPU)
+    for placed in (
+        LowLevelZeroPlugin(update="backward", precision="bf16", cpu_offload=True),
+        GeminiPlugin(update="backward", precision="bf16", offload_optim_frac=0.25),
+        GeminiPlugin(update="backward", precision="bf16", placement_policy="auto"),
+    ):
+        assert updates_early(placed.plan(1), EXAMPLES_GPU)
+    built = SimpleNamespace(module=nn.Linear(1, 1), optimizer=None, optimizers=())
+    monkeypatch.setattr("shardwise.session.build", lambda *arguments: built)
+    vars(plugin)["_mesh"] = SimpleNamespace(size=1, device=EXAMPLES_GPU, mesh_group=SimpleNamespace(size=1))
+    with pytest.warns(UserWarning, match="update='backward' updates nothing during backward.*on cuda") as caught:
+        plugin.configure(nn.Linear(1, 1))
+    assert len(caught) == 1
+
+
+# -- reports
+
+
+def _said(kind: type[ShardedPlugin], verbose: bool) -> list[str]:
+    """What a rank prints while a model is boosted and one step is skipped."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        given = {"hidden_dim": 11, "min_chunk_size_m": 1e-4, "search_range_m": 1} if kind is GeminiPlugin else {}
+        model = nn.Sequential(nn.Linear(10, 11), nn.Linear(11, 10), nn.Linear(10, 11))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        booster = Booster(plugin=kind(initial_scale=2.0**32, verbose=verbose, **given))  # type: ignore[call-arg]
+        boosted, optimizer, *_ = booster.boost(model, optimizer)
+        booster.backward(boosted(torch.ones(1, 10)).float().sum(), optimizer)
+        optimizer.step()
+        assert optimizer.last_step_skipped  # type: ignore[attr-defined]
+    return printed.getvalue().splitlines()
+
+
+SEARCHED = "chunk search: 121 elements a chunk (242 bytes of float16), chunks: 3, empty: 4 of 728 bytes (0.55%)"
+SKIPPED = "step skipped: the gradient of 0.weight is not finite (loss scale 4.29497e+09)"
+
+
+@pytest.mark.parametrize(("kind", "lines"), [(LowLevelZeroPlugin, [SKIPPED]), (GeminiPlugin, [SEARCHED, SKIPPED])])
+def test_verbose_is_said_once(kind: type[ShardedPlugin], lines: list[str]) -> None:
+    assert run_ranks(RANKS, _said, kind, True) == [lines, []]
+    assert run_ranks(RANKS, _said, kind, False) == [[], []]
+
+
+# -- input casts
+
+
+# -- what docs/booster.md says of sessions and of models without memory
+
+
+def _traffic(folder: str) -> list[dict[str, int]]:
+    model = nn.Linear(4, 8)
+    optimizer = HybridAdam(model.parameters(), lr=0.1, nvme_offload_fraction=1.0, nvme_offload_dir=folder)
+    plugin = PLUGINS["zero2"]()
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    session = plugin.session(boosted)
+    assert session.module is boosted and session.optimizer is optimizer
+    found = []
+    for _ in range(2):
+        session.reset_traffic()
+        booster.backward(boosted(torch.ones(3, 4)).sum(), optimizer)
+        optimizer.step()
+        found.append(session.traffic())
+    return found
+
+
+def test_a_plugin_gives_the_session_of_a_model(tmp_path: Path) -> None:
+    for first, second in run_ranks(RANKS, _traffic, str(tmp_path)):
+        assert first["reduce_scatter"] == second["reduce_scatter"] > 0
+        assert second["disk_read"] > 0 and second["disk_write"] > 0
+    plugin = PLUGINS["zero2"]()
+    for model in (nn.Linear(1, 1), Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(1, 1))[0]):
+        with pytest.raises(ValueError, match=rf"session\({type(model).__name__}\): give the model that boost returned"):
+            plugin.session(model)
+
+
+RTOL, STEPS, MICRO, MAX_NORM = 1e-6, 3, 2, 0.3
+make_adam = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2)
+
+
+# -- BatchNorm
+
+NORM: dict[str, Callable[[], Plugin]] = {
+    "ddp": TorchDDPPlugin,
+    "ddp-own-buffers": functools.partial(TorchDDPPlugin, broadcast_buffers=False),
+    "fsdp": TorchFSDPPlugin,
+    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
+    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "gemini": functools.partial(GeminiPlugin, precision="fp32", chunk_config_dict={RANKS: {"chunk_size": 30}}),
+}
+
+
+def net(kind: type[nn.Module] = nn.BatchNorm1d) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(5, 6, bias=False), kind(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = batch(step)
+    return inputs[rank::RANKS] * (rank + 1), targets[rank::RANKS]
+
+
+def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
+    """One process with a copy a rank: each normalises over its own batch, and all apply the mean of their gradients."""
+    copies = [net() for _ in range(RANKS)]
+    optimizers = [make_adam(model.parameters()) for model in copies]
+    for step in range(STEPS):
+        for rank, model in enumerate(copies):
+            if rank == 0:
+                before = copy.deepcopy(list(model.buffers()))
+            elif broadcast:
+                for mine, first in zip(model.buffers(), before, strict=True):
+                    mine.copy_(first)
+            inputs, targets = share(step, rank)
+            nn.functional.mse_loss(model(inputs), targets).backward()
+        for several in zip(*(model.parameters() for model in copies), strict=True):
+            mean = torch.stack([parameter.grad for parameter in several]).mean(0)  # type: ignore[misc]
+            for parameter in several:
+                parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [dict(model.state_dict()) for model in copies]
+
+
+def trained(name: str, folder: str) -> dict[str, torch.Tensor]:
+    """The parameters, and this rank's own buffers."""
+    model = net()
+    booster = Booster(plugin=NORM[name]())
+    boosted, optimizer, criterion, *_ = booster.boost(model, make_adam(model.parameters()), nn.MSELoss())
+    for step in range(STEPS):
+        inputs, targets = share(step, dist.get_rank())
+        booster.backward(criterion(boosted(inputs), targets), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    booster.save_model(boosted, Path(folder) / "model.safetensors")
+    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return dict(boosted.state_dict()) | own
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-own-buffers", "zero2", *full("fsdp", "zero1", "gemini")])
+def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> None:
+    expected = each_with_its_own(broadcast=name == "ddp")
+    assert not torch.equal(expected[0]["1.running_mean"], expected[1]["1.running_mean"])
+    for rank, found in enumerate(run_ranks(RANKS, trained, name, str(tmp_path))):
+        found = {key.removeprefix("module."): value for key, value in found.items()}
+        assert_close(found, expected[rank], RTOL, f"rank {rank}")
+    assert_close(load_file(tmp_path / "model.safetensors"), expected[0], RTOL, "the file has rank 0's buffers")

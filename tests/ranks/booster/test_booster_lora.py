@@ -1,7 +1,5 @@
 """LoRA adapters of peft under every plugin: training equals plain peft in one process, and so do the saved files."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from shardwise.cli.main import main
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.testing import run_ranks
 from tests.support.booster_setup import SMALL
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 RANKS = 2
@@ -268,15 +267,11 @@ def _refused() -> None:
     booster = Booster(plugin=PLUGINS["zero2"]())
     with pytest.raises(TypeError, match=r"bnb_quantization_config=.* give accelerate's"):
         booster.enable_lora(net(), lora_config=config(), quantize=True, bnb_quantization_config={"load_in_4bit": True})
-    with pytest.raises(ValueError, match="give one of the two"):
-        booster.enable_lora(net())
-    with pytest.raises(TypeError, match=r"peft\.LoraConfig"):
-        booster.enable_lora(net(), lora_config={"r": 2})
+    raises(ValueError, "give one of the two", lambda: booster.enable_lora(net()))
+    raises(TypeError, r"peft\.LoraConfig", lambda: booster.enable_lora(net(), lora_config={"r": 2}))
     model, *_ = booster.boost(net())
-    with pytest.raises(ValueError, match="before boost"):
-        booster.enable_lora(model, lora_config=config())
-    with pytest.raises(ValueError, match="has no adapter"):
-        booster.save_lora_as_pretrained(model, "nowhere")
+    raises(ValueError, "before boost", lambda: booster.enable_lora(model, lora_config=config()))
+    raises(ValueError, "has no adapter", lambda: booster.save_lora_as_pretrained(model, "nowhere"))
     with pytest.raises(ValueError, match="has no adapter"):
         booster.plugin.add_lora_params_to_optimizer(net(), torch.optim.SGD(net().parameters()))  # type: ignore[union-attr]
 

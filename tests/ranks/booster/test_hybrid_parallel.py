@@ -1,6 +1,7 @@
-"""HybridParallelPlugin behind the Booster, against plain PyTorch in one process: fp64, dp x tp on four ranks."""
+"""HybridParallelPlugin behind the Booster, against plain PyTorch in one process: fp64, dp x tp on four ranks.
 
-from __future__ import annotations
+Sequence parallelism behind the Booster, in every mode, against plain PyTorch in one process: fp64, four ranks.
+"""
 
 import contextlib
 from typing import Any
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.shardformer import GradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import (
@@ -26,6 +27,7 @@ from tests.support.hybrid_setup import (
     optimizer_of,
     plain_steps,
 )
+from tests.support.on_ranks import everywhere
 from tests.support.sets import full
 
 RANKS, BATCH = 4, 2
@@ -35,12 +37,6 @@ CHANGED: dict[str, Any] = {"enable_flash_attention": True, "gradient_checkpoint_
 
 def wide(numbers: dict[Any, float]) -> dict[str, Tensor]:
     return {str(name): torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-
-
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def check(kind: str, given: dict[str, Any], changes: dict[str, Any], policy: bool = False) -> None:
@@ -171,35 +167,6 @@ def test_sixteen_bits_and_accumulation(precision: str, zero_stage: int) -> None:
     run_ranks(RANKS, _half, precision, zero_stage, plain_steps("gpt2", RANKS // 2, BATCH, True))
 
 
-def _gemini(given: dict[str, Any], expected: Steps) -> None:
-    plugin = GeminiPlugin(tp_size=2, precision="fp32", max_norm=MAX_NORM, **given)
-    booster = Booster(plugin=plugin)
-    model = made("llama")
-    loader = plugin.prepare_dataloader(Texts(STEPS * 2 * BATCH), BATCH)
-    model, optimizer, *_ = booster.boost(model, optimizer_of(model))
-    for (loss, norm, _), inputs in zip(expected, loader, strict=True):
-        out = model(**inputs)
-        told = everywhere(out.loss.item())
-        booster.backward(out.loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        numbers = wide({"loss": sum(told) / len(told), "norm": optimizer.get_grad_norm()})
-        assert_close(numbers, wide({"loss": loss, "norm": norm}), 1e-10, "loss and norm")
-    booster.close()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01, "enable_flash_attention": True},
-        *full({"chunk_config_dict": {2: {"chunk_size": 512, "keep_gathered": False}}, "offload_optim_frac": 1.0}),
-    ],
-    ids=["search", "chunks"],
-)
-def test_gemini_over_ranks_with_parts_of_layers(given: dict[str, Any]) -> None:
-    run_ranks(RANKS, _gemini, given, plain_steps("llama", RANKS // 2, BATCH, True))
-
-
 # -- what cannot be
 
 
@@ -241,3 +208,80 @@ def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
 ) -> None:
     changed = CHANGED if kind != "linear" else {}
     run_ranks(ranks, _refused, kind, {**given, **changed}, {**changes, "attn_implementation": "eager"}, words)
+
+
+RING = {"sequence_parallelism_mode": "ring_attn"}
+
+
+def _staged(kind: str, given: dict[str, Any], changes: dict[str, Any], expected: Steps) -> None:
+    shared: dict[str, Any] = {"sp_size": 2, "enable_sequence_parallelism": True, "max_norm": MAX_NORM, "zero_stage": 1}
+    plugin = HybridParallelPlugin(**{"tp_size": 1, "pp_size": 2, "precision": "fp32"} | shared | given)
+    assert plugin.data_parallel() == (0, 1)
+    texts = Texts(STEPS * 2 * BATCH)
+    texts.items["labels"] = texts.items["input_ids"]  # as many in each micro-batch
+    loader = plugin.prepare_dataloader(texts, 2 * BATCH)
+    booster = Booster(plugin=plugin)
+    model = made(kind, **changes)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
+    batches, right = iter(loader), {}
+    for loss, norm, values in expected:
+        out = booster.execute_pipeline(batches, model, lambda outputs, _: outputs.loss, optimizer, broadcast_loss=True)
+        optimizer.step()
+        assert abs(out["loss"].item() - loss) < 1e-6 * loss
+        assert abs(optimizer.get_grad_norm() - norm) < 1e-6 * norm
+        optimizer.zero_grad()
+        right = values
+    whole = model.state_dict()
+    if dist.get_rank() == 0:
+        assert_close({name: whole[name] for name in right}, right, 1e-6, "the whole state")
+    booster.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "changes"),
+    [
+        *full(("bert", {"num_microbatches": 2}, {})),
+        ("gpt2", {**RING, "num_microbatches": 2, "zero_stage": 2}, {}),
+        *full(("llama", {"pp_style": "zbv", "num_model_chunks": 2, "num_microbatches": 4}, {"num_hidden_layers": 4})),
+    ],
+    ids=str,
+)
+def test_the_stages_of_a_pipeline_share_sequences(kind: str, given: dict[str, Any], changes: dict[str, Any]) -> None:
+    expected = plain_steps(kind, 1, 2 * BATCH, False, True, **changes)
+    run_ranks(RANKS, _staged, kind, given, changes, expected, timeout=120.0)
+
+
+def _sent(compress: bool) -> tuple[float, int, float]:
+    """The loss of a step, bytes from rank to rank, and the norm."""
+    plugin = HybridParallelPlugin(
+        tp_size=1,
+        pp_size=1,
+        sp_size=2,
+        zero_stage=1,
+        precision="fp32",
+        enable_sequence_parallelism=True,
+        fp8_communication=compress,
+    )
+    booster = Booster(plugin=plugin)
+    model = made("llama", torch.float32)
+    loader = plugin.prepare_dataloader(Texts(BATCH), BATCH)
+    model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
+    (inputs,) = loader
+    loss = model(**inputs).loss
+    booster.backward(loss, optimizer)
+    sent = plugin.session(model).traffic()["send"]
+    optimizer.step()
+    norm = optimizer.get_grad_norm()
+    booster.close()
+    assert norm is not None
+    return loss.item(), sent, norm
+
+
+def test_heads_travel_in_8_bits() -> None:
+    """Of every four bytes of heads one, and one for each 128; the sums of the loss and the gathers stay as they are."""
+    wide, narrow = run_ranks(2, _sent, False), run_ranks(2, _sent, True)
+    for (loss, sent, norm), (other, less, near) in zip(wide, narrow, strict=True):
+        assert other != loss and abs(other - loss) < 0.02 * loss
+        assert near != norm and abs(near - norm) < 0.1 * norm
+        rest = 4 * 2 * BATCH  # numbers and losses, there and back
+        assert 0 <= less - rest < (sent - rest) * 0.27

@@ -1,7 +1,5 @@
 """HybridParallelPlugin with a pipeline behind the Booster, against plain PyTorch in one process: fp64, pp x tp x dp."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -23,6 +21,7 @@ from shardwise.core.parallel.pipeline import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
+from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import campaign, full
 
 RANKS, ROWS = 4, 3
@@ -77,12 +76,6 @@ def plain(kind: str, replicas: int, number: int | None, rows: int | None) -> Ste
 
 def wide(**numbers: float) -> dict[str, Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-
-
-def everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def criterion_of(kind: str, plugin: HybridParallelPlugin) -> Any:
@@ -199,7 +192,9 @@ def test_the_fifth_example_runs_as_printed() -> None:
 # -- precision, accumulation, evaluation
 
 
-def _accumulated(style: dict[str, Any]) -> None:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
+def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes(style: dict[str, Any]) -> None:
     """Two calls of half the loss before a step are the step of one; between, evaluation on other shapes."""
     found = []
     for calls in (1, 2):
@@ -230,12 +225,9 @@ def _accumulated(style: dict[str, Any]) -> None:
     assert_close(wide(norm=found_norm), wide(norm=norm), 1e-9, "two calls")
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
-def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes(style: dict[str, Any]) -> None:
-    run_ranks(RANKS, _accumulated, style)
-
-
-def _overflow(style: dict[str, Any]) -> None:
+def test_an_overflow_in_one_stage_is_one_in_all(style: dict[str, Any]) -> None:
     """The gradient of the last stage's loss alone is not finite: no stage takes the step, and the scale falls."""
     plugin = HybridParallelPlugin(
         tp_size=1, pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8, hysteresis=1, **style
@@ -258,21 +250,16 @@ def _overflow(style: dict[str, Any]) -> None:
     booster.close()
 
 
-@pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
-def test_an_overflow_in_one_stage_is_one_in_all(style: dict[str, Any]) -> None:
-    run_ranks(RANKS, _overflow, style)
-
-
 # -- what cannot be
 
 
-def _wrong_calls() -> None:
+@on_ranks(2)
+def test_wrong_calls_say_what_to_call() -> None:
     plugin = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_microbatches=2)
     booster, model = Booster(plugin=plugin), deep("llama")
     model, optimizer, *_ = booster.boost(model, optimizer_of(model))
     items = Texts(2).items
-    with pytest.raises(RuntimeError, match=r"1 of the 2 stages of the LlamaForCausalLM.*execute_pipeline"):
-        model(**items)
+    raises(RuntimeError, r"1 of the 2 stages of the LlamaForCausalLM.*execute_pipeline", lambda: model(**items))
     with pytest.raises(RuntimeError, match=r"backward\(\) of a model in 2 pipeline stages: execute_pipeline"):
         booster.backward(torch.ones((), requires_grad=True), optimizer)
     with pytest.raises(ValueError, match="Optimizer should be passed when doing backward"):
@@ -292,25 +279,7 @@ def _wrong_calls() -> None:
     booster.close()
 
 
-def test_wrong_calls_say_what_to_call() -> None:
-    run_ranks(2, _wrong_calls)
-
-
-def _refused(kind: str, given: dict[str, Any], words: str) -> None:
-    model: Any = nn.Linear(4, 4) if kind == "linear" else deep(kind, layers=3)
-    optimizer = optimizer_of(model)
-    before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
-    plugin = HybridParallelPlugin(tp_size=1, precision="fp32", **given)
-    with pytest.raises(ValueError, match=words):
-        Booster(plugin=plugin).boost(model, optimizer)
-    for name, param in model.named_parameters():
-        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    if kind != "linear":
-        assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
-        model(**Texts(2).items).loss.backward()  # it is whole, and works
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
@@ -329,4 +298,14 @@ def _refused(kind: str, given: dict[str, Any], words: str) -> None:
 def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
     kind: str, given: dict[str, Any], words: str
 ) -> None:
-    run_ranks(RANKS, _refused, kind, given, words)
+    model: Any = nn.Linear(4, 4) if kind == "linear" else deep(kind, layers=3)
+    optimizer = optimizer_of(model)
+    before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
+    plugin = HybridParallelPlugin(tp_size=1, precision="fp32", **given)
+    raises(ValueError, words, lambda: Booster(plugin=plugin).boost(model, optimizer))
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    if kind != "linear":
+        assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
+        model(**Texts(2).items).loss.backward()  # it is whole, and works

@@ -1,7 +1,5 @@
 """What the Booster saves of a model in stages: whole tensors, and runs that go on under other layouts, and back."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

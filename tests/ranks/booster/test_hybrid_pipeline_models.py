@@ -1,7 +1,5 @@
 """Models in stages that were made in other ways: with adapters (LoRA), and without memory (deferred)."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from shardwise.core.deferred import deferred_init
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import Texts, made, optimizer_of
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 ROWS, STEPS, PARTS = 4, 2, 4
@@ -115,7 +114,9 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def _deferred(given: dict[str, Any]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("given", [{"zero_stage": 1}, *full(ZBV)], ids=str)
+def test_a_model_without_memory_is_made_in_stages(given: dict[str, Any]) -> None:
     torch.manual_seed(7)
     plain = llama()
     torch.manual_seed(7)
@@ -133,8 +134,3 @@ def _deferred(given: dict[str, Any]) -> None:
     assert_close({name: state[name] for name in after}, after, 1e-5, "values after two steps")
     assert not any(torch.equal(after[name], expected[name]) for name in after)
     booster.close()
-
-
-@pytest.mark.parametrize("given", [{"zero_stage": 1}, *full(ZBV)], ids=str)
-def test_a_model_without_memory_is_made_in_stages(given: dict[str, Any]) -> None:
-    run_ranks(2, _deferred, given)

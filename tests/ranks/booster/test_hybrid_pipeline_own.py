@@ -1,7 +1,5 @@
 """A user's own modules in a pipeline of two ranks, against plain PyTorch; what cannot be is one error on both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,8 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import Body, register_body, split_batch
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 VOCABULARY, WIDTH, ROWS, STEPS, PARTS = 17, 8, 4, 2, 2
@@ -115,7 +114,16 @@ def booster_of(**given: Any) -> Booster:
     return Booster(plugin=plugin)
 
 
-def _exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
+ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [*full((OwnNet, {"zero_stage": 1})), (OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})],
+    ids=["1f1b", "zbv", "shared", "scaled"],
+)
+def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     plain = kind()
     optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.5), []
     for step in range(STEPS):
@@ -138,19 +146,8 @@ def _exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     booster.close()
 
 
-ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
-
-
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [*full((OwnNet, {"zero_stage": 1})), (OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})],
-    ids=["1f1b", "zbv", "shared", "scaled"],
-)
-def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
-    run_ranks(2, _exact, kind, given)
-
-
-def _refused() -> None:
+@on_ranks(2, timeout=120.0)
+def test_what_is_not_one_hidden_state_is_an_error_on_both_ranks() -> None:
     rank = dist.get_rank()
     for kind, (where, error, told) in REFUSED.items():
         booster = booster_of()
@@ -163,7 +160,3 @@ def _refused() -> None:
     with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the OwnShared are one module, in stages 0 and 2"):
         boosted(booster, OwnShared)
     booster.close()
-
-
-def test_what_is_not_one_hidden_state_is_an_error_on_both_ranks() -> None:
-    run_ranks(2, _refused, timeout=120)

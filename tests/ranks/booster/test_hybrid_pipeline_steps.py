@@ -1,8 +1,6 @@
 """Between the passes of a pipeline and its step: gradients that are read and changed, steps that one rank refuses,
 losses that are NaN; against plain PyTorch in one process, fp64."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +15,7 @@ from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.testing import assert_close, run_ranks
 from tests.support.hybrid_setup import Texts, made
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 ROWS, PARTS, RATE, REPLICAS = 4, 4, 0.5, 2
@@ -140,7 +139,8 @@ def test_other_numbers_of_micro_batches_are_refused_where_each_is_reduced() -> N
     assert run_ranks(4, _of_unequal_rows, 1) == [""] * 4
 
 
-def _ignored() -> None:
+@on_ranks(2)
+def test_a_micro_batch_without_labels_and_a_number_of_labels() -> None:
     booster, _, model, optimizer = boosted(model_of())
     batch = batch_of(0, 0)
     batch["labels"] = batch["labels"].clone()
@@ -150,7 +150,3 @@ def _ignored() -> None:
     whole = exact(model_of()(**batch), batch)
     assert_close({"loss": found["loss"].double()}, {"loss": whole.detach()}, 1e-5, "num_items_in_batch")
     booster.close()
-
-
-def test_a_micro_batch_without_labels_and_a_number_of_labels() -> None:
-    run_ranks(2, _ignored)

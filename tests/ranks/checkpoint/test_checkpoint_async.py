@@ -1,7 +1,5 @@
 """Asynchronous saves beside training; how much a load reads and holds; in which order a save flushes and renames."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path
@@ -11,21 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint import restore
+from shardwise.core.checkpoint import Checkpointer, CheckpointError, NativeSource, restore, verify
 from shardwise.core.checkpoint.atomic import FileSystem
 from shardwise.core.checkpoint.format import PIECE_BYTES
-from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.support.checkpoint_setup import Held
 from tests.support.counters import forget_peak, resident_bytes
 from tests.support.engine_setup import one_mesh
+from tests.support.on_ranks import on_ranks
 
 
-def train_meanwhile(root: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
     with one_mesh(zero(3)) as mesh:
         model = nn.Linear(64, 64)
         session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
@@ -38,37 +35,33 @@ def train_meanwhile(root: str) -> None:
 
         step()
         kept = session.module.state_dict()["weight"].clone()
-        saver.save(root, "a", use_async=True)
+        saver.save(tmp_path, "a", use_async=True)
         for _ in range(3):
             step()
-        assert saver.saving and not os.path.exists(os.path.join(root, "a"))
+        assert saver.saving and not os.path.exists(os.path.join(tmp_path, "a"))
         memory = saver._saver._image._memory.data_ptr()
         threading.Timer(0.2, files.go.set).start()
-        saver.save(root, "b", use_async=True)  # waits for the first
-        assert os.path.exists(os.path.join(root, "a")), "a save that still runs is waited for"
+        saver.save(tmp_path, "b", use_async=True)  # waits for the first
+        assert os.path.exists(os.path.join(tmp_path, "a")), "a save that still runs is waited for"
         assert saver._saver._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
         saver.wait_for_saves()
         assert not saver.saving
         mesh.world.barrier()
         for tag in ("a", "b"):
-            assert verify(os.path.join(root, tag)) == []
-        with NativeSource(os.path.join(root, "a")) as source:
+            assert verify(os.path.join(tmp_path, tag)) == []
+        with NativeSource(os.path.join(tmp_path, "a")) as source:
             assert torch.equal(source.read("model/weight", 0, 4096).reshape(64, 64), kept), "as when the save began"
         files.fail = mesh.rank == 1
-        saver.save(root, "c", use_async=True)
+        saver.save(tmp_path, "c", use_async=True)
         with pytest.raises(CheckpointError, match=r"asynchronous save failed: .*rank 1.*ENOSPC"):
-            saver.save(root, "d")
+            saver.save(tmp_path, "d")
         files.fail = False
         step()
-        saver.save(root, "d", use_async=True)
+        saver.save(tmp_path, "d", use_async=True)
         saver.close()
         mesh.world.barrier()
-        assert sorted(n for n in os.listdir(root) if not n.startswith(".")) == ["a", "b", "d", "latest"]
+        assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == ["a", "b", "d", "latest"]
         session.close()
-
-
-def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
-    run_ranks(2, train_meanwhile, str(tmp_path))
 
 
 # ---- what a load costs

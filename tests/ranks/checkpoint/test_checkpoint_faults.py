@@ -1,12 +1,16 @@
-"""Calls that fail, and a save at its most delicate points; ``make faults`` has the full campaign."""
+"""Calls that fail, and a save at its most delicate points; ``make faults`` has the full campaign.
 
-from __future__ import annotations
+A few ranks killed at random moments of saves; ``make faults`` kills many.
+"""
 
 import contextlib
 import errno
+import multiprocessing
 import os
+import signal
 import stat
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,16 +21,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, verify
 from shardwise.core.checkpoint.atomic import sync_path
-from shardwise.core.checkpoint.formats.native import verify
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
-from tests.faults import io_errors, soak
+from tests.faults import io_errors, kills, soak
 from tests.faults.system import in_place_of_the_system
+from tests.support.launching import forked, start
+from tests.support.on_ranks import raises
+from tests.support.sets import campaign, full
 
 
 def test_a_soak_names_what_grows() -> None:
@@ -50,8 +55,7 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
     place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
-        with pytest.raises(error):
-            saver.save(tmp_path, "a", use_async=use_async)
+        raises(error, None, lambda: saver.save(tmp_path, "a", use_async=use_async))
     assert os.listdir(tmp_path) == []
     saver.save(tmp_path, "a", use_async=use_async)
     saver.close()
@@ -103,11 +107,10 @@ def test_auto_among_damaged_checkpoints_says_once_what_to_load(
         damaged[-5] ^= 1
         (tmp_path / tag / file).write_bytes(damaged)
     capsys.readouterr()
-    with pytest.raises(CheckpointDamage) as error:
-        saver.load(tmp_path, "auto")
+    error = raises(CheckpointDamage, None, lambda: saver.load(tmp_path, "auto"))
     said = capsys.readouterr().out
     assert said.count("checkpoint skipped: ") == 2 and "load another" not in said
-    assert str(error.value).count("load ") == 1 and str(error.value).endswith("; load another copy")
+    assert error.count("load ") == 1 and error.endswith("; load another copy")
     session.close()
 
 
@@ -131,21 +134,15 @@ def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
     for tag in ("", "a/b", ".hidden", "latest", "auto"):
-        with pytest.raises(ValueError, match="tag"):
-            saver.save(tmp_path, tag)
-    with pytest.raises(ValueError, match="keep=0"):
-        saver.save(tmp_path, "a", keep=0)
+        raises(ValueError, "tag", saver.save, tmp_path, tag)
+    raises(ValueError, "keep=0", lambda: saver.save(tmp_path, "a", keep=0))
     (tmp_path / "mine").mkdir()
-    with pytest.raises(ValueError, match="not a checkpoint"):
-        saver.save(tmp_path, "mine")
-    with pytest.raises(CheckpointError, match="TypeError: user_state is a set"):
-        saver.save(tmp_path, "a", user_state={1})
+    raises(ValueError, "not a checkpoint", lambda: saver.save(tmp_path, "mine"))
+    raises(CheckpointError, "TypeError: user_state is a set", lambda: saver.save(tmp_path, "a", user_state={1}))
     assert sorted(os.listdir(tmp_path)) == ["mine"]
-    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
-        saver.load(tmp_path)
+    raises(FileNotFoundError, "no checkpoint in", lambda: saver.load(tmp_path))
     saver.save(tmp_path, "a")
-    with pytest.raises(FileNotFoundError, match="it has a"):
-        saver.load(tmp_path, "b")
+    raises(FileNotFoundError, "it has a", lambda: saver.load(tmp_path, "b"))
     other = build(nn.Linear(3, 5), None, zero(3))
     with pytest.raises(ValueError, match=r"model/weight: \(2, 3\) in the checkpoint, \(5, 3\) in the model"):
         Checkpointer(other).load(tmp_path)
@@ -242,3 +239,31 @@ def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypa
         refused = number in (errno.EIO, errno.ENOSPC)
         with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
             sync_path(tmp_path)
+
+
+def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
+    os.setsid()  # its ranks end with it
+    found = kills.campaign(count, seed, directory)
+    answers.send({"lost": found.lost, **found.counts})
+
+
+def run(count: int, seed: int, directory: Path) -> dict[str, object]:
+    """In a process of its own: ranks are forked, which needs one that never used torch's threads."""
+    answer, answers = multiprocessing.Pipe(duplex=False)
+    process = start(forked(kill, count, seed, str(directory), answers))
+    answers.close()
+    try:
+        assert answer.poll(300), "no answer within 300 s"
+        found: dict[str, object] = answer.recv()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    return found
+
+
+@pytest.mark.parametrize("count", [*full(6), *campaign(40)])
+def test_kills_lose_nothing(tmp_path: Path, count: int) -> None:
+    found = run(count, 20, tmp_path)
+    assert found["lost"] == [], found
+    assert found["kills"] == count and int(str(found["saves"])) > count, found

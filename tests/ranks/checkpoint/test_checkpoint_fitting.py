@@ -1,7 +1,5 @@
 """Checkpoints whose names or numbers of rows are others than the model's, across ranks and plans."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 OLD = 11
@@ -180,8 +179,7 @@ def into_booster(path: str, kind: str, words: int) -> dict[str, Tensor]:
     model: Any
     model, optimizer, *_ = booster.boost(plain, adamw(plain))
     rows: Any = {"embed.weight": "keep", "head.bias": "keep"}
-    with pytest.raises(ValueError, match=r"embed\.weight.*rows=\{'embed\.weight': 'keep'\}"):
-        booster.load_model(model, path)
+    raises(ValueError, r"embed\.weight.*rows=\{'embed\.weight': 'keep'\}", lambda: booster.load_model(model, path))
     booster.load_model(model, path, rows=rows)
     assert optimizer is not None
     booster.load_optimizer(optimizer, path, rows=rows)
@@ -255,8 +253,7 @@ def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: i
     Checkpointer(TorchRun(saved_model)).save(tmp_path)
     model = nn.ModuleDict({name: nn.Linear(3, rows)})
     loader = Checkpointer(TorchRun(model, adamw(model)))
-    with pytest.raises(ValueError, match="missing from the checkpoint: optimizer 0"):
-        loader.load(tmp_path, **fit)
+    raises(ValueError, "missing from the checkpoint: optimizer 0", lambda: loader.load(tmp_path, **fit))
     assert loader.load(tmp_path, strict=False, **fit) is not None
 
 
@@ -269,8 +266,7 @@ def test_names_of_which_none_fits_are_told(saved: Any, whole: bool) -> None:
     model, optimizer, *_ = booster.boost(plain, adamw(plain))
 
     def load(**fit: Any) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             if whole:
                 booster.load_checkpoint(path, model, optimizer, strict=False, **fit)
             else:
@@ -304,9 +300,8 @@ def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pyt
     ],
 )
 def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match="rename") as error:
-        open_checkpoint(saved[0], rename=rules)
-    assert said in str(error.value)
+    error = raises(ValueError, "rename", lambda: open_checkpoint(saved[0], rename=rules))
+    assert said in error
 
 
 @pytest.mark.parametrize(

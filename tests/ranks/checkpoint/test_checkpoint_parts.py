@@ -1,7 +1,5 @@
 """Checkpoints of models whose layers are cut: saved under one layout of ranks, they go on under any other."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import pairwise
@@ -13,13 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shardwise.core.checkpoint import Checkpointer, EngineRun, NativeSource, PortableFiles, verify
 from shardwise.core.checkpoint.format import read_manifest
-from shardwise.core.checkpoint.formats.huggingface import write_huggingface
-from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.formats.single import write_single_optimizer
-from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.run import EngineRun
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.formats import write_huggingface, write_single_optimizer
 from shardwise.core.parallel.tensor import ShardSpec, TPPlan
 from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session

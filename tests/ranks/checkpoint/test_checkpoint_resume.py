@@ -1,7 +1,5 @@
 """A restored run goes on as if it had never stopped: bit for bit at the same world size, closely at any other."""
 
-from __future__ import annotations
-
 import math
 import os
 from itertools import pairwise

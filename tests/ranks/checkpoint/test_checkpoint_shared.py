@@ -1,24 +1,28 @@
-"""One directory for all ranks: who does not see it is named, other tags are told, and one save at a time goes in."""
+"""One directory for all ranks: who does not see it is named, other tags are told, and one save at a time goes in.
 
-from __future__ import annotations
+Files of another origin in a directory that a save replaces: taken along at once, whatever happens meanwhile.
+"""
 
+import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
 
+from shardwise.core.checkpoint import Checkpointer, CheckpointError, EngineRun, PortableFiles
+from shardwise.core.checkpoint.atomic import FileSystem, atomic_directory
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.run import EngineRun
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats.native import verify, write_native
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
-from shardwise.session import build
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.checkpoint_setup import Held, Run, differences, everything, start
 from tests.support.engine_setup import PLANS, one_mesh
@@ -143,3 +147,198 @@ def test_a_second_save_into_the_directory_is_refused_while_one_is_written(tmp_pa
     saver.close()
     for each in (first, second):
         each.close()
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = build(nn.Linear(3, 2), None, zero(3))
+    yield made
+    made.close()
+
+
+def put(folder: Path) -> dict[str, bytes]:
+    """A user's files: plain, in folders of folders, empty folders, links to something, to nothing and to a folder, a
+    hidden one, one of another mode, and names that nearly are the checkpoint's."""
+    (folder / "logs" / "deep" / "er").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "pieces-7.safetensors").mkdir()
+    names = ["notes", ".hidden", "logs/a", "logs/deep/er/b", "pieces-x.safetensors", "pieces-7.safetensors/mine"]
+    for name in names:
+        (folder / name).write_text(name)
+    (folder / "secret").write_bytes(b"1")
+    (folder / "secret").chmod(0 if os.geteuid() == 0 else 0o400)  # which root alone can read, and copy
+    (folder / "logs" / "deep" / "er").chmod(0o500)
+    (folder / "to-notes").symlink_to("notes")
+    (folder / "to-nothing").symlink_to("/no/such/file")
+    (folder / "to-logs").symlink_to("logs", target_is_directory=True)
+    return user_files(folder)
+
+
+def user_files(folder: Path) -> dict[str, Any]:
+    """What is in ``folder`` and not the checkpoint's: by path its kind, mode and content."""
+    found: dict[str, Any] = {}
+    for place, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = Path(place, name)
+            short = str(path.relative_to(folder))
+            if short == "manifest.json" or (short.startswith("pieces-0") and not path.is_dir()):
+                continue
+            content: Any = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
+            found[short] = (path.lstat().st_mode, content)
+    return found
+
+
+class NoLinks(FileSystem):
+    """A file system without hard links copies; one without an exchange of names renames twice."""
+
+    def link(self, path: str, place: str) -> None:
+        shutil.copy2(path, place, follow_symlinks=False)
+
+    def exchange(self, one: str, other: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("files", [FileSystem(), NoLinks()], ids=["links", "copies"])
+def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
+    session: Session, tmp_path: Path, files: FileSystem
+) -> None:
+    saver = Checkpointer(session, files)
+    saver.save(tmp_path, "best", user_state=1)
+    before = put(tmp_path / "best")
+    for version in (2, 3):
+        saver.save(tmp_path, "best", user_state=version, use_async=version == 3)
+        saver.wait_for_saves()
+        assert user_files(tmp_path / "best") == before
+        assert sorted(os.listdir(tmp_path)) == ["best", "latest"], "nothing hidden stays"
+    assert verify(tmp_path / "best") == []
+    restored = saver.load(tmp_path, "best")
+    assert restored is not None and restored.user_state == 3
+    saver.save(tmp_path, "other", keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "other"], "keep removes a checkpoint with all that is in it"
+
+
+class Killed(BaseException):
+    """As good as: nothing is put back or tidied up after it."""
+
+
+class Dying(FileSystem):
+    """The process ends before the call number ``left``; ``change`` runs when names were exchanged."""
+
+    def __init__(self, exchanging: bool) -> None:
+        super().__init__()
+        self.left, self.exchanging = -1, exchanging
+        self.dead, self.lock = False, -1
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in ("left", "exchanging", "dead", "lock") or name.startswith("_") or not callable(found):
+            return found
+
+        def call(*args: Any) -> Any:
+            if name == "exchange" and not self.exchanging:
+                return False
+            if self.left == 0:
+                self.dead = True
+            if self.dead and name != "close":  # the system closes what a process had open
+                raise Killed
+            self.left -= 1
+            result = found(*args)
+            if name == "lock_directory":
+                self.lock = result
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("exchanging", "every"),
+    [
+        pytest.param(True, 3, id="True-some"),
+        pytest.param(False, 3, id="False-some"),
+        *full(pytest.param(True, 1, id="True"), pytest.param(False, 1, id="False")),
+    ],
+)
+@mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
+def test_a_kill_at_any_call_loses_neither_checkpoint_nor_files(
+    session: Session, tmp_path: Path, exchanging: bool, every: int
+) -> None:
+    """Before every call of a save in turn, or some; the save that follows has them all where they were."""
+    at, visible = 0, 0
+    root, best = tmp_path / "run", tmp_path / "run" / "best"
+    Checkpointer(session).save(root, "best", user_state=0)
+    (best / "logs").mkdir()
+    (best / "logs" / "a").write_text("a")
+    (best / "notes").write_text("notes")
+    before = user_files(best)
+    while True:
+        files = Dying(exchanging)
+        files.left = at
+        with contextlib.suppress(Killed):
+            Checkpointer(session, files).save(root, "best", user_state=at + 1)
+        if not files.dead:
+            break
+        with contextlib.suppress(OSError):
+            os.close(files.lock)
+        (found,) = scan(str(root))
+        assert found.tag == "best" and verify(found.path) == [], f"killed at call {at}"
+        assert user_files(Path(found.path)) == before, f"killed at call {at}"
+        restored = Checkpointer(session).load(root)
+        assert restored is not None and restored.user_state in (0, at + 1), f"killed at call {at}"
+        visible += restored.user_state == at + 1
+        Checkpointer(session).save(root, "best", user_state=0)
+        assert user_files(best) == before and sorted(os.listdir(root)) == ["best", "latest"], f"killed at call {at}"
+        at += every
+    assert at > 20 and 0 < visible < at // every, (at, visible)
+
+
+def _refusing(path: str, place: str) -> None:
+    raise PermissionError(1, "Operation not permitted", path)
+
+
+def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(session: Session, tmp_path: Path) -> None:
+    files = FileSystem()
+    saver, best = Checkpointer(session, files), tmp_path / "best"
+    saver.save(tmp_path, "best", user_state=1)
+    (best / "logs").mkdir()
+    (best / "logs" / "mine").write_text("mine")
+    files.link = _refusing  # type: ignore[method-assign]
+    with pytest.raises(
+        CheckpointError, match="best/logs/mine does not belong to the checkpoint and cannot be kept: EPERM"
+    ):
+        saver.save(tmp_path, "best", user_state=2)
+    del files.link  # type: ignore[attr-defined]
+    (best / "manifest.json").rename(best / "kept.json")
+    (best / "manifest.json").mkdir()
+    with pytest.raises(ValueError, match=r"best/manifest\.json is a folder, and the checkpoint needs a file"):
+        saver.save(tmp_path, "best", user_state=2)
+    (best / "manifest.json").rmdir()
+    (best / "kept.json").rename(best / "manifest.json")
+    assert sorted(os.listdir(tmp_path)) == ["best", "latest"] and sorted(os.listdir(best / "logs")) == ["mine"]
+    restored = saver.load(tmp_path, "best")
+    assert restored is not None and restored.user_state == 1
+
+
+def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:
+    Checkpointer(session).save(tmp_path / "runs", "a")
+    for _ in range(2):
+        with open_checkpoint(tmp_path / "runs" / "a") as source:
+            write_native(source, tmp_path / "out" / "a")
+        if not (tmp_path / "out" / "a" / "notes").exists():
+            before = put(tmp_path / "out" / "a")
+    assert user_files(tmp_path / "out" / "a") == before and os.listdir(tmp_path / "out") == ["a"]
+
+    model = tmp_path / "models" / "model"
+    model.mkdir(parents=True)
+    before = put(model)
+
+    def write(more: Callable[[], object]) -> None:
+        with atomic_directory(model, lambda name: name == "weights") as fresh:
+            (fresh / "weights").write_text("new")
+            (fresh / "config").write_text("new")
+            more()
+
+    write(lambda: None)
+    (model / "config").write_text("mine")
+    write(lambda: (model / "late").write_text("late"))
+    assert set(user_files(model)) == {*before, "late", "weights", "config"}
+    assert (model / "config").read_text() == "new" and os.listdir(tmp_path / "models") == ["model"]

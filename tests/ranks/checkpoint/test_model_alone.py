@@ -1,22 +1,31 @@
-"""A model without its optimizers in the session's own format: what is saved is what is trained, masters in full."""
+"""A model without its optimizers in the session's own format: what is saved is what is trained, masters in full.
 
-from __future__ import annotations
+Optimizers that differ from those that were saved: state goes by the parameters' names, and what is new is said.
 
+The oracle is plain torch, whose state is handed on by name.
+"""
+
+import copy
 import dataclasses
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint.formats import open_checkpoint
+from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
 from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.mesh import Mesh
 from shardwise.deepspeed.saving import WithoutFrozen
-from shardwise.plan import zero
+from shardwise.plan import Plan, zero
+from shardwise.session import Session, build
 from shardwise.strategies.saving import ModelOnly
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import SCALER, plans
-from tests.support.engine_setup import adam, sharded
+from tests.support.engine_setup import adam, one_mesh, sharded
 from tests.support.sets import full
 
 NAMES = ("zero1", "zero3", "host", "bf16", "bf16 disk", "fp16", "straddling", "mixed")
@@ -104,3 +113,245 @@ def test_a_static_loss_scale_is_the_plans(tmp_path: Path) -> None:
             assert scaler.scale == after
             session.optimizers[0].load_state_dict(state)
             assert scaler.scale == after
+
+
+Optimizer = torch.optim.Optimizer
+ByName = dict[str, Any]
+ROWS = 6
+
+
+class Net(nn.Module):
+    """``head`` is there where it is asked for."""
+
+    def __init__(self, head: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.head = nn.Linear(3, 3) if head else nn.Identity()
+        self.body.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(torch.tanh(self.body(x))))
+
+
+def net(seed: int = 0, **how: bool) -> Net:
+    torch.manual_seed(seed)
+    return Net(**how).double()
+
+
+def adamw(*modules: nn.Module, **how: Any) -> Optimizer:
+    return torch.optim.AdamW([p for m in modules for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, **how)
+
+
+def halves(m: Net, first: ByName | None = None, second: ByName | None = None) -> Optimizer:
+    groups = [
+        {"params": list(m.body.parameters()), **(first or {})},
+        {"params": list(m.last.parameters()), **(second or {})},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def two(m: Net) -> list[Optimizer]:
+    return [adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run that saved, the one that goes on, what of its options is expected, and words of the warning."""
+
+    before: Callable[[Net], Any]
+    after: Callable[[Net], Any]
+    options: tuple[ByName, ...]
+    words: tuple[str, ...]
+    net_before: ByName = dataclasses.field(default_factory=dict)
+    net_after: ByName = dataclasses.field(default_factory=dict)
+
+
+LATER = {"lr": 2e-3}  # what a schedule made of it until the save
+CASES = {
+    "new layer": Case(adamw, adamw, (LATER,), ("start without state: head.weight, head.bias",), {}, {"head": True}),
+    "newly frozen": Case(
+        adamw, adamw, (LATER,), ("no optimizer has here: body.weight, body.bias",), {}, {"frozen": True}
+    ),
+    "newly trained": Case(
+        adamw, adamw, (LATER,), ("start without state: body.weight, body.bias",), {"frozen": True}, {}
+    ),
+    "split": Case(
+        adamw,
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        (LATER | {"weight_decay": 0.0}, LATER | {"weight_decay": 0.5}),
+        ("weight_decay of group 0 stays 0.0, the checkpoint has 0.01",),
+    ),
+    "turned": Case(
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        lambda m: torch.optim.AdamW(
+            [{"params": list(m.last.parameters())}, {"params": list(m.body.parameters())}], eps=1.0
+        ),
+        (LATER | {"weight_decay": 0.5, "eps": 1e-3}, LATER | {"weight_decay": 0.0, "eps": 1e-3}),
+        (),
+    ),
+    "one becomes two": Case(
+        adamw,
+        two,
+        (LATER,),
+        (
+            "optimizer 1 is SGD, but the checkpoint has the state of AdamW",
+            "these parameters start without state: last.weight, last.bias",
+        ),
+    ),
+}
+ANEW = {"newly frozen": {"body.weight", "body.bias"}, "one becomes two": {"last.weight", "last.bias"}}
+"""Of which no state is handed on, although there is some."""
+
+
+def several(made: Any) -> list[Optimizer]:
+    return made if isinstance(made, list) else [made]
+
+
+def rows(step: int) -> Tensor:
+    return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def plain_steps(model: Net, optimizers: list[Optimizer], first: int, last: int) -> None:
+    for step in range(first, last):
+        model(rows(step)).square().mean().backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+def named_state(model: nn.Module, optimizers: list[Optimizer]) -> ByName:
+    names = {p: name for name, p in model.named_parameters()}
+    return {
+        names[p]: {k: torch.as_tensor(v) for k, v in s.items()}
+        for each in optimizers
+        for p, s in each.state.items()
+        if s
+    }
+
+
+def expected(name: str, steps: int) -> tuple[ByName, ByName]:
+    """Plain torch: values, and state by name, right after the load (``steps=0``) or later."""
+    case = CASES[name]
+    model = net(**case.net_before)
+    optimizers = several(case.before(model))
+    plain_steps(model, optimizers, 0, 2)
+    old, values = named_state(model, optimizers), model.state_dict()
+    model = net(seed=5, **case.net_after)
+    model.load_state_dict(values, strict=False)
+    optimizers = several(case.after(model))
+    for group, options in zip(optimizers[0].param_groups, case.options, strict=True):
+        group.update(options)
+    for found, parameter in model.named_parameters():
+        if found in old and found not in ANEW.get(name, ()):
+            holder = next(o for o in optimizers for g in o.param_groups if any(parameter is p for p in g["params"]))
+            holder.state[parameter] = copy.deepcopy(old[found])
+    plain_steps(model, optimizers, 2, 2 + steps)
+    return copy.deepcopy(dict(model.state_dict())), named_state(model, optimizers)
+
+
+def steps_of(session: Session, first: int, last: int) -> None:
+    for step in range(first, last):
+        mine = rows(step).chunk(session.mesh.size)[session.mesh.rank]
+        session.backward(session.module(mine).square().mean())
+        for each in session.optimizers:
+            each.step()
+
+
+def sharded_state(session: Session, names: list[list[str]]) -> ByName:
+    found = {}
+    for each, own in zip(session.optimizers, names, strict=True):
+        for number, entry in each.state_dict()["state"].items():
+            found[own[number]] = {key: torch.as_tensor(value) for key, value in entry.items()}
+    return found
+
+
+def numbered(model: nn.Module, optimizers: list[Optimizer]) -> list[list[str]]:
+    names = {p: name for name, p in model.named_parameters()}
+    return [[names[p] for group in each.param_groups for p in group["params"]] for each in optimizers]
+
+
+def save(root: str, names: list[str]) -> None:
+    with one_mesh(zero(1)) as mesh:
+        for name in names:
+            model = net(**CASES[name].net_before)
+            session = build(model, CASES[name].before(model), zero(1), mesh)
+            steps_of(session, 0, 2)
+            for group in session.optimizers[0].param_groups:
+                group.update(LATER)
+            session.checkpoints.save(root, name)
+            session.close()
+
+
+def go_on(root: str, name: str, plan: Plan, mesh: Mesh, form: str) -> tuple[list[str], ByName, ByName, ByName]:
+    model = net(seed=5, **CASES[name].net_after)
+    made = CASES[name].after(model)
+    listed = numbered(model, several(made))
+    session = build(model, made, plan, mesh)
+    if name != "new layer":
+        steps_of(session, 50, 51)  # what is there goes
+    path = f"{root}/{name}" if form == "native" else f"{root}/{form} {name}"
+    with pytest.raises(ValueError, match="does not fit"):
+        session.checkpoints.load(path)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        session.checkpoints.load(path, strict=False)
+    told = [str(each.message) for each in caught if "loaded partially" in str(each.message)]
+    now = copy.deepcopy(sharded_state(session, listed))
+    steps_of(session, 2, 4)
+    values = dict(session.module.state_dict())
+    later = sharded_state(session, listed)
+    session.close()
+    return told, now, values, later
+
+
+def go_on_all(root: str, names: list[str], plan: str, form: str) -> list[tuple[list[str], ByName, ByName, ByName]]:
+    own = {**plans(root + "-disk"), "backward": zero(2).but(update="backward")}[plan]
+    with one_mesh(own) as mesh:
+        return [go_on(root, name, own, mesh, form) for name in names]
+
+
+def as_one(state: ByName) -> dict[str, Tensor]:
+    return {f"{name}/{key}": value.double() for name, entry in state.items() for key, value in entry.items()}
+
+
+def check(name: str, found: list[tuple[list[str], ByName, ByName, ByName]], rtol: float) -> None:
+    """On every rank, with the warning on the first."""
+    _, state = expected(name, 0)
+    values, later = expected(name, 2)
+    for rank, (told, now, reached, then) in enumerate(found):
+        assert len(told) == (rank == 0 and bool(CASES[name].words)), (name, told)
+        assert all(words in text for text in told for words in CASES[name].words), (name, told)
+        assert now.keys() == state.keys(), name
+        assert_close(as_one(now), as_one(state), rtol, name)
+        if rtol < 1e-9:
+            assert_close(reached, values, rtol, name)
+            assert then.keys() == later.keys()
+            assert_close(as_one(then), as_one(later), rtol, name)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every case, saved by two ranks; and as DCP, which keeps no classes."""
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save, str(root), list(CASES))
+    for name in CASES:
+        source = open_checkpoint(root / name)
+        write_dcp(source, root / f"dcp {name}")
+        source.close()
+    return root
+
+
+PLANS = [("zero3", 2, 1e-11), ("zero1", 3, 1e-11), ("mixed", 2, 1e-11), ("backward", 2, 1e-11), ("bf16", 2, 1e-6)]
+
+
+@pytest.mark.parametrize(("plan", "ranks", "rtol"), [PLANS[0], *full(*PLANS[1:])], ids=[plan for plan, *_ in PLANS])
+def test_state_goes_by_name_and_the_rest_starts_anew(saved: Path, plan: str, ranks: int, rtol: float) -> None:
+    found = run_ranks(ranks, go_on_all, str(saved), list(CASES), plan, "native")
+    for index, name in enumerate(CASES):
+        check(name, [each[index] for each in found], rtol)
+
+
+def test_formats_that_keep_no_classes_go_by_names_and_forms(saved: Path) -> None:
+    names = [name for name in CASES if "two" not in name]  # several optimizers become one in DCP
+    found = run_ranks(2, go_on_all, str(saved), names, "zero3", "dcp")
+    for index, name in enumerate(names):
+        check(name, [each[index] for each in found], 1e-11)

@@ -1,17 +1,20 @@
-"""Parameters and modules that a program changes after sharding: as in plain torch, or an error that names them."""
+"""Parameters and modules that a program changes after sharding: as in plain torch, or an error that names them.
 
-from __future__ import annotations
+What modules write to their own parameters in a forward pass: as in plain torch, or an error that names them.
+Versions of parameters that move without a write, as by ``p.set_(p)``: no edits, and no error.
+"""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, loss_of, one_mesh, seeded, sgd, sharded, told
+from tests.support.engine_setup import PLANS, data, loss_of, one_mesh, seeded, sgd, sharded, told
 from tests.support.sets import full
 
 State = dict[str, Tensor]
@@ -256,3 +259,178 @@ def test_untouched_masters_keep_their_precision() -> None:
     changed[0, 0] = 2.0
     assert not torch.equal(before["0.weight"], before["0.weight"].bfloat16().float())
     assert_close(after, {**before, "0.weight": changed}, 0.0, "one element was written")
+
+
+SHARDED_SETS = ["zero3", *full("zero3_gloo", "zero3_tensor")]
+
+
+class Codebook(nn.Module):
+    """Moves a frozen parameter in every training pass, as vector quantization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(3, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.codes.lerp_(torch.ones_like(self.codes), 0.25)
+        return x + self.codes.sum(0)
+
+
+class Replacing(Codebook):
+    """The same, with new data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.codes.data = self.codes.data * 0.75 + 0.25
+        return x + self.codes.sum(0)
+
+
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.words(torch.arange(4))
+
+
+def writing(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)).double()
+
+
+WRITERS: list[tuple[type[nn.Module], str]] = [
+    (Codebook, "1.codes"),
+    (Replacing, "1.codes"),
+    (Bounded, "1.words.weight"),
+]
+
+
+def write_in_forward(plan: Plan) -> list[str]:
+    messages = []
+    with one_mesh(plan) as mesh:
+        for kind, _ in WRITERS:
+            model = writing(kind)
+            with sharded(model, sgd(model), plan, mesh) as session:
+                messages.append(told(lambda: loss_of(session)))
+                if kind is not Bounded:
+                    model.eval()
+                    train(session)
+    return messages
+
+
+@pytest.mark.parametrize("name", SHARDED_SETS)
+def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> None:
+    for messages in run_ranks(2, write_in_forward, PLANS[name]):
+        for message, (_, parameter) in zip(messages, WRITERS, strict=True):
+            assert parameter in message and "gathered(write_back=True)" in message, message
+
+
+def write_where_kept(plan: Plan) -> list[State]:
+    states = []
+    with one_mesh(plan) as mesh:
+        for kind in (Codebook, Bounded):
+            model = writing(kind)
+            with sharded(model, sgd(model), plan, mesh) as session:
+                for index in range(3):
+                    session.backward(session.module(data(0, 0, index)).square().mean())  # the same on every rank
+                    session.optimizer.step()
+                states.append(session.module.state_dict())
+    return states
+
+
+def plainly(kind: type[nn.Module]) -> State:
+    model = writing(kind)
+    optimizer = sgd(model)
+    for index in range(3):
+        model(data(0, 0, index)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1")])
+def test_where_parameters_stay_gathered_modules_write_as_in_plain_torch(name: str) -> None:
+    expected = [plainly(kind) for kind in (Codebook, Bounded)]
+    for states in run_ranks(2, write_where_kept, PLANS[name]):
+        for state, want in zip(states, expected, strict=True):
+            assert_close(state, want, 1e-12, name)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * x
+
+
+class Parametrized(nn.Module):
+    """Its weight is computed with for the time of a forward pass, as adapters of single parameters do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.unsafe = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        register_parametrization(self.base, "weight", Doubled(), unsafe=self.unsafe)
+        try:
+            out: Tensor = self.base(x)
+        finally:
+            remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        return out
+
+
+def parametrized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Parametrized(), nn.Linear(6, 6))
+
+
+def set_to_itself(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.set_(param)
+
+
+def trained_plainly(unsafe: bool) -> State:
+    model = seeded(parametrized)
+    model[1].unsafe = unsafe
+    optimizer = sgd(model)
+    for index in range(2):
+        sum(model(data(rank, 0, index)).square().mean() for rank in range(2)).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def trained_parametrized(plan: Plan, unsafe: bool) -> State:
+    model = seeded(parametrized)
+    model[1].unsafe = unsafe
+    with sharded(model, sgd(model), plan) as session:
+        for index in range(2):
+            with torch.no_grad():
+                loss_of(session, index)
+            session.backward(loss_of(session, index))
+            set_to_itself(model)
+            session.optimizer.step()
+            set_to_itself(model)
+        return session.module.state_dict()
+
+
+def moved_plans() -> dict[str, Plan]:
+    return {
+        **{name: PLANS[name] for name in ("zero1", "zero2", "zero3", "zero3_gloo", "zero3_tensor", "half")},
+        "zero3-host": PLANS["zero3_gloo"].but(param_host_fraction=1.0, state_host_fraction=1.0),
+        "zero2-host": PLANS["zero2"].but(state_host_fraction=1.0),
+        "zero3-int8": PLANS["zero3"].but(compress_frozen="int8"),
+    }
+
+
+QUICK_MOVES = ("zero2-host", "zero3")
+
+
+@pytest.mark.parametrize("name", [*QUICK_MOVES, *full(*(name for name in moved_plans() if name not in QUICK_MOVES))])
+def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
+    for unsafe in (False, True):
+        expected = trained_plainly(unsafe)
+        for state in run_ranks(2, trained_parametrized, moved_plans()[name], unsafe):
+            assert_close(state, expected, 1e-11, name)

@@ -1,7 +1,5 @@
 """What would silently train or save something else is an error, and what may be done keeps values exactly."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

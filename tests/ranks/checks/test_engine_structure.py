@@ -1,18 +1,41 @@
-"""Modules and parameters that come, go or move after sharding: as in plain torch, or an error that names them."""
+"""Modules and parameters that come, go or move after sharding: as in plain torch, or an error that names them.
 
-from __future__ import annotations
+LoRA on packed experts (peft's ``target_parameters``), which puts a parametrization around each forward pass.
+torch's own data parallelism left around a model that is sharded: refused, since it would train by gradients of 0.
+What ``unshard()`` has given back stays as it is, whatever is asked of the session.
+"""
 
+import copy
+import tempfile
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parametrize
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from shardwise.plan import Plan
-from shardwise.session import Session
+from shardwise.core.mesh import Mesh
+from shardwise.plan import Plan, zero
+from shardwise.session import OneParameter, Session, ShardedOptimizer, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, adam, data, loss_of, one_mesh, run_plain, seeded, sgd, sharded, told
+from tests.support.engine_setup import (
+    PLANS,
+    adam,
+    check,
+    data,
+    loss_of,
+    one_mesh,
+    run_plain,
+    seeded,
+    sgd,
+    sharded,
+    told,
+)
 from tests.support.sets import full
 
 STAGES = ["zero3", *full("zero2", "zero3_gloo")]
@@ -241,3 +264,346 @@ def test_parameters_that_are_frozen_for_a_while(name: str, train: Callable[[Sess
     expected = thawing_plainly(train is frozen_before_backward)
     for state in run_ranks(2, thawing, PLANS[name], train):
         assert_close(state, expected, 1e-11, name)
+
+
+STEPS = 2
+
+
+Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+"""Losses, the last gradients, the state, and the weights with the adapter merged into them."""
+
+
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        use_cache=False,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def adapted() -> nn.Module:
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with warnings.catch_warnings(action="ignore"):
+        model = get_peft_model(base(), LoraConfig(r=2, target_modules=[], target_parameters=experts, lora_dropout=0.0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.02)
+    return model
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
+
+
+def adapted_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained_plainly() -> Result:
+    model = adapted()
+    optimizer, losses = optimizer_of(model), []
+    for step in range(STEPS):
+        loss = sum(adapted_loss(model, rank, step) for rank in range(2)) / 2
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads = grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, grads, state, merged(model)
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    return dict(copy.deepcopy(model).merge_and_unload().state_dict())
+
+
+def trained(plan: Plan) -> Result:
+    model, losses = adapted(), []
+    with sharded(model, optimizer_of(model), plan) as session:
+        for step in range(STEPS):
+            loss = adapted_loss(session.module, session.mesh.rank, step)
+            session.backward(loss)
+            grads = grads_of(model)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        state = session.module.state_dict()
+        with tempfile.TemporaryDirectory() as folder:
+            with session.module.gathered():
+                model.save_pretrained(folder)
+            return losses, grads, state, merged(PeftModel.from_pretrained(base(), folder))
+
+
+@pytest.mark.parametrize("name", full("zero2", "zero3", "zero3_tensor", "zero3_gloo"))
+def test_adapters_of_experts_train_as_plainly(name: str) -> None:
+    losses, grads, state, whole = trained_plainly()
+    results = run_ranks(2, trained, PLANS[name])
+    for step in range(STEPS):
+        assert abs(sum(found[step] for found, *_ in results) / 2 - losses[step]) < 1e-5
+    for _, found_grads, found, found_whole in results:
+        assert_close(found_grads, grads, 1e-4, f"{name}, gradients")
+        assert_close(found, state, 1e-4, name)
+        assert_close(found_whole, whole, 1e-4, f"{name}, exported and merged")
+
+
+RESIDENT = ["ddp", "zero1", "zero2"]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def one_pass(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyped-def]
+    yield model(data(rank, step)).square().mean(), False
+
+
+# ---- as the model, or in it
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DistributedDataParallel": DDP,
+    "DataParallel": nn.DataParallel,
+}
+
+
+def given(kind: str) -> list[str]:
+    said = []
+    for inside in (False, True):
+        model = seeded(net)
+        wrapped = WRAPPERS[kind](model)
+        outer = nn.Sequential(wrapped) if inside else wrapped
+        for name in ("ddp", "zero2", "zero3"):
+            said.append(told(lambda outer=outer, name=name: build(outer, adam(outer), PLANS[name]), ValueError))
+        assert not any(vars(module).get("_is_sharded") for module in model.modules())
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", list(WRAPPERS))
+def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None:
+    for outermost, *_, inside in run_ranks(ranks, given, kind):
+        assert f"module '' of the model is a {kind}" in outermost and "pass the wrapped model" in outermost
+        assert f"module '0' of the model is a {kind}" in inside
+
+
+# ---- around it
+
+
+class Outer(nn.Module):
+    """Has no attributes of the module in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def around(name: str) -> tuple[list[str], dict[str, Tensor]]:
+    """What is said, and the state after two steps in spite of it."""
+    said: list[str] = []
+    model = seeded(net)
+    with one_mesh(PLANS[name]) as mesh:
+        with sharded(model, adam(model), PLANS[name], mesh) as session:
+            said += [told(lambda: DDP(session.module)), told(lambda: DDP(session.model))]
+            if name in RESIDENT:
+                hidden = DDP(Outer(session.module))
+                said.append(told(lambda: hidden(data(mesh.rank, 0))))
+                del hidden
+            for step in range(2):
+                train(session, step)
+            state = session.module.state_dict()
+            session.unshard()
+        DDP(model)(data(mesh.rank, 0)).sum().backward()  # it is the user's again
+        assert model[0].weight.grad is not None and model[0].weight.grad.abs().sum() > 0
+    return said, state
+
+
+def train(session: Session, step: int) -> None:
+    session.module(data(session.mesh.rank, step)).square().mean().backward()
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("ddp", 1), ("zero2", 2), ("zero3", 2), *full(("ddp", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1))],
+)
+def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ranks: int) -> None:
+    found = run_ranks(ranks, around, name)
+    for said, _ in found:
+        assert len(said) == (3 if name in RESIDENT else 2)
+        assert all("DistributedDataParallel around a sharded Sequential" in message for message in said), said
+    check([state for _, state in found], run_plain(net, one_pass, ranks, 2), name)
+
+
+def before_the_model_was_sharded() -> str:
+    model = seeded(net)
+    outer = DDP(model)
+    with sharded(model, adam(model), PLANS["zero1"]) as session:
+        message = told(lambda: outer(data(session.mesh.rank, 0)))
+        train(session, 0)  # without it
+        return message
+
+
+def test_a_ddp_that_was_made_before_is_refused_when_it_runs() -> None:
+    for message in run_ranks(2, before_the_model_was_sharded):
+        assert "DistributedDataParallel around a sharded Sequential" in message
+
+
+def unsharded_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def enter(session: Session, write_back: bool) -> None:
+    with session.module.gathered(write_back=write_back):
+        pass
+
+
+def unshard_optimizer_of(session: Session) -> ShardedOptimizer:
+    return session.optimizers[0]
+
+
+def one(session: Session) -> OneParameter:
+    found = session.one(session.params[0])
+    assert found is not None
+    return found
+
+
+def loss(session: Session) -> torch.Tensor:
+    """Of the model that was given back."""
+    return session.model(torch.ones(2, 4)).sum()  # type: ignore[no-any-return]
+
+
+def call_around(session: Session) -> None:
+    with session.backward_pass():
+        loss(session).backward()  # type: ignore[no-untyped-call]
+
+
+Use = Callable[[Session, Path], object]
+USES: dict[str, Use] = {
+    "state_dict": lambda session, _: session.module.state_dict(),
+    "load_state_dict": lambda session, _: session.module.load_state_dict(unsharded_net().state_dict()),
+    "gathered": lambda session, _: enter(session, write_back=False),
+    "written back": lambda session, _: enter(session, write_back=True),
+    "save": lambda session, folder: session.checkpoints.save(folder / "new"),
+    "load": lambda session, folder: session.checkpoints.load(folder / "saved"),
+    "step": lambda session, _: unshard_optimizer_of(session).step(),
+    "backward": lambda session, _: session.backward(loss(session)),
+    "backward of the optimizer": lambda session, _: unshard_optimizer_of(session).backward(loss(session)),
+    "backward_by_grad": lambda session, _: unshard_optimizer_of(session).backward_by_grad(
+        loss(session), torch.ones(())
+    ),
+    "backward_pass": lambda session, _: call_around(session),
+    "expect_backward": lambda session, _: session.expect_backward(2.0),
+    "load_state_dict of the optimizer": lambda session, _: unshard_optimizer_of(session).load_state_dict({}),
+    "write_back": lambda session, _: session.write_back(),
+    "offload_states": lambda session, _: session.offload_states(),
+    "full_gradients": lambda session, _: session.full_gradients(),
+    "clip_grad_by_norm": lambda session, _: unshard_optimizer_of(session).clip_grad_by_norm(1.0),
+    "clip_grad_by_value": lambda session, _: unshard_optimizer_of(session).clip_grad_by_value(1.0),
+    "unscale": lambda session, _: unshard_optimizer_of(session).unscale(2.0),
+    "value": lambda session, _: one(session).value(),
+    "set_value": lambda session, _: one(session).set_value(torch.ones(4, 4)),
+    "set_gradient": lambda session, _: one(session).set_gradient(torch.ones(4, 4)),
+    "set_state": lambda session, _: one(session).set_state("momentum_buffer", torch.ones(4, 4)),
+}
+EACH = {"zero2": PLANS["zero2"], "zero3": PLANS["zero3"], "kept": zero(3).but(gathered_budget_bytes=10**8)}
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Values, and gradients."""
+    grads = {f"{name}.grad": param.grad for name, param in model.named_parameters()}
+    return {**{key: value.clone() for key, value in model.state_dict().items()}, **grads}
+
+
+def same(found: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    return found is before if found is None or before is None else torch.equal(found, before)
+
+
+def evaluate(session: Session) -> int:
+    """How many units stay gathered."""
+    with torch.no_grad():
+        session.module(torch.ones(2, 4))
+    return len(session.engine.pool._gathered)
+
+
+def uses(name: str, folder: Path) -> dict[str, tuple[str, bool]]:
+    found = {}
+    mesh = Mesh.create(EACH[name].mesh, torch.device("cpu"), EACH[name].comm)
+    for use, call in USES.items():
+        model = unsharded_net()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), EACH[name], mesh)
+        if use == "load":
+            session.checkpoints.save(folder / "saved")
+        session.backward(session.module(torch.ones(2, 4)).sum())
+        session.optimizers[0].step()
+        assert bool(evaluate(session)) == (name != "zero2")
+        session.unshard()
+        assert not session.engine.pool._gathered
+        before = state_of(model)
+        try:
+            call(session, folder)
+            message = ""
+        except Exception as error:
+            message = str(error)
+        session.unshard()  # does nothing
+        session.drop_gathered()
+        session.close()
+        found[use] = message, all(same(value, before[key]) for key, value in state_of(model).items())
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero3", *full("zero2", "kept")])
+def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) -> None:
+    """At ZeRO-3 the weights became NaN, after an error that said they had been moved, or after none; or nothing
+    happened."""
+    for found in run_ranks(2, uses, name, tmp_path):
+        for use, (message, same) in found.items():
+            assert "Sequential is no longer sharded since unshard()" in message, (use, message)
+            assert same, f"{use} changed the model"
+
+
+def old_optimizer(name: str) -> tuple[str, str]:
+    messages = []
+    for end in (Session.close, Session.unshard):
+        model = unsharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = build(model, optimizer, PLANS[name])
+        end(session)
+        try:
+            optimizer.step()
+            messages.append("stepped")
+        except RuntimeError as error:
+            messages.append(str(error))
+        session.mesh.close()
+    return messages[0], messages[1]
+
+
+def test_the_old_optimizer_says_that_it_has_parts_alone() -> None:
+    """It would update pieces that are of no model, and nothing would be trained. After close() alone the parameters
+    have no values at ZeRO-3, and a new optimizer is of no use."""
+    for closed, unsharded in run_ranks(2, old_optimizer, "zero3"):
+        assert "SGD" in closed and "model that was closed: build it again, with a new one" in closed
+        assert "SGD" in unsharded and "make a new one on model.parameters()" in unsharded
+    for messages in run_ranks(2, old_optimizer, "zero2"):
+        assert all("make a new one on model.parameters()" in text for text in messages), messages

@@ -1,7 +1,5 @@
 """States that one rank alone has, or that differ between ranks: an error on every rank, and nothing has changed."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

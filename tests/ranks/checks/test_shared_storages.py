@@ -1,7 +1,5 @@
 """Parameters whose storages torch puts into its own shared memory, for other processes, while they are trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler

@@ -1,7 +1,5 @@
 """The demo in ``examples/demo``: it learns, resumes, stops on a signal, fits a small device, refuses in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """ColossalAI's names on ranks: what is wrapped by hand trains as one process, and ranks find each other."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket
 import warnings
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 
 from shardwise import colossalai
 from shardwise.testing import assert_close, run_ranks
-from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.on_ranks import assert_refused, on_ranks, raises
 
 STEPS, ROWS = 3, 4
 
@@ -153,8 +151,7 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
     used.load_state_dict(expected)
     assert not torch.equal(before, used(batches()[0, 0]))
     used.load_state_dict(model().state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         late = GeminiAdamOptimizer(used, lr=1e-2, adamw_mode=False, verbose=True)
     train(used, late)
     assert_close(used.state_dict(only_rank_0=False), expected, 1e-6, "an optimizer that came late")
@@ -192,8 +189,7 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
 )
 def test_arguments_that_an_optimizer_in_chunks_has_not_are_named(make: Any, said: str) -> None:
     wrapped = zero_model_wrapper(model(), 3, {"mixed_precision": torch.float32, "device": "cpu"})
-    with pytest.raises(TypeError, match=said):
-        make(wrapped)
+    raises(TypeError, said, lambda: make(wrapped))
 
 
 def _plugins() -> None:
@@ -279,10 +275,8 @@ def test_ranks_find_their_groups_and_train_under_every_plugin(tmp_path: Path) ->
     manager.create_process_group("even", [0, 2])
     assert rank % 2 or dist.get_world_size(manager.get("even")) == 2
     manager.destroy_all()
-    with pytest.raises(ValueError, match="'even'"):
-        manager.get("even")
-    with pytest.raises(ValueError, match="grid of 3"):
-        ProcessGroupMesh(3)
+    raises(ValueError, "'even'", lambda: manager.get("even"))
+    raises(ValueError, "grid of 3", lambda: ProcessGroupMesh(3))
     _plugins()
 
 

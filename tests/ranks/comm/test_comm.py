@@ -1,18 +1,26 @@
-"""Every group against plain arithmetic: results to the bit, order, overlap, traffic; and ranks that fail."""
+"""Every group against plain arithmetic: results to the bit, order, overlap, traffic; and ranks that fail.
 
-from __future__ import annotations
+Parts of different lengths are gathered and reduced as equal ones are, by every group that has them.
+Messages from rank to rank that are waited for more than once.
+"""
 
 import itertools
+import os
 import random
+import signal
 import threading
 import time
+from types import FrameType
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.core.comm import Buffer, Group, LocalGroup
+from shardwise.core.comm.link import Link
 from shardwise.core.comm.summing import TILE_NUMEL
 from shardwise.testing import run_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.scope import CPU, Scope, same, summed, values
 from tests.support.sets import full
 
@@ -97,8 +105,7 @@ def agreement(kind: str) -> None:
         # The length of the text differs by rank.
         told = group.exchange_object({"rank": rank, "name": "x" * (rank * 300), "shape": [1, None, True]})
         assert told == [{"rank": r, "name": "x" * (r * 300), "shape": [1, None, True]} for r in range(size)]
-        with pytest.raises(TypeError, match="cannot exchange"):
-            group.exchange_object({1j: CPU})
+        raises(TypeError, "cannot exchange", lambda: group.exchange_object({1j: CPU}))
         for src in range(size):
             for dtype in (*DTYPES, torch.int64, torch.bool, torch.complex64):
                 tensor = torch.full((3, 5), rank + 1).to(dtype).t()
@@ -153,7 +160,9 @@ def test_nobody_overtakes_a_reader(size: int) -> None:
     run_ranks(size, random_speeds, 40)
 
 
-def polled(kind: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("kind", ["shared", "gloo"])
+def test_finished_without_waiting(kind: str) -> None:
     """finished() makes progress by itself, and is true only when the result is there. At most two threads see to it
     (and two that do what other ranks of the host need), however often it is asked, and end with the group."""
     watchers: set[threading.Thread] = set()
@@ -187,11 +196,6 @@ def polled(kind: str) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_finished_without_waiting(kind: str) -> None:
-    run_ranks(3, polled, kind)
-
-
 def misuse(kind: str) -> None:
     with Scope(kind) as group:
         size = group.size
@@ -209,11 +213,9 @@ def misuse(kind: str) -> None:
             (lambda: group.broadcast(torch.empty(1), size), f"rank {size}"),
             (lambda: group.buffers([(4 + group.rank % 2, torch.float32)]), "same specs"),
         ):
-            with pytest.raises(ValueError, match=text):
-                call()
+            raises(ValueError, text, call)
         handle = group.all_reduce(full, 1.0)
-        with pytest.raises(RuntimeError, match="wait\\(\\) for its handle"):
-            group.all_reduce(full, 1.0)
+        raises(RuntimeError, "wait\\(\\) for its handle", lambda: group.all_reduce(full, 1.0))
         handle.wait()
         full.wait_writable()
         group.fence()
@@ -268,3 +270,132 @@ def test_a_group_of_one_rank_converts_and_scales_with_one_rounding(scale: float)
         group.reduce_scatter(out, full, scale).wait()
         assert torch.equal(out, summed(1, LARGE, kept, wanted, scale)), (kept, wanted)
         assert all(tile.numel() <= TILE_NUMEL for tile in group._sum._kept.values())
+
+
+def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> None:
+    """Parts of 1, 601, 3, 1801, ... elements, in a smaller part of a buffer, gathered and reduced."""
+    size, rank = group.size, group.rank
+    bounds = tuple(
+        itertools.accumulate((1 if r == 0 else 3 if r == 2 else 600 * r + 1 for r in range(size)), initial=0)
+    )
+    numel, own = bounds[-1], slice(bounds[rank], bounds[rank + 1])
+    (full,) = group.buffers([(numel + 9, dtype)])
+    (shard,) = group.shards([(bounds, dtype)], joint)
+    full.resize(numel, bounds)
+    assert shard.local.numel() == bounds[rank + 1] - bounds[rank]
+    everything = values(99, numel, dtype)
+    shard.local.copy_(everything[own])
+    full.local[own] = everything[own]
+    group.fence()
+    before = dict(group.traffic.bytes)
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    handles = [group.all_gather(out, shard), group.all_gather_in_place(full)]
+    for handle in handles:
+        handle.wait()
+    assert torch.equal(out, everything)
+    group.fence()
+    assert torch.equal(full.local, everything)
+    joined = group.joined(shard)
+    assert joined is None or (joint and torch.equal(joined, everything))
+    group.fence()
+    for reduced in (torch.empty(shard.local.numel(), dtype=dtype), full.local[own]):
+        full.wait_writable()
+        full.local.copy_(values(rank, numel, dtype, 3))
+        handle = group.reduce_scatter(reduced, full, 0.3)
+        handle.wait()
+        handle.wait()
+        same(reduced, summed(size, numel, dtype, dtype, 0.3, 3)[own], kind)
+    full.wait_writable()
+    full.local.copy_(values(rank, numel, dtype, 4))
+    group.all_reduce(full, 1.0 / size).wait()
+    same(full.local, summed(size, numel, dtype, dtype, 1.0 / size, 4), kind)
+    full.wait_writable()
+    sent = {kind: count - before[kind] for kind, count in group.traffic.bytes.items()}
+    own_bytes, whole_bytes = shard.local.nbytes, full.local.nbytes
+    read_as_one = joined is not None
+    assert sent["all_gather"] == (2 + read_as_one) * (size - 1) * own_bytes
+    assert sent["reduce_scatter"] == 2 * (whole_bytes - own_bytes)
+    assert sent["all_reduce"] == whole_bytes - own_bytes + (size - 1) * own_bytes
+
+
+def every_dtype(kind: str) -> None:
+    with Scope(kind) as group:
+        for dtype, joint in itertools.product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
+            unequal_parts(group, kind, dtype, joint)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 3)])
+def test_parts_of_different_lengths(kind: str, size: int) -> None:
+    run_ranks(size, every_dtype, kind)
+
+
+INSIDE_S = 0.2
+"""Until a thread that has begun to wait is inside of gloo; sooner or later, the test passes."""
+
+
+class Counted:
+    """A work whose waits are counted.
+
+    Attributes:
+        began: somebody waits.
+        through: of each wait that has ended, whether what it is for had come.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work, self.began, self.through = work, threading.Event(), list[bool]()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        self.began.set()
+        try:
+            self._work.wait()
+        finally:
+            self.through.append(self._work.is_completed())
+
+
+def interrupted() -> list[str]:
+    """A signal comes to rank 0 while it waits, and it waits again. Rank 1 sends when the signal is there."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    told = []
+    with Scope("gloo") as group:
+        link, x = Link(group._gather_link._process_group, "test"), torch.zeros(3)  # type: ignore[attr-defined]
+        if group.rank == 1:
+            dist.recv(torch.zeros(1), src=0)
+            link.send(x + 1, 0, 1, "a test").wait()
+        else:
+            seen = list[float]()
+            message = link.receive(x, 1, 1, "a test")
+            message.arrived = lambda: seen.append(float(x[0]))
+            work = Counted(message._work)  # type: ignore[arg-type]
+            message._work = work  # type: ignore[assignment]
+
+            def signals() -> None:
+                work.began.wait()
+                time.sleep(INSIDE_S)
+                os.kill(os.getpid(), signal.SIGALRM)
+                dist.send(torch.zeros(1), dst=1)
+
+            thread, before = threading.Thread(target=signals), signal.signal(signal.SIGALRM, interrupt)
+            thread.start()
+            try:
+                message.wait()
+            except KeyboardInterrupt:
+                told.append("interrupted")
+            thread.join()
+            signal.signal(signal.SIGALRM, before)
+            message.wait()
+            message.wait()
+            assert work.through[-1] and work.through.count(True) == 1, "a second message was waited for"
+            assert seen == [1.0]
+            assert x.tolist() == [1.0] * 3
+        group.barrier()
+    return told
+
+
+def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
+    assert run_ranks(2, interrupted) == [["interrupted"], []]

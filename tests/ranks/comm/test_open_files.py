@@ -1,20 +1,62 @@
-"""Connections are open files: what becomes of their limit (``ulimit -n``)."""
+"""Connections are open files: what becomes of their limit (``ulimit -n``).
 
-from __future__ import annotations
+Collectives in 8 bits: what they give on every way beside plain arithmetic, their bytes, what cannot be.
+Bytes on the wire per step, to the byte, against formulas written out here.
 
+With N ranks, an operation on a whole array of B bytes sends (N-1)/N B from every rank; an all-reduce sends twice that.
+Psi is the padded bytes of the trainable chunks. Padding: fewer than N * R elements a chunk, and fewer than 64 bytes in
+front of each matrix. What the ranks tell each other besides (which parameters were used, norms) is counted as
+``exchange`` and bounded separately.
+
+What stage 3 gathers in a step with a chain of K equal units, a budget of b units and a prefetch of p:
+* forward gathers each unit once, K;
+* backward reads the weights of the last r units, in reverse: r = K where the model's input needs a gradient, else
+  K - 1, since the first layer's weight is only needed for that;
+* what is still there at the turn is not gathered again: the last max(1, b) units, or max(1 + p, b) once the order is
+  known (from the second step on), since units that are about to be used are not evicted.
+
+How thousands of ranks agree, tried with a few: the same answers as where each rank gets every rank's numbers.
+"""
+
+import itertools
+import math
 import os
 import resource
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from shardwise.core.comm import members
+from shardwise.core.comm import (
+    BLOCK,
+    FORMATS,
+    GRADIENTS,
+    INT4,
+    INT8,
+    VALUES,
+    BlockFormat,
+    Group,
+    GroupMaker,
+    P2PChannel,
+    Summary,
+    compressed,
+    members,
+)
 from shardwise.core.mesh import Mesh
-from shardwise.plan import zero
+from shardwise.plan import Plan, zero
+from shardwise.testing import run_ranks
+from tests.support.engine_setup import PLANS, meshes, sharded
 from tests.support.launching import SECONDS, forked, start
+from tests.support.on_ranks import on_ranks
+from tests.support.scope import CPU, Scope, values
+from tests.support.sets import full
 
 RANKS = 4
 
@@ -39,8 +81,7 @@ def limited(rank: int, meet: str) -> None:
 def too_few(limit: int) -> None:
     """The hard limit is too low."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         members.make_room(10)  # that many fit
         assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + members.SPARE
         members.make_room(5000)
@@ -67,3 +108,437 @@ def test_the_limit_goes_up_to_what_a_mesh_needs(tmp_path: Path) -> None:
 
 def test_a_hard_limit_that_is_too_low_is_told_once() -> None:
     assert ended(too_few, (1000,)) == [17]
+
+
+SLICES = (0, 1, 7, BLOCK, 3 * BLOCK + 5)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RELATIVE = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3, INT8: 0.0, INT4: 0.0}
+ABSOLUTE = {VALUES: 2.0**-17, GRADIENTS: 2.0**-31, INT8: 1 / 127, INT4: 1 / 7}
+
+
+def rounded(row: Tensor, format_: BlockFormat) -> Tensor:
+    row = row.clone()
+    format_.round_(row)
+    return row
+
+
+def given(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
+    """Of several magnitudes."""
+    powers = torch.arange(numel) % 11 - 5
+    return (values(rank, numel, torch.float32, round_) * torch.exp2(powers)).to(dtype)
+
+
+def by_slice(full: Tensor, size: int, format_: BlockFormat) -> Tensor:
+    return torch.cat([rounded(part, format_) for part in full.view(size, -1)])
+
+
+def written(numel: int, format_: BlockFormat) -> int:
+    return -(-numel * format_.bits // 8) + -(-numel // BLOCK)
+
+
+def both(kind: str, name: str) -> None:
+    """Each dtype with each length, scales by turns."""
+    weights, gradients = FORMATS[name]
+    with Scope(kind) as group:
+        sent = compressed(group, weights)
+        scales = (1.0, 1.0 / group.size)
+        for turn, (dtype, numel) in enumerate(itertools.product(DTYPES, SLICES)):
+            gathers(sent, numel, dtype, weights)
+            reductions(compressed(group, gradients), numel, dtype, scales[turn % 2], gradients)
+        overflow(compressed(group, gradients))
+        with pytest.raises(ValueError, match=r"float64.*switch compression"):
+            sent.all_reduce(sent.buffers([(group.size, torch.float64)])[0], 1.0)
+        assert sent.exchange([float(group.rank)], "ranks") == [[float(r)] for r in range(group.size)]
+        sent.barrier()
+
+
+def gathers(group: Group, numel: int, dtype: torch.dtype, format_: BlockFormat) -> None:
+    size, rank = group.size, group.rank
+    full, shard = group.buffers([(size * numel, dtype), (numel, dtype)])
+    expected = torch.cat([rounded(given(r, numel, dtype), format_) for r in range(size)])
+    for own in (shard.local, group.slice_of(full.local, rank)):
+        own.copy_(given(rank, numel, dtype))
+        group.round_(own)
+    group.fence()
+    group.traffic.reset()
+    out = torch.full((size * numel,), 7.0, dtype=dtype)
+    handles = [group.all_gather(out, shard), group.all_gather_in_place(full)]
+    for handle in handles * 2:
+        handle.wait()
+        assert handle.finished()
+    assert torch.equal(out, expected)
+    group.fence()
+    assert torch.equal(full.local, expected)
+    own_bytes = written(numel, format_) if group.sends_slices else numel * dtype.itemsize
+    assert group.traffic.bytes["all_gather"] == 2 * (size - 1) * own_bytes
+    group.fence()
+
+
+def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float, format_: BlockFormat) -> None:
+    size, rank = group.size, group.rank
+    (full,) = group.buffers([(size * numel, dtype)])
+    everyone = [given(r, size * numel, dtype) for r in range(size)]
+    total = by_slice(everyone[0], size, format_).float()
+    for each in everyone[1:]:
+        total = total + by_slice(each, size, format_).float()
+    total *= scale
+    own = slice(rank * numel, (rank + 1) * numel)
+    group.traffic.reset()
+    for out in (torch.empty(numel), torch.empty(numel, dtype=dtype), full.local[own]):
+        full.wait_writable()
+        full.local.copy_(everyone[rank])
+        handle = group.reduce_scatter(out, full, scale)
+        handle.wait()
+        handle.wait()
+        assert torch.equal(out, total[own].to(out.dtype))
+    full.wait_writable()
+    full.local.copy_(everyone[rank])
+    handle = group.all_reduce(full, scale)
+    while not handle.finished():
+        pass
+    handle.wait()
+    assert torch.equal(full.local, by_slice(total.to(dtype), size, format_))
+    within(full.local, everyone, scale, format_)
+    own_bytes = written(numel, format_) if group.sends_slices else numel * dtype.itemsize
+    assert sum(group.traffic.bytes.values()) == (3 + 2) * (size - 1) * own_bytes
+    full.wait_writable()
+    group.barrier()
+
+
+def within(found: Tensor, everyone: list[Tensor], scale: float, format_: BlockFormat) -> None:
+    """The bound that is stated, of the terms and of the sum."""
+    terms = torch.stack([each.double().abs() for each in everyone]).sum(0) * scale
+    exact = torch.stack([each.double() for each in everyone]).sum(0) * scale
+    most = terms.max() if terms.numel() else 0.0
+    bound = (2 * RELATIVE[format_] + RELATIVE[format_] ** 2 + 2**-7) * terms + ABSOLUTE[format_] * 4 * most
+    assert ((found.double() - exact).abs() <= bound).all()
+
+
+def overflow(group: Group) -> None:
+    """What one rank has that is not finite no rank loses."""
+    (full,) = group.buffers([(group.size * 300, torch.float16)])
+    for bad in (float("inf"), float("nan")):
+        full.wait_writable()
+        full.local.fill_(60000.0 if group.rank else 1.0)
+        if group.rank == 0:
+            full.local[5] = bad
+        group.all_reduce(full, 1.0 / group.size).wait()
+        assert not full.local[:BLOCK].isfinite().any()
+        assert full.local[BLOCK:].isfinite().all()
+        full.wait_writable()
+
+
+WAYS = (("shared", 3), ("gloo", 3), ("native", 2))
+EVERY = [(name, *way) for name in FORMATS for way in WAYS]
+FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS))]
+"""Each way, and each format."""
+
+
+@pytest.mark.parametrize(("name", "kind", "size"), [case if case in FEW else full(case)[0] for case in EVERY])
+def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, size: int) -> None:
+    run_ranks(size, both, kind, name)
+
+
+def one_message(wire: P2PChannel, rank: int, x: Tensor, lane: int, format_: BlockFormat, tag: int) -> None:
+    described = lane == 1
+    if rank == 0:
+        wire.send(x.t() if x.dim() == 2 else x, 1, lane, tag, "x", described=described)
+        return
+    expected = x.t().contiguous() if x.dim() == 2 else x
+    like = (expected.shape, expected.dtype)
+    found = wire.receive_described(0, lane, tag, "x") if described else wire.receive(like, 0, lane, tag, "x")
+    assert found is not None
+    if format_.takes(x.dtype) and x.numel():
+        expected = rounded(expected.view(-1), format_).view(expected.shape)
+    assert torch.equal(found, expected)
+    assert found.dtype == x.dtype
+
+
+@on_ranks(2)
+def test_compressed_messages() -> None:
+    maker = GroupMaker(CPU, False, 60.0)
+    plain = maker.make_wire("pp", [[0, 1]])
+    wire, rank = plain.compressed(), torch.distributed.get_rank()
+    sent = [given(0, 300, dtype).view(3, 100) for dtype in DTYPES]
+    sent += [torch.arange(5), torch.zeros(0, 4), given(0, 6, torch.float32).double()]
+    try:
+        for tag, x in enumerate(sent):
+            for lane, format_ in enumerate((VALUES, GRADIENTS)):
+                one_message(wire, rank, x, lane, format_, tag)
+        bytes_ = sum(x.numel() + 3 for x in sent[:3]) + sum(x.nbytes for x in sent[3:])
+        shapes = sum(wire_shapes for wire_shapes in [12 * 8 * len(sent)])
+        assert plain.traffic.bytes["send"] == (2 * bytes_ + shapes if rank == 0 else 0)
+        wire.settle()
+    finally:
+        maker.close()
+
+
+WIDTH, DEPTH = 17, 5
+UNIT = WIDTH * WIDTH + WIDTH
+Case = tuple[Plan, dict[str, Any]]
+"""A plan, and the settings of :func:`count`."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's steps: traffic by kind, and the padded sizes of the chunks in elements."""
+
+    steps: list[dict[str, int]]
+    trainable: list[int]
+    frozen: list[int]
+    peak_gathered: int
+
+
+def chain(freeze: int = 0) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    model[:freeze].requires_grad_(False)
+    return model
+
+
+def count(
+    plan: Plan,
+    steps: int = 2,
+    passes: int = 1,
+    no_sync: bool = False,
+    input_grad: bool = True,
+    freeze: int = 0,
+    mesh: Mesh | None = None,
+) -> Counted:
+    model = chain(freeze)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
+    with sharded(model, optimizer, plan, mesh) as session:
+        traffic = []
+        for _ in range(steps):
+            session.reset_traffic()
+            for index in range(passes):
+                loss = session.module(torch.randn(3, WIDTH, requires_grad=input_grad)).square().mean()
+                if no_sync and index + 1 < passes:
+                    with session.no_sync():
+                        before = session.traffic()
+                        session.backward(loss)
+                        assert session.traffic() == before
+                else:
+                    session.backward(loss)
+            session.optimizer.step()
+            traffic.append(session.traffic())
+        chunks = session.engine.shards.layout.chunks
+        trainable = [c.padded_numel for c in chunks if c.trainable]
+        frozen = [c.padded_numel for c in chunks if not c.trainable]
+        return Counted(traffic, trainable, frozen, session.memory().peak_gathered_bytes)
+
+
+def count_all(cases: list[Case]) -> list[Counted]:
+    with meshes() as mesh_of:
+        return [count(plan, mesh=mesh_of(plan), **settings) for plan, settings in cases]
+
+
+def counts(world_size: int, cases: list[Case]) -> list[Counted]:
+    """All ranks send the same; padding is within what the file's head states."""
+    results = run_ranks(world_size, count_all, cases)
+    for result in results:
+        assert result == results[0]
+    for (_, settings), counted in zip(cases, results[0], strict=True):
+        # Two messages a unit and pass, and a few a step, of at most 64 numbers each.
+        messages = int(settings.get("passes", 1)) * (2 * DEPTH + 8) + 8
+        for step in counted.steps:
+            assert step["broadcast"] == 0 and step["exchange"] <= 64 * 8 * (world_size - 1) * messages
+        padded = counted.trainable + counted.frozen
+        assert UNIT * DEPTH <= sum(padded) < (UNIT + 16) * DEPTH + len(padded) * world_size
+    return results[0]
+
+
+def sends(numel: int, itemsize: int, ranks: int) -> int:
+    assert numel % ranks == 0
+    return (ranks - 1) * (numel // ranks) * itemsize
+
+
+def check_step(step: dict[str, int], gathered: int, scattered: int, reduced: int = 0) -> None:
+    found = (step["all_gather"], step["reduce_scatter"], step["all_reduce"])
+    assert found == (gathered, scattered, reduced)
+
+
+campaign = pytest.mark.campaign
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shared"),
+    [
+        pytest.param(2, None, id="2-shared"),
+        *full(pytest.param(3, False, id="3-gloo"), pytest.param(4, None, id="4-shared")),
+        pytest.param(2, False, id="2-gloo", marks=campaign),
+        pytest.param(3, None, id="3-shared", marks=campaign),
+        pytest.param(4, False, id="4-gloo", marks=campaign),
+    ],
+)
+def test_two_psi(world_size: int, shared: bool | None) -> None:
+    """DDP, ZeRO-1 and ZeRO-2: 2 Psi (N-1)/N."""
+    stages = ("ddp", "zero1", "zero2")
+    results = counts(world_size, [(PLANS[stage].but(shared_memory=shared), {}) for stage in stages])
+    for stage, result in zip(stages, results, strict=True):
+        psi = sends(sum(result.trainable), 4, world_size)
+        for step in result.steps:
+            check_step(step, *((0, 0, 2 * psi) if stage == "ddp" else (psi, psi)))
+
+
+def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
+    return max(1 + prefetch if known else 1, budget_units)
+
+
+def test_budgets_fall_from_three_psi_to_two() -> None:
+    per_step = []
+    budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in (0, 1)]
+    plans = [zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
+    for (units, prefetch), result in zip(budgets, counts(2, [(plan, {}) for plan in plans]), strict=True):
+        unit = sends(result.trainable[0], 4, 2)
+        again = max(DEPTH - kept_units(units, prefetch, known=True), 0)
+        # A budget of everything is ZeRO-2: one gather, right after the update.
+        check_step(result.steps[1], unit * (DEPTH + again), unit * DEPTH)
+        whole = result.trainable[0] * 4
+        if units < DEPTH:
+            assert result.peak_gathered == whole * kept_units(units, prefetch, known=True)
+        else:
+            assert result.peak_gathered == 0  # resident, not gathered
+        if prefetch == 1:
+            per_step.append(result.steps[1]["all_gather"])
+    assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
+
+
+@pytest.mark.parametrize(
+    ("shared", "stages"),
+    [
+        pytest.param(None, (1, 2, 3), id="shared"),
+        *full(pytest.param(False, (3,), id="gloo")),
+        pytest.param(False, (1, 2), id="gloo-stages-1-2", marks=campaign),
+    ],
+)
+def test_hybrid_shard(shared: bool | None, stages: tuple[int, ...]) -> None:
+    """Reduce-scatter over the shard group, then all-reduce of the shard over the replicas."""
+    plans = [zero(stage, dp_replicate=2).but(shared_memory=shared, prefetch=0) for stage in stages]
+    for stage, result in zip(stages, counts(4, [(plan, {}) for plan in plans]), strict=True):
+        psi = sends(sum(result.trainable), 4, 2)
+        replicas = 2 * sends(sum(result.trainable) // 2, 4, 2)
+        gathered = psi + psi * (DEPTH - 1) // DEPTH if stage == 3 else psi
+        for step in result.steps:
+            check_step(step, gathered, psi, replicas)
+
+
+@pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
+def test_micro_batches_and_no_sync(shared: bool | None) -> None:
+    passes = 3
+    replicated_once = [(name, no_sync) for name in ("ddp", "zero1") for no_sync in (True, False)]
+    cases: list[Case] = [(PLANS[name], {"passes": passes, "no_sync": no_sync}) for name, no_sync in replicated_once]
+    cases += [(PLANS["zero2"], {"passes": passes}), (PLANS["zero3"].but(prefetch=0), {"passes": passes})]
+    *results, zero2, zero3 = counts(2, [(plan.but(shared_memory=shared), settings) for plan, settings in cases])
+    for (name, no_sync), result in zip(replicated_once, results, strict=True):
+        psi = sends(sum(result.trainable), 4, 2)
+        reductions = 1 if no_sync else passes
+        for step in result.steps:
+            check_step(step, *((0, 0, 2 * psi * reductions) if name == "ddp" else (psi, psi * reductions)))
+    psi = sends(sum(zero2.trainable), 4, 2)
+    for step in zero2.steps:
+        check_step(step, psi, psi * passes)
+    unit = sends(zero3.trainable[0], 4, 2)
+    # Backward ends with the first unit in place, where the next forward begins.
+    gathers = passes * (2 * DEPTH - 1) - (passes - 1)
+    for step in zero3.steps:
+        check_step(step, unit * gathers, unit * DEPTH * passes)
+
+
+def test_frozen_parameters_cost_nothing() -> None:
+    """At stages 1 and 2 nothing at all; at stage 3 they are gathered but not reduced, and stay valid over the step."""
+    names = ("ddp", "zero1", "zero2")
+    settings = {"freeze": 2, "input_grad": False}
+    plans = [*(PLANS[name] for name in names), zero(3).but(prefetch=0)]
+    *results, zero3 = counts(2, [(plan, settings) for plan in plans])
+    for name, result in zip(names, results, strict=True):
+        assert sum(result.frozen) >= 2 * UNIT
+        psi = sends(sum(result.trainable), 4, 2)
+        for step in result.steps:
+            check_step(step, *((0, 0, 2 * psi) if name == "ddp" else (psi, psi)))
+    unit = sends(zero3.trainable[0], 4, 2)
+    # Backward reads the weights of the trainable units but the first of them; the last one is still there.
+    for step in zero3.steps:
+        check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
+
+
+def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
+    model = chain()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+        session.reset_traffic()
+        session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())
+        session.optimizer.step()
+        return session.traffic(), session.engine.shards.layout.chunks[0].padded_numel
+
+
+def test_gradients_of_unused_units_are_not_sent() -> None:
+    for traffic, padded in run_ranks(2, unused_block, zero(3)):
+        assert traffic["reduce_scatter"] == 2 * sends(padded, 4, 2)
+
+
+FIRST, END = "backward of the first layer", "end of the pass"
+
+
+FLAGS, MORE_FLAGS = 100, 2000
+
+
+def numbers(rank: int) -> list[float]:
+    return [float(rank), -2.0 * rank, 7.0, *(float((rank * step) % 5) for step in range(60))]
+
+
+def flags(rank: int) -> list[bool]:
+    return [(each + rank) % 7 == 0 for each in range(FLAGS)]
+
+
+def told(kind: str, rows_up_to: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    with mock.patch.object(Group, "rows_up_to", rows_up_to), Scope(kind) as group:
+        found: dict[str, Any] = {
+            "unlike": group.summarize(numbers(rank), "a test", flags=flags(rank)),
+            "alike": group.summarize([3.0, 2.0**53 - 1], "a test", flags=flags(0)),
+            "one flag": group.summarize([1.0], "a test", flags=[rank == 1]),
+            "one value": group.summarize([float(rank == 1)], "a test", flags=flags(0)),
+            "more flags": group.summarize([1.0], "a test", flags=[(at + rank) % 9 == 0 for at in range(MORE_FLAGS)]),
+            "nothing": group.summarize([], "a test"),
+            "rows": group.exchange(numbers(rank), "a test"),
+            "same rows": group.exchange([1.0, 2.5], "a test"),
+            "no rows": group.exchange([], "a test"),
+            "objects": group.exchange_object({"rank": rank}),
+            "first's": group.broadcast_values(numbers(rank), "a test"),
+            "first's, alike": group.broadcast_values(numbers(1), "a test"),
+            "sums": group.totals([math.sqrt(each + 60.0) for each in numbers(rank)], "a test", beside=[1.0]),
+            "largest": group.totals(numbers(rank), "a test", largest=True),
+        }
+        found["nan"] = [math.isnan(row[0]) for row in group.exchange([math.nan if rank else 1.0], "a test")]
+        found["traffic"] = dict(group.traffic.bytes), dict(group.traffic.calls)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        *[(2, "gloo"), (3, "native"), (5, "gloo")],
+        *full((2, "native"), (3, "gloo"), (4, "gloo"), (4, "native"), (5, "native")),
+    ],
+)
+def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
+    many, few = run_ranks(ranks, told, kind, 1), run_ranks(ranks, told, kind, 16)
+    sums_of_few = few[0]["sums"]
+    for one, other in zip(many, few, strict=True):
+        traffic, _ = one.pop("traffic"), other.pop("traffic")
+        assert one.pop("sums") == (pytest.approx(other.pop("sums")[0]), [True])
+        assert one == other
+        assert traffic[0]["exchange"] > 0
+    every = [numbers(rank) for rank in range(ranks)]
+    columns = list(zip(*every, strict=True))
+    anywhere = [any(column) for column in zip(*(flags(rank) for rank in range(ranks)), strict=True)]
+    least, most = [min(column) for column in columns], [max(column) for column in columns]
+    assert many[0]["unlike"] == Summary(least, most, anywhere, False, False)
+    assert many[0]["alike"] == Summary([3.0, 2.0**53 - 1], [3.0, 2.0**53 - 1], flags(0), True, True)
+    assert many[0]["one flag"] == Summary([1.0], [1.0], [True], False, False)
+    assert many[0]["one value"] == Summary([0.0], [1.0], flags(0), False, True)
+    assert many[0]["rows"] == every
+    assert many[0]["first's"] == every[0] and many[0]["first's, alike"] == numbers(1)
+    sums = [math.fsum(math.sqrt(each + 60.0) for each in column) for column in columns]
+    assert sums_of_few == (sums, [True]) and many[0]["largest"] == (most, [])
+    assert many[0]["objects"] == [{"rank": rank} for rank in range(ranks)]
+    assert many[0]["nan"] == [False, *[True] * (ranks - 1)]

@@ -3,8 +3,6 @@
 Under fp16 torch's own ``GradScaler`` scales the loss of the reference, and skips the steps that overflow.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks

@@ -1,7 +1,9 @@
-"""What DeepSpeed's engine counts where a pass fails or a step raises: updates stay where they belong."""
+"""What DeepSpeed's engine counts where a pass fails or a step raises: updates stay where they belong.
 
-from __future__ import annotations
+What DeepSpeed's engine counts: samples of the passes that a step was made of, whoever says when it is due.
+"""
 
+import contextlib
 import warnings
 from typing import Any
 from unittest import mock
@@ -10,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
-from tests.support.ds_setup import close, start
+from shardwise import deepspeed
+from tests.support.ds_setup import close, ds_config, start
 from tests.support.on_ranks import on_ranks
 
 PASSES = 4
@@ -69,8 +71,7 @@ def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> N
             warnings.simplefilter("error")  # nothing is kept, and what goes was to go
             engine.zero_grad()
         assert not engine.session.passes_held
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
         assert clears or any("Make all passes of the step again" in str(each.message) for each in told)
     assert engine.global_steps == 0 and seen(engine)[0] == 0.0
@@ -97,4 +98,44 @@ def test_an_update_counts_whatever_is_raised_behind_it() -> None:
     assert seen(engine) == [-RATE * 2.5, RATE / 2, 1.0, PASSES, PASSES * engine.dp_world_size, 0.0]
     make(engine, 1, 2, 3, 4)
     assert engine.global_steps == 2
+    close(engine)
+
+
+RANKS, MICRO = 2, 3
+
+
+def started_at_2(**changes: Any) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(0)
+    return start(nn.Linear(4, 2), ds_config(2, MICRO, **changes))
+
+
+def loss_of_ones(engine: deepspeed.DeepSpeedEngine) -> Tensor:
+    return engine(torch.ones(MICRO, 4)).square().mean()
+
+
+def counts(engine: deepspeed.DeepSpeedEngine) -> list[float]:
+    """Steps, and samples in micro-batches of all ranks."""
+    return [engine.global_steps, engine.global_samples / (MICRO * RANKS)]
+
+
+@on_ranks(RANKS)
+def test_samples_are_those_of_the_passes_of_each_step() -> None:
+    engine = started_at_2(managed_gradient_accumulation=False)
+    seen = []
+    for passes in (3, 1, 2):
+        for _ in range(passes):
+            engine.backward(loss_of_ones(engine))
+        engine.step()
+        seen.append(counts(engine))
+    engine.backward(loss_of_ones(engine))
+    engine.zero_grad()  # which keeps it, at stage 2
+    engine.optimizer.zero_grad()  # that pass is of no step
+    engine.backward(loss_of_ones(engine))
+    with contextlib.suppress(ValueError):
+        engine.backward(torch.ones(2))
+    value = loss_of_ones(engine)
+    engine.backward(value, retain_graph=True)
+    engine.backward(value)
+    engine.step()
+    assert [*seen, counts(engine)] == [[1, 3], [2, 4], [3, 6], [4, 8]]
     close(engine)

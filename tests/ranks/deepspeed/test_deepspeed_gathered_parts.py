@@ -1,7 +1,5 @@
 """``zero.GatheredParameters`` gathers what it was given and nothing else: values, bytes, blocks inside each other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.deepspeed.zero import ZeroParamStatus
 from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start

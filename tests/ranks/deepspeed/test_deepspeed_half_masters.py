@@ -1,7 +1,5 @@
 """16-bit masters: Adam's steps are made in fp32 and rounded once, with moments in fp32 or in the masters' dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.core.optim import AdamRule, AdamSlot, adam_reference
 from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start

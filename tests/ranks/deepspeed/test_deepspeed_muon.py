@@ -1,7 +1,5 @@
 """``optimizer.type`` ``Muon``: matrices as ``torch.optim.Muon`` updates them, and the rest as ``torch.optim.AdamW``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks

@@ -1,22 +1,29 @@
-"""What DeepSpeed's own programs and tests ask of an engine and its surroundings besides training."""
+"""What DeepSpeed's own programs and tests ask of an engine and its surroundings besides training.
 
-from __future__ import annotations
+``deepspeed.comm`` and the groups of ranks: what each collective gives, by hand.
+"""
 
+import importlib
 import os
+import socket
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.testing import run_ranks
+from tests.launcher_variables import without_launcher
 from tests.support.ds_setup import close, ds_config, start
 from tests.support.launching import SECONDS, forked
 from tests.support.launching import start as start_process
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 
@@ -70,8 +77,7 @@ def passes_apart(stage: int, half: str) -> list[Tensor]:
         for micro in range(2):
             engine.backward(engine(input_of(rank, micro).to(model.weight.dtype)).float().square().mean())
             found.append(get(model.weight))
-        with pytest.raises(AssertionError, match=r"illegal to call Engine.step\(\) inside no_sync .*: leave no_sync"):
-            engine.step()
+        raises(AssertionError, r"illegal to call Engine.step\(\) inside no_sync .*: leave no_sync", engine.step)
         with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
             pass
         with pytest.raises(AssertionError, match=r"leave no_sync\(\) first"), engine.coalesce_grad_reduction():
@@ -80,8 +86,7 @@ def passes_apart(stage: int, half: str) -> list[Tensor]:
         with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"), engine.no_sync():
             pass
         engine.backward(engine(input_of(rank, 2).to(model.weight.dtype)).float().square().mean())
-        with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"):
-            engine.step()
+        raises(AssertionError, r"leave coalesce_grad_reduction\(\) first", lambda: engine.step())
     averaged = get(model.weight)
     assert engine.global_steps == engine.micro_steps == 0
     engine.step()
@@ -131,3 +136,60 @@ def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) ->
             engine.step()
         weights.append(close(engine)["4.weight"])
     assert torch.equal(*weights)
+
+
+RANKS = 2
+
+
+@on_ranks(RANKS)
+def test_collectives_by_hand() -> None:
+    comm = importlib.import_module("shardwise.deepspeed.comm")
+    rank = comm.get_rank()
+    one, part, mine, both = torch.ones(1) * (rank + 1), torch.empty(1), torch.empty(1), torch.zeros(RANKS)
+    log = {"prof": False, "log_name": "x", "debug": "y"}
+    comm.all_reduce(one)
+    comm.scatter(mine, [torch.tensor([5.0]), torch.tensor([6.0])] if rank == 0 else None, src=0)
+    comm.reduce_scatter_tensor(part, tensor=torch.tensor([1.0, 2.0]) * (rank + 1), **log)
+    comm.all_gather_into_tensor(both, tensor=torch.tensor(float(rank)), **log)
+    assert (one.item(), mine.item(), part.item(), both.tolist()) == (3.0, 5.0 + rank, [3.0, 6.0][rank], [0.0, 1.0])
+    comm.all_to_all_single(both, tensor=torch.tensor([10.0, 20.0]) + rank, **log)
+    assert both.tolist() == [10.0 * (rank + 1), 10.0 * (rank + 1) + 1.0]
+    comm.monitored_barrier()
+    group = comm.new_group([1])
+    if rank == 1:
+        assert comm.get_global_rank(group, 0) == 1 and comm.get_all_ranks_from_group(group) == [1]
+    assert comm.get_all_ranks_from_group(comm.get_world_group()) == comm.get_all_ranks_from_group() == [0, 1]
+
+
+@on_ranks(RANKS)
+def test_groups_of_an_engine() -> None:
+    groups, rank = importlib.import_module("shardwise.deepspeed.utils.groups"), torch.distributed.get_rank()
+    engine = start(nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1})
+    assert (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()) == (rank, RANKS)
+    assert (groups.get_tensor_model_parallel_src_rank(), groups.get_sequence_parallel_rank()) == (rank, 0)
+    close(engine)
+
+
+def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
+    """A process of its own that no launcher has started."""
+    comm = importlib.import_module("shardwise.deepspeed.comm")
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60), rank=rank, world_size=2, **given)
+    total = torch.ones(1) * (1 + comm.get_rank())
+    comm.all_reduce(total)
+    raise SystemExit(0 if (comm.get_rank(), comm.get_world_size(), float(total)) == (rank, 2, 3.0) else 3)
+
+
+@pytest.mark.parametrize("how", [*full("a file"), "the variables of torch"])
+def test_ranks_that_are_given_meet(how: str, tmp_path: Path) -> None:
+    given, variables = {"init_method": f"file://{tmp_path}/meet"}, dict[str, str]()
+    if how != "a file":
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            given, variables = {}, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
+    ranks = [start_process(forked(meets, rank, given, variables)) for rank in range(2)]
+    for each in ranks:
+        each.join(SECONDS)
+    assert [each.exitcode for each in ranks] == [0, 0]

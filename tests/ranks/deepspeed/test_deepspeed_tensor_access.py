@@ -1,7 +1,5 @@
 """``safe_get_*`` and ``safe_set_*`` at every stage and tier: what they give, and how training goes on."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.deepspeed import utils
 from shardwise.deepspeed.marks import ZeroParamStatus
 from tests.support.ds_setup import ds_config, optimizer_block, start
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
 
 RANKS, MICRO = 2, 3
@@ -100,8 +98,7 @@ def set_parts(pair: Pair) -> None:
     """The same through this rank's part, which together are all of it."""
     weight, plain = pair.params[0]
     part = utils.safe_get_local_fp32_param(weight)
-    counts: list[Any] = [None] * RANKS
-    dist.all_gather_object(counts, part.numel())
+    counts = everywhere(part.numel())
     assert sum(counts) == weight.numel() or counts == [weight.numel()] * RANKS
     utils.safe_set_local_fp32_param(weight, part - 0.25)
     plain.sub_(0.25)
@@ -141,10 +138,8 @@ def as_plain(zero: dict[str, Any], changes: dict[str, Any]) -> None:
     pair.backward()
     pair.step()
     pair.same()
-    with pytest.raises(KeyError, match="exp_avg_sq"):
-        utils.safe_get_full_optimizer_state(first, "momentum")
-    with pytest.raises(ValueError, match=r"shape \(2,\)"):
-        utils.safe_set_full_fp32_param(first, torch.zeros(2))
+    raises(KeyError, "exp_avg_sq", lambda: utils.safe_get_full_optimizer_state(first, "momentum"))
+    raises(ValueError, r"shape \(2,\)", lambda: utils.safe_set_full_fp32_param(first, torch.zeros(2)))
     with pytest.raises(ValueError, match="requires_grad=False"):
         utils.safe_set_full_fp32_param(pair.params[-1][0], torch.zeros(3))
     pair.engine.destroy()

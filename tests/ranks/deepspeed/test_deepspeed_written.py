@@ -1,7 +1,5 @@
 """What programs write into an engine, and gradients that they drop between passes, against plain PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
 from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block
 from tests.support.ds_setup import start as start_engine
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS, MICRO, PASSES = 2, 3, 2
@@ -84,8 +82,7 @@ def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
         engine.optimizer.clip_grad = -1
     if rank == 0:
         engine.optimizer.clip_grad = 0.5
-    with pytest.raises(ValueError, match=r"different settings[\s\S]*max_norm|max_norm[\s\S]*different settings"):
-        passes(engine, 0, rank)
+    raises(ValueError, r"different settings[\s\S]*max_norm|max_norm[\s\S]*different settings", passes, engine, 0, rank)
     engine.destroy()
 
 
@@ -113,8 +110,7 @@ def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:
         engine.optimizer.loss_scaler.scale_window = 5  # which would have no effect
     passes(engine, 0, 0)
     engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=False)
-    with pytest.raises(RuntimeError):
-        engine.backward(loss_of(engine, 1, 0, 0))
+    raises(RuntimeError, None, lambda: engine.backward(loss_of(engine, 1, 0, 0)))
     engine.optimizer.reload_states(non_blocking=False)
     passes(engine, 1, 0)
     assert engine.global_steps == 2

@@ -1,19 +1,47 @@
-"""``zero_to_fp32`` beside a running engine: into its own model at stage 3, and on all ranks at once."""
+"""``zero_to_fp32`` beside a running engine: into its own model at stage 3, and on all ranks at once.
 
-from __future__ import annotations
+Universal checkpoints that DeepSpeed made are taken over by an engine, at another stage; none is written here.
 
+Tensor and sequence parallelism by DeepSpeed's keys: fp64 against plain PyTorch.
+
+Checkpoints of a model in two tensor-parallel parts on four ranks: both parts load the same, and fail together.
+
+Data-parallel ranks are 0, 2 and 1, 3; the parts of the model are on 0, 1 and on 2, 3.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import tarfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-import shardwise.deepspeed as deepspeed
+from shardwise import deepspeed
+from shardwise.compat import UnsupportedName
+from shardwise.core.checkpoint.atomic import FileSystem
+from shardwise.core.checkpoint.directory import CheckpointRoot
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from shardwise.deepspeed import groups
 from shardwise.deepspeed.zero_to_fp32 import load_state_dict_from_zero_checkpoint
-from shardwise.testing import assert_close
-from tests.support.ds_setup import ds_config, optimizer_block, start
-from tests.support.on_ranks import on_ranks
+from shardwise.testing import assert_close, run_ranks
+from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
+from tests.support.groups_setup import GROUPS, Part, join, part_loss, part_steps
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from tests.support.on_ranks import everywhere, on_ranks
+from tests.support.sets import full
+from tests.support.sharded_setup import adam
 
 RANKS = 2
 
@@ -46,3 +74,247 @@ def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
     with deepspeed.zero.GatheredParameters(engine.module), pytest.raises(RuntimeError, match="would bypass shards"):
         load_state_dict_from_zero_checkpoint(engine.module, folder, "first")
     engine.destroy()
+
+
+def theirs(root: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
+    model = Recorded()
+    sizes = [[p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == big] for big in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": own} for own in sizes], lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    engine = start(model, config, optimizer=optimizer, lr_scheduler=schedule)
+    path, client = engine.load_checkpoint(root)
+    assert path == f"{root}/global_step3_universal" and client == {"epoch": 4}
+    moments = [state["exp_avg"].float().abs().sum() > 0 for state in engine.optimizer.state_dict()["state"].values()]
+    counted = [engine.global_steps, engine.global_samples, engine.skipped_steps, schedule.last_epoch]
+    counted += [engine.optimizer.loss_scale, engine.optimizer.param_groups[0]["lr"]]
+    return close(engine), counted, moments
+
+
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
+THEIRS: list[tuple[str, int, dict[str, Any], float]] = [
+    ("zero2-2ranks-fp16", 3, HALF, 512.0),
+    ("zero1-2ranks-bf16", 3, {"bf16": {"enabled": True}}, 1.0),
+    ("zero3-2ranks-fp16", 1, HALF, 512.0),
+]
+
+
+@pytest.mark.parametrize(("case", "stage", "precision", "scale"), [THEIRS[0], *full(*THEIRS[1:])])
+def test_one_that_deepspeed_made_is_taken_over(
+    case: str, stage: int, precision: dict[str, Any], scale: float, tmp_path: Path
+) -> None:
+    with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed_universal.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = tmp_path / "universal" / case
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "checkpoint": {"load_universal": True},
+        **precision,
+    }
+    state, counted, moments = run_ranks(RANKS, theirs, str(root), config)[0]
+    assert counted == [3, 12, 0, 3, scale, 1e-3], case
+    assert moments == [True] * 5
+    truth = load_file(root / "truth.safetensors")
+    expected = {n.removeprefix("model/"): v for n, v in truth.items() if n.startswith("model/")}
+    assert len(expected) == 8
+    assert all(torch.equal(state[name].float(), value.float()) for name, value in expected.items()), case
+
+
+@pytest.mark.parametrize("name", ["main", "parse_arguments"])
+def test_none_is_written_and_the_names_say_so(name: str) -> None:
+    with pytest.raises(UnsupportedName, match=rf"{name}: checkpoints here are read at any stage"):
+        getattr(deepspeed.checkpoint.ds_to_universal, name)()
+    deepspeed.checkpoint.enable_universal_checkpoint([])
+
+
+HYBRID_RANKS, BATCH, TP = 4, 2, 2
+CONFIG: dict[str, Any] = {"train_batch_size": BATCH * HYBRID_RANKS // TP, "gradient_clipping": MAX_NORM}
+CUT: dict[str, Any] = {"tensor_parallel": {"autotp_size": TP}}
+
+
+def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What this rank has of each parameter, and what it should have."""
+    facts = session.engine.shards.layout.facts
+    with session.module.gathered():
+        own = {fact.names[0]: p.detach().clone() for fact, p in zip(facts, session.params, strict=True)}
+    return own, {f.names[0]: values[f.names[0]] if f.part is None else f.part.of(values[f.names[0]]) for f in facts}
+
+
+SHARED = [(1, {"sequence_parallel_size": TP}, None), (3, {}, (HYBRID_RANKS // TP, TP))]
+
+
+@on_ranks(HYBRID_RANKS, timeout=120.0)
+@pytest.mark.parametrize(
+    ("stage", "keys", "mesh_param"),
+    [*full(*((stage, CUT, None) for stage in range(3))), (3, CUT, None), *full(*SHARED)],
+)
+def test_stages_with_tensor_or_sequence_parallelism(
+    stage: int, keys: dict[str, Any], mesh_param: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    model = made("llama")
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer_of(model),
+        training_data=Texts(STEPS * BATCH * HYBRID_RANKS // TP),
+        config=CONFIG | keys | {"zero_optimization": {"stage": stage}},
+        mesh_param=mesh_param,
+    )
+    assert loader is not None
+    mesh = engine.session.mesh
+    assert (engine.dp_world_size, mesh.data_rank) == (HYBRID_RANKS // TP, dist.get_rank() // TP)
+    # Over parts of sequences transformers' loss, which is in fp32, adds up in another order.
+    most = 1e-9 if mesh.tensor.size == TP else 1e-6
+    assert mesh.tensor.size * mesh.sequence.size == TP
+    shares, rank = mesh.sequence.size == TP, dist.get_rank()
+    assert groups.get_sequence_parallel_rank() == (rank % TP if shares else 0)
+    assert groups.get_tensor_model_parallel_src_rank() == (rank if shares else rank - rank % TP)
+    loader = DataLoader(loader.dataset, BATCH, sampler=engine.deepspeed_io(loader.dataset, route="test").sampler)
+    for (loss, norm, values), inputs in zip(
+        plain("llama", HYBRID_RANKS // TP, BATCH, mesh.tensor.size == TP), loader, strict=True
+    ):
+        out = engine(**inputs)
+        engine.backward(out.loss)
+        engine.step()
+        losses = everywhere(out.loss.item())
+        assert abs(sum(losses) / HYBRID_RANKS - loss) < most * loss
+        assert abs(engine.get_global_grad_norm() - norm) < most * norm
+        assert_close(*held(engine.session, values), most, "parameters")
+    assert engine.global_samples == STEPS * BATCH * 2
+    engine.save_checkpoint(str(tmp_path), "last")
+    assert not list(tmp_path.glob("**/mp_rank_*")), "one checkpoint, of whole tensors"
+    engine.destroy()
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
+    _, data = join(GROUPS["strided"], 600.0)  # a rank that waits for others is ended by the pool
+    _, others = join(GROUPS["pairs"], 600.0)
+    unit = SimpleNamespace(get_data_parallel_group=lambda: data, get_model_parallel_group=lambda: others)
+    module = Part(dist.get_rank() % 2)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        **changes,
+    }
+    return start(module, config, optimizer=adam(module), mpu=unit)
+
+
+def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
+    engine.backward(part_loss(engine, part_steps()[engine.global_steps][0][dist.get_rank() // 2]))
+    engine.step()
+    return engine.module_state_dict()
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """The type and message of what it raises; else what it returned. A rank that waits for others ends the test."""
+    try:
+        return f"returned {action()}"
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def on_rank(rank: int, action: Callable[[], object]) -> None:
+    """One rank changes files while nobody looks."""
+    dist.barrier()
+    if dist.get_rank() == rank:
+        action()
+    dist.barrier()
+
+
+# ---- loading
+
+
+@on_ranks(4)
+def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    own = f"{folder}/mp_rank_0{dist.get_rank() % 2}"
+    engine = started()
+    first = step(engine)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        engine.save_checkpoint(folder, "uno" if dist.get_rank() == 1 else "one", client_state={"saved": 1})
+    assert any("the ranks have different tags" in str(each.message) for each in caught), "all use the first"
+    step(engine)
+    engine.save_checkpoint(folder, "two", client_state={"saved": 2})
+    assert engine.load_checkpoint(folder) == (f"{own}/two", {"saved": 2})
+
+    def as_before_the_kill() -> None:
+        shutil.rmtree(f"{folder}/mp_rank_01/two")
+        Path(folder, "mp_rank_01", "latest").write_text("one\n")
+
+    on_rank(1, as_before_the_kill)
+    said: dict[str, Any] = {"kill": error_of(lambda: engine.load_checkpoint(folder))}
+    said["tag"] = error_of(lambda: engine.load_checkpoint(folder, "two"))
+    assert engine.load_checkpoint(folder, "one") == (f"{own}/one", {"saved": 1})
+    assert engine.global_steps == 1
+    assert_close(engine.module_state_dict(), first, 0.0, "the older one, on every rank")
+    on_rank(2, lambda: os.truncate(f"{folder}/mp_rank_00/one/pieces-0.safetensors", 8))
+    said["damaged"] = error_of(lambda: engine.load_checkpoint(folder, "one"))
+    assert_close(engine.module_state_dict(), first, 0.0, "nothing was taken over")
+    on_rank(3, lambda: shutil.rmtree(f"{folder}/mp_rank_00"))
+    said["one part"] = error_of(lambda: engine.load_checkpoint(folder))
+    with pytest.warns(UserWarning, match="nothing was loaded") if dist.get_rank() == 0 else contextlib.nullcontext():
+        assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
+    step(engine)
+    close(engine)
+    assert said["damaged"].startswith(CheckpointDamage.__name__)
+    assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
+    for key, told in (
+        ("kill", "[['two', 2], ['one', 1]]"),
+        ("tag", "[['two', 2], None]"),
+        ("one part", "[None, ['one', 1]]"),
+    ):
+        assert said[key].startswith("CheckpointError: ") and told in said[key], said[key]
+
+
+# ---- saving
+
+
+@on_ranks(4)
+def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    me = dist.get_rank()
+    engine = started(checkpoint={"tag_validation": "FAIL"})
+    before = step(engine)
+    engine.save_checkpoint(folder, "one")
+    engine.save_16bit_model(folder)
+    after = step(engine)
+    said = {"tags": error_of(lambda: engine.save_checkpoint(folder, "mine" if me == 3 else "two"))}
+
+    def failing(rank: int, owner: type, name: str) -> Any:
+        return mock.patch.object(owner, name, side_effect=FULL) if me == rank else contextlib.nullcontext()
+
+    for key, rank, owner, name in (
+        ("write", 3, FileSystem, "write"),
+        ("commit", 1, CheckpointRoot, "commit"),
+        ("pointer", 1, CheckpointRoot, "point_latest"),
+    ):
+        with failing(rank, owner, name):
+            said[key] = error_of(lambda key=key: engine.save_checkpoint(folder, key))  # type: ignore[misc]
+        dist.barrier()
+        there = [sorted(os.listdir(f"{folder}/mp_rank_0{part}")) for part in (0, 1)]
+        latest = [Path(folder, f"mp_rank_0{part}", "latest").read_text() for part in (0, 1)]
+        assert not any(each.startswith(".") for part in there for each in part), f"something is left over in {there}"
+        assert [key in part for part in there] == [key != "write", key == "pointer"], there
+        if key == "pointer":
+            assert latest == ["pointer\n", "one\n"]
+            path, _ = engine.load_checkpoint(folder, "pointer")
+            assert path == f"{folder}/mp_rank_0{me % 2}/pointer" and engine.global_steps == 2
+        else:
+            assert latest == ["one\n"] * 2, "none moves before every part has committed"
+            path, _ = engine.load_checkpoint(folder)
+            assert path == f"{folder}/mp_rank_0{me % 2}/one" and engine.global_steps == 1
+            assert_close(engine.module_state_dict(), before, 0.0, "the old one on every rank")
+            assert_close(step(engine), after, 0.0, "training goes on")
+        dist.barrier()
+    with failing(1, FileSystem, "write"):
+        said["16 bit"] = error_of(lambda: engine.save_16bit_model(folder))
+    close(engine)
+    assert said.pop("tags").startswith("AssertedError: tag=")
+    ranks = {"write": 1, "commit": 0, "pointer": 0, "16 bit": 0}
+    assert said.keys() == ranks.keys()
+    for key, rank in ranks.items():
+        assert said[key].startswith(f"CheckpointError: rank {rank} could not "), said[key]
+        assert "in mp_rank_01: " in said[key] and "ENOSPC" in said[key], said[key]

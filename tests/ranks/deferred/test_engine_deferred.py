@@ -1,7 +1,5 @@
 """build() of models that were only described: equal values, and never more than a shard and one chunk in memory."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The blocks are described in page_blocks.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile
@@ -18,14 +16,59 @@ import native_pages
 import torch
 import torch.distributed as dist
 from guide_pages import GUIDE
-from memory_pages import MEMORY
 from page_blocks import ROOT, Block, Fence, fences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
+import shardwise
 
 Names = dict[str, Any]
+TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
+
+
+def _deep(names: Names) -> None:
+    """A model of equal layers, so that a share of it can be seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    names.update(
+        shardwise=shardwise,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        inputs=torch.randn(4, 16),
+        print=lambda said, read=0: names.update(said=said, read=read),
+    )
+
+
+def _all_on_the_host(names: Names) -> None:
+    tiers = names["said"]
+    assert tiers["host"]["optimizer state"] > 0 < tiers["host"]["parameters"] and "parameters" not in tiers["device"]
+    names["session"].close()
+
+
+def _half_on_the_host(names: Names) -> None:
+    tiers = names["session"].memory().by_tier
+    assert 2 * tiers["host"]["masters"] == tiers["device"]["parameters"] and "parameters" not in tiers["host"], tiers
+
+
+def _on_the_disk(names: Names) -> None:
+    assert names["said"]["optimizer state"] > 0 < names["read"] and Path("scratch").is_dir()
+    names["session"].close()
+
+
+MEMORY: dict[str, list[Block]] = {
+    "docs/disk.md": [Block(first="session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
+    "docs/inside/disk.md": [Block(first="<directory>/", how="shown", why="a picture of files")],
+    "docs/offload.md": [
+        Block(first="session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
+        Block(first="from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
+        Block(first='make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
+    ],
+}
+"""By page, its blocks in their order."""
+
+
+__all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
+
 WIDTH = 8
 
 
@@ -299,10 +342,9 @@ def _fixture(names: Names) -> None:
 # ---- the pages
 
 PICTURE = "a picture of packages and files"
-TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
 BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
-AN_ERROR = "what an error looks like; tests/unit/test_testing_pool.py and test_oracle.py ask for its parts"
+AN_ERROR = "what an error looks like; tests/unit/test_sets.py and test_pool.py ask for its parts"
 
 PAGES: dict[str, list[Block]] = {
     **GUIDE,
@@ -377,7 +419,7 @@ PAGES: dict[str, list[Block]] = {
     "docs/porting.md": [Block(first="shardwise port train.py", how="shell", before=_written)],
     "docs/native.md": [
         Block(first="import torch", before=native_pages.language),
-        Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement_table.py compares"),
+        Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement.py compares"),
         Block(first="from shardwise.metrics", after=native_pages.recorded),
         Block(first="session = shardwise.shard", before=native_pages.staged),
         Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),

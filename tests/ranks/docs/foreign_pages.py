@@ -1,7 +1,5 @@
 """What the blocks of docs/fabric.md need, and what they must have done."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

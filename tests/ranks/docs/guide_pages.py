@@ -1,20 +1,74 @@
 """What becomes of the blocks of the pages that a new reader begins with."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
-import quick_pages
 import torch
 from page_blocks import Block
+from safetensors.torch import load_file
 from torch import nn
 
 import shardwise
+from shardwise.core.deferred import is_deferred
 
 Names = dict[str, Any]
-AN_ERROR = "what an error looks like; tests/ranks/memory/test_capacity.py asks for its parts"
-CLUSTER = "it needs a cluster; test_cluster_page.py runs it, with stand-ins for what only a cluster has"
+STATE_BYTES = 16  # a parameter, under Adam in mixed precision
+
+
+def written(names: Names) -> None:
+    assert Path("large/model.safetensors").exists()
+
+
+def described(names: Names) -> None:
+    assert is_deferred(names["model"])
+
+
+def too_large(names: Names) -> None:
+    """What the page says of sizes is so: two devices do not hold it, and nothing is on them."""
+    session = names["session"]
+    numel = sum(fact.numel for fact in session.engine.shards.layout.facts)
+    capacity = session.memory().device_capacity_bytes
+    assert round(numel / 1000) == 362 and numel * STATE_BYTES > 2 * capacity == 2**22
+
+
+def loaded(names: Names) -> None:
+    """Every value is the file's, to the bit."""
+    state, stored = names["session"].module.state_dict(), load_file("large/model.safetensors")
+    assert state.keys() == stored.keys() and all(torch.equal(state[name], stored[name]) for name in stored)
+
+
+def listening(names: Names) -> None:
+    names["shown"] = []
+    names["print"] = lambda text: names["shown"].append(text)
+
+
+def learnt(names: Names) -> None:
+    """Rank 0 has printed three losses, which fall as the page says."""
+    losses = [float(text.split()[-1]) for text in names["shown"]]
+    assert names["rank"] != 0 or (len(losses) == 3 and losses[0] > losses[-1] + 1.0), losses
+
+
+def on_the_host(names: Names) -> None:
+    held = names["held"]
+    assert held.tier_bytes("host") > 8 * held.tier_bytes("device")
+    assert names["rank"] != 0 or "host" in names["shown"][-1]
+
+
+def exported(names: Names) -> None:
+    if names["rank"] == 0:
+        state = names["tuned"].state_dict()
+        stored = load_file("large/model.safetensors")
+        assert state.keys() == stored.keys() and not torch.equal(state["lm_head.weight"], stored["lm_head.weight"])
+
+
+def computed(names: Names) -> None:
+    """What it prints is what the page says."""
+    assert [text.split()[-2] for text in names["shown"]] == ["112.0", "38.5", "26.2", "14.0"]
+
+
+AN_ERROR = "what an error looks like; tests/ranks/memory/test_auto.py asks for its parts"
+CLUSTER = "it needs a cluster; test_choosing_page.py runs it, with stand-ins for what only a cluster has"
 MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
 FINETUNE = "test_examples.py runs the program, and compares the page with it"
 EXCERPTS = ("sampler =", "model.activation", "session.backward", "losses =", "restored =", "state =")
@@ -68,9 +122,11 @@ def _named(names: Names) -> None:
 
 GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
-        Block(first="def device_gb", before=quick_pages.listening, after=quick_pages.computed),
+        Block(first="def device_gb", before=listening, after=computed),
         Block(
-            first="$ shardwise estimate", how="shown", why="tests/ranks/memory/test_estimate.py compares its numbers"
+            first="$ shardwise estimate",
+            how="shown",
+            why="test_engine_memory.py compares its numbers",
         ),
         Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
     ],
@@ -84,7 +140,7 @@ GUIDE: dict[str, list[Block]] = {
         Block(first="torchrun --nnodes 2", how="shown", why=CLUSTER),
         Block(first="shardwise run --nnodes 2", how="shown", why=CLUSTER),
         Block(first="ValueError: rank 0 on node-0", how="shown", why="tests/unit/test_site.py compares it"),
-        Block(first="export GLOO_SOCKET_IFNAME", how="shown", why="tests/ranks/mesh/test_hosts_meet.py sets it"),
+        Block(first="export GLOO_SOCKET_IFNAME", how="shown", why="tests/ranks/mesh/test_mesh.py sets it"),
         Block(first="#!/bin/bash", how="shown", why=CLUSTER),
         Block(first="#!/bin/bash", how="shown", why=CLUSTER),
         Block(first="apiVersion: v1", how="shown", why=MANIFEST),
@@ -99,15 +155,15 @@ GUIDE: dict[str, list[Block]] = {
     "docs/quickstart.md": [
         Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
         Block(first="import torch"),
-        Block(first="from pathlib import Path", after=quick_pages.written),
-        Block(first="from shardwise import", after=quick_pages.described),
-        Block(first="import shardwise", after=quick_pages.too_large),
-        Block(first="session.checkpoints.load(", after=quick_pages.loaded),
-        Block(first="from torch.utils.data import", before=quick_pages.listening, after=quick_pages.learnt),
+        Block(first="from pathlib import Path", after=written),
+        Block(first="from shardwise import", after=described),
+        Block(first="import shardwise", after=too_large),
+        Block(first="session.checkpoints.load(", after=loaded),
+        Block(first="from torch.utils.data import", before=listening, after=learnt),
         Block(first="DeviceMemoryError:", how="shown", why=AN_ERROR),
-        Block(first="from shardwise import tiers_text", after=quick_pages.on_the_host),
+        Block(first="from shardwise import tiers_text", after=on_the_host),
         Block(first="epoch 3: loss", how="shown", why="test_examples.py starts the joined program twice"),
-        Block(first="from shardwise import", after=quick_pages.exported),
+        Block(first="from shardwise import", after=exported),
     ],
 }
 """By page, its blocks in their order."""

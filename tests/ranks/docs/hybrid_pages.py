@@ -1,7 +1,5 @@
 """What the blocks of docs/hybrid-parallel.md need, and what they must have done."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A block of a page as it is printed, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

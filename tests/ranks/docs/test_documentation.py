@@ -1,7 +1,5 @@
 """Every block of README.md and of docs/**/*.md runs as it is printed, or is listed with the reason why it does not."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

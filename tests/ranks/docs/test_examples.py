@@ -1,7 +1,5 @@
 """The program that README.md shows, and the examples that no test of their subject runs, each as it is printed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -39,8 +37,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def printed(name: str) -> tuple[str, dict[str, Any]]:
     """Run an example; what it printed, and its variables. A warning is an error: users would see it."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with contextlib.redirect_stdout(out), warnings.catch_warnings(action="error"):
         names = runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return out.getvalue(), names
 

@@ -1,8 +1,6 @@
 """What CONTRIBUTING.md tells others to do works from outside: a format, a backend, a plugin, a tier and an architecture
 of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,11 +1,13 @@
-"""Sessions that are dropped without ``close()`` give everything back; so do those that could not be built."""
+"""Masters and optimizer state that wait in host memory between steps, on two ranks, against runs that do not move.
 
-from __future__ import annotations
+Sessions that are dropped without ``close()`` give everything back; so do those that could not be built.
+"""
 
 import gc
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,13 +23,89 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
+from shardwise.deepspeed.config_object import OffloadStateTypeEnum
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.strategies.sessions import shard
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from shardwise.zero import ShardedModelV2, TensorShardStrategy, ZeroInitContext
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign
 from tests.support.tier_setup import with_tiers
+
+RANKS, STEPS = 2, 4
+CASES = [(0, {}), (2, {"bf16": {"enabled": True}}), (3, {}), (3, {"fp16": {"enabled": True, "loss_scale": 8.0}})]
+
+
+def trained(stage: int, more: dict[str, Any], moving: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The weights and the state after steps, between which everything moves and comes back."""
+    rank = dist.get_rank()
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+    with warnings.catch_warnings(action="ignore"):
+        engine = deepspeed.initialize(model=model, config=config)[0]
+    dtype = next(engine.parameters()).dtype
+    for step in range(STEPS):
+        x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        engine.backward(engine(x).float().square().mean())
+        if moving and step == 1:
+            raises(RuntimeError, "has_gradients=True", lambda: engine.offload_states())
+        engine.step()
+        if moving:
+            moves(engine, x, step)
+    state = engine.optimizer.state_dict()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights, state
+
+
+def moves(engine: deepspeed.DeepSpeedEngine, x: torch.Tensor, step: int) -> None:
+    session = engine.session
+    before, expected = session.memory(), engine(x)
+    kinds = [None, [OffloadStateTypeEnum.hp_params], ["optim_states", "contiguous_grad_buffer"], None][step]
+    engine.offload_states(include=kinds, pin_memory=step % 2 == 0, non_blocking=True)
+    after = session.memory()
+    device, host = before.by_tier["device"], after.by_tier["host"]
+    moved = [kind for kind in ("masters", "optimizer state") if device.get(kind)]
+    # fp32 shards that are updated in place are parameters, and stay.
+    assert "optimizer state" in moved and ("masters" in moved) == (engine.bfloat16_enabled() or engine.fp16_enabled())
+    for kind in moved:
+        assert host[kind] == device[kind] and kind not in after.by_tier["device"]
+    assert after.copied_bytes == 0 and before.master_bytes == after.master_bytes
+    assert torch.equal(engine(x), expected)  # evaluation goes on
+    assert engine.optimizer.state_dict()["state"]  # and so does saving
+    for call in (lambda: engine.backward(engine(x).float().sum()), engine.step):
+        raises(RuntimeError, "offloaded to host memory", call)
+    engine.zero_grad()
+    engine.offload_states()  # nothing is left to move
+    engine.reload_states()
+    engine.reload_states()
+    assert session.memory().by_tier["device"].items() >= {kind: device[kind] for kind in moved}.items()
+    engine.offload_states(device="none")
+    engine.offload_states(include=["lp_grads"])
+    assert not session.memory().by_tier.get("host", {}).get("optimizer state")
+    for wrong in ({"device": "nvme"}, {"include": ["lp_params"]}):
+        raises(NotImplementedError, "offload_param keeps parameters in host memory", engine.offload_states, **wrong)
+
+
+def every_case() -> list[Any]:
+    return [(trained(stage, more, False), trained(stage, more, True)) for stage, more in CASES]
+
+
+def test_state_that_was_away_is_as_it_was() -> None:
+    for results in run_ranks(RANKS, every_case):
+        for (stage, more), (stayed, moved) in zip(CASES, results, strict=True):
+            assert_close(moved[0], stayed[0], 0.0, f"stage {stage}, {more}")
+            for number, state in stayed[1]["state"].items():
+                assert_close(moved[1]["state"][number], state, 0.0, f"state {number} of stage {stage}, {more}")
+
 
 SECONDS = 60.0
 SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 1}
@@ -193,8 +271,9 @@ def test_what_is_dropped_is_given_back(tmp_path: Path, shared: bool, times: int)
     assert run_ranks(2, drop_all, str(tmp_path), shared, times, timeout=600.0) == [{}, {}]
 
 
-def _closed(directory: str) -> None:
-    for name, plan in engine_plans(directory).items():
+@on_ranks(2)
+def test_what_is_closed_says_so(tmp_path: Path) -> None:
+    for name, plan in engine_plans(tmp_path).items():
         model = net()
         session = build(model, optimizer_of(model), plan)
         session.close()
@@ -204,15 +283,11 @@ def _closed(directory: str) -> None:
         elif "zero2" not in name:
             with pytest.raises(RuntimeError, match="the Sequential was closed"):
                 session.module(torch.ones(2, 5))
-        with pytest.raises(RuntimeError, match=r"step\(\).* was closed"):
-            session.optimizer.step()  # type: ignore[union-attr]
+        raises(RuntimeError, r"step\(\).* was closed", session.optimizer.step)
 
 
-def test_what_is_closed_says_so(tmp_path: Path) -> None:
-    run_ranks(2, _closed, str(tmp_path))
-
-
-def _left_behind() -> None:
+@on_ranks(2)
+def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
     """Rank 1 drops its mesh while rank 0 waits for it there."""
     plan = zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
@@ -220,9 +295,4 @@ def _left_behind() -> None:
         del mesh
         gc.collect()
         return
-    with pytest.raises(PeerError, match="rank 1 has closed the group"):
-        mesh.world.fence()
-
-
-def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
-    run_ranks(2, _left_behind)
+    raises(PeerError, "rank 1 has closed the group", lambda: mesh.world.fence())

@@ -1,20 +1,32 @@
-"""After a pass that failed or was odd, the next pass and step give what plain PyTorch gives."""
+"""After a pass that failed or was odd, the next pass and step give what plain PyTorch gives.
 
-from __future__ import annotations
+A build that fails leaves the model and its optimizers as they were, on every rank, and another one can follow.
+"""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.plan import Plan
-from shardwise.session import Session
-from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, Breaks, adam, check, data, run_plain, seeded, sgd, sharded
+from shardwise.core.comm import PeerError
+from shardwise.core.engine import engine as engine_module
+from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.ledger import DeviceMemoryError
+from shardwise.core.mesh import Mesh
+from shardwise.plan import Plan, replicated, zero
+from shardwise.session import Session, build
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.engine_setup import PLANS, Breaks, adam, check, data, one_mesh, run_plain, seeded, sgd, sharded
+from tests.support.models import MODELS, make_batches
 from tests.support.sets import campaign, full
+from tests.support.tier_setup import Fault, with_tiers
 
 STEPS = 2
 Grads = dict[str, Tensor]
@@ -279,3 +291,217 @@ def test_reentrant_checkpointing_is_one_pass(name: str) -> None:
     for passes, gradients in run_ranks(2, reentrant, PLANS[name].but(average="mean")):
         assert passes == {0: 1}
         assert_close(gradients, expected, 1e-11, name)
+
+
+CASE, BUILDS_STEPS = "gpt", 2
+BUILDS_PLANS: dict[str, Callable[[torch.dtype | None], Plan]] = {
+    "zero3": lambda dtype: zero(3, dtype),
+    "zero3 over gloo": lambda dtype: zero(3, dtype).but(shared_memory=False),
+    "zero2": lambda dtype: zero(2, dtype),
+    "zero1": lambda dtype: zero(1, dtype),
+    "ddp": replicated,
+    "early": lambda dtype: zero(3, dtype).but(update="backward"),
+}
+
+
+def builds_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
+
+
+class AsItWas:
+    """Everything of a model and its optimizer that a failed build might change."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        self.before = self._all()
+        self.kept = {name: tensor.clone() for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        model, state = self.model, self.optimizer.state
+        found = {f"parameter {name}": param.detach() for name, param in model.named_parameters()}
+        found |= {f"gradient {name}": param.grad for name, param in model.named_parameters() if param.grad is not None}
+        found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+        for at, param in enumerate(model.parameters()):
+            entries = state.get(param, {}).items()
+            found |= {f"state {key} of {at}": value for key, value in entries if isinstance(value, Tensor)}
+        return found
+
+    def _all(self) -> list[Any]:
+        """By identity, what is no value."""
+        model, optimizer = self.model, self.optimizer
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        hooks += [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]  # type: ignore[attr-defined]
+        attributes = sorted(key for m in model.modules() for key in vars(m))
+        groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        memory = [(id(p), p.dtype, p.data_ptr(), p.stride()) for p in model.parameters()]
+        own = (vars(optimizer).get("step"), sorted(vars(optimizer)), id(optimizer.state))
+        return [hooks, attributes, groups, memory, own, sorted(map(id, optimizer.state))]
+
+    def check_optimizer(self) -> None:
+        """What only the optimizer has: its methods, the parameters that it was given, and their state."""
+        groups, (own, state) = self._all()[2], self._all()[4:]
+        assert [groups, own, state] == [self.before[2], *self.before[4:]]
+        now = self._tensors()
+        for name in (name for name in self.kept if name.startswith("state")):
+            assert torch.equal(now[name], self.kept[name]), name
+
+    def check(self) -> None:
+        """All of it."""
+        assert self._all() == self.before
+        now = self._tensors()
+        assert now.keys() == self.kept.keys()
+        for name, tensor in now.items():
+            assert tensor.dtype == self.kept[name].dtype and torch.equal(tensor, self.kept[name]), name
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
+    """The masters after some steps."""
+    batches = make_batches(MODELS[CASE], mesh.size, BUILDS_STEPS, 1)
+    session = build(model, optimizer, plan, mesh)
+    for step in batches:
+        session.backward(MODELS[CASE].loss(session.module, step[0][mesh.rank]))
+        session.optimizer.step()
+    state = session.module.state_dict()
+    session.close()
+    return {name: state[name] for name, _ in model.named_parameters()}
+
+
+@functools.cache
+def plain(dtype: torch.dtype | None, ranks: int) -> dict[str, Tensor]:
+    case = MODELS[CASE]
+    batches = make_batches(case, ranks, BUILDS_STEPS, 1)
+    return train_plain(case.factory, case.loss, builds_adam, batches, PlainRecipe(param_dtype=dtype)).masters[-1]
+
+
+def too_small(name: str, dtype: torch.dtype | None, short: list[int]) -> tuple[list[str], dict[str, Tensor]]:
+    """Messages of builds for which the device has too little memory on the ranks ``short``; then one with enough."""
+    plan, messages = BUILDS_PLANS[name](dtype), []
+    with one_mesh(plan) as mesh:
+        model = MODELS[CASE].factory()
+        optimizer = builds_adam(model)
+        before = AsItWas(model, optimizer)
+        for capacity in (1, 5000):
+            mine = capacity if mesh.rank in short else 2**30
+            with pytest.raises(DeviceMemoryError if mesh.rank in short else PeerError) as error:
+                build(model, optimizer, plan.but(device_capacity_bytes=mine), mesh)
+            messages.append(str(error.value))
+            before.check()
+        model.zero_grad()
+        return messages, trained(model, optimizer, plan.but(device_capacity_bytes=2**30), mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("zero1", torch.bfloat16),
+        ("zero3", None),
+        *full(("zero3 over gloo", None), ("zero2", torch.bfloat16), ("ddp", None), ("early", torch.bfloat16)),
+    ],
+)
+def test_too_little_memory_is_found_before_a_value_moves(name: str, dtype: torch.dtype | None) -> None:
+    for messages, state in run_ranks(2, too_small, name, dtype, [0, 1]):
+        assert all("the model and its optimizers: cpu holds" in message for message in messages)
+        assert_close(state, plain(dtype, 2), 1e-5, name)
+
+
+@pytest.mark.parametrize("name", ["zero1", *full("zero3")])
+def test_too_little_on_one_rank_is_an_error_on_all(name: str) -> None:
+    (first, state), (second, other) = run_ranks(2, too_small, name, torch.bfloat16, [1])
+    for one, two in zip(first, second, strict=True):
+        assert "sharding the model failed" in one and "rank 1: DeviceMemoryError: the model and its optimizers" in one
+        assert "cpu holds" in two
+    assert_close(state, plain(torch.bfloat16, 2), 1e-5, name)
+    assert_close(other, state, 0.0, name)
+
+
+class Broken(torch.optim.SGD):
+    """An optimizer of the user's own, whose step fails."""
+
+    element_wise = True
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("only on Sundays")
+
+
+def stepped(model: nn.Module, wrong: bool = False) -> torch.optim.Optimizer:
+    """With state from before; ``wrong``: of one parameter in a shape that nobody can divide."""
+    optimizer = builds_adam(model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if wrong:
+        optimizer.state[next(iter(model.parameters()))]["exp_avg"] = torch.ones(3)
+    return optimizer
+
+
+Case = tuple[Callable[[nn.Module], torch.optim.Optimizer], type[Exception], str]
+WRONG: dict[str, Case] = {
+    "state of another shape": (lambda model: stepped(model, wrong=True), ValueError, "only element-wise state"),
+    "a step that fails": (lambda model: Broken(model.parameters(), lr=0.1), RuntimeError, "only on Sundays"),
+    "too little memory, with state": (stepped, DeviceMemoryError, "the model and its optimizers: cpu holds"),
+}
+
+
+def wrong(name: str, on: list[int]) -> str:
+    """The message of a build that is wrong on some ranks."""
+    make, kind, _ = WRONG[name]
+    plan = zero(3, torch.bfloat16)
+    with one_mesh(plan) as mesh:
+        here = mesh.rank in on
+        model = MODELS[CASE].factory()
+        optimizer = make(model) if here else stepped(model)
+        before = AsItWas(model, optimizer)
+        capacity = 1 if here and kind is DeviceMemoryError else 2**30
+        with pytest.raises(kind if here else PeerError) as error:
+            build(model, optimizer, plan.but(device_capacity_bytes=capacity), mesh)
+        before.check()
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        ("state of another shape", [1]),
+        ("a step that fails", [0, 1]),  # other classes of optimizers are compared before
+        *full(("too little memory, with state", [1])),
+    ],
+)
+def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str, on: list[int]) -> None:
+    messages = run_ranks(2, wrong, name, on)
+    assert all(WRONG[name][2] in message for message in messages), messages
+
+
+def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
+    """A build that ends while values are moved: what it says, and its notes."""
+    plan = with_tiers(zero(3, torch.bfloat16), "all_disk", directory)
+    fault = Fault()
+    with one_mesh(plan) as mesh, fault.installed():
+        model = MODELS[CASE].factory()
+        optimizer = stepped(model)
+        given = AsItWas(model, optimizer)
+        real = engine_module.load_initial_values
+
+        def load(*args: Any) -> None:
+            if how == "interrupt":
+                raise KeyboardInterrupt
+            if mesh.rank == 1:
+                fault.arm(0 if how == "values" else 10**9, writing=True, forever=True)
+            real(*args)
+            if how == "state" and mesh.rank == 1:
+                fault.arm(0, writing=True, forever=True)
+
+        expected: type[BaseException] = KeyboardInterrupt if how == "interrupt" else DiskError
+        with mock.patch.object(engine_module, "load_initial_values", load), pytest.raises(expected) as error:
+            build(model, optimizer, plan, mesh)
+        given.check_optimizer()
+        return str(error.value), list(error.value.__notes__)
+
+
+@pytest.mark.parametrize("how", ["values", *full("interrupt", "state")])
+def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
+    for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
+        assert how == "interrupt" or "rank 1" in message, message
+        assert len(notes) == 1 and "create the model and its optimizers again, and build again" in notes[0], notes
+    assert not list(tmp_path.iterdir())

@@ -1,18 +1,28 @@
-"""Full states: equal to plain torch's, into plain torch and back at other stages and world sizes; what is refused."""
+"""Full states: equal to plain torch's, into plain torch and back at other stages and world sizes; what is refused.
 
-from __future__ import annotations
+``register_load_state_dict_post_hook`` of the user's modules: called by every load as plain torch calls it.
+
+Models whose hooks change their ``state_dict()``: states and loads as in plain torch, or an error that names it.
+"""
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from shardwise.plan import Plan, zero
+import shardwise
+from shardwise.core.checkpoint import Checkpointer, TorchRun
+from shardwise.core.mesh import init_distributed
+from shardwise.core.parallel.tensor import Architecture, Mlp
+from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, check, seeded, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
@@ -263,3 +273,293 @@ def test_learning_rate_schedulers(when: str) -> None:
         results = run_ranks(2, scheduled, PLANS[name], when)
         check([state for state, _ in results], dict(model.state_dict()), name)
         assert all(rates == [0.01, 0.005, 0.0025, 0.00125] for _, rates in results)
+
+
+HooksState = dict[str, Tensor]
+LR = 0.5
+
+
+class Scaled(nn.Module):
+    """Keeps the sums of its rows in a buffer that is not saved, and its weight below a bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.randn(5, 5)), list[str]()
+        self.register_buffer("bound", torch.tensor(9.0))
+        self.register_buffer("sums", torch.zeros(5), persistent=False)
+        self.register_load_state_dict_post_hook(Scaled.renew)
+
+    def renew(self, _keys: Any) -> None:
+        self.calls.append("scaled")
+        with torch.no_grad():
+            self.weight.clamp_(max=self.bound.item())
+            self.sums.copy_(self.weight.float().sum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.sums.to(x.dtype)
+
+
+def forgive(model: nn.Module, keys: Any) -> None:
+    """Of the whole: behind the layers'."""
+    model[1].calls.append("whole")
+    for names in keys:
+        names[:] = [name for name in names if "forgiven" not in name]
+
+
+def net(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 5), Scaled())
+    model[1].sums.copy_(model[1].weight.detach().sum(1))
+    model.register_load_state_dict_post_hook(forgive)
+    return model
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def given(dtype: torch.dtype) -> HooksState:
+    """What is loaded: its bound is below some of its weights."""
+    model = net(7).to(dtype)
+    model[1].bound.fill_(0.5)
+    return dict(model.state_dict())
+
+
+def plain(state: HooksState) -> tuple[HooksState, Tensor, HooksState]:
+    """Weights and sums behind the load, the outputs, and weights one step later."""
+    model = net(1)
+    model.load_state_dict(state)
+    assert model[1].calls == ["scaled", "whole"] and float(model[1].weight.detach().max()) == 0.5
+    return told(model, model, lambda loss: loss.backward(), sgd(model))
+
+
+def told(model: nn.Module, wrapped: nn.Module, backward: Callable[..., Any], optimizer: Any) -> Any:
+    x = torch.ones(2, 5, dtype=torch.float32)
+    out = wrapped(x).float()
+    first = {name: value.float().clone() for name, value in wrapped.state_dict().items()}
+    first["sums"] = model[1].sums.float().clone()
+    backward(out.square().mean())
+    optimizer.step()
+    return first, out.detach(), {n: v.float().clone() for n, v in wrapped.state_dict().items()}
+
+
+def sessions(directory: str, precision: str) -> dict[str, Any]:
+    """By stage and way of loading; every rank has another model first."""
+    state, found = given(torch.float32), dict[str, Any]()
+    for stage in (1, 2, 3):
+        for way in ("state", "own", "checkpoint"):
+            model = net(1)
+            session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
+            if way == "checkpoint":
+                other = net(7)
+                other.load_state_dict(state)
+                other[1].weight.data.copy_(state["1.weight"])  # not bounded, as it is in the state
+                source = shardwise.shard(other, sgd(other), stage=stage)
+                source.checkpoints.save(f"{directory}/{stage}", "a")
+                source.close()
+                session.checkpoints.load(f"{directory}/{stage}", "a")
+            else:
+                (session.module if way == "state" else model).load_state_dict(state)
+            assert model[1].calls == ["scaled", "whole"], (stage, way, model[1].calls)
+            found[f"{stage} {way}"] = told(model, session.module, session.backward, session.optimizer)
+            wrong(session, state)
+            session.close()
+    return found
+
+
+def wrong(session: shardwise.Session, state: HooksState) -> None:
+    """A load that is refused calls none; what hooks do to the names counts; what a hook raises is raised."""
+    model = session.model
+    model[1].calls.clear()
+    fewer = {name: value for name, value in state.items() if name != "0.bias"} | {"forgiven": torch.ones(1)}
+    raises(RuntimeError, r"missing \['0.bias'\], unexpected \['forgiven'\]", session.module.load_state_dict, fewer)
+    assert not model[1].calls
+    keys = session.module.load_state_dict(fewer, strict=False)
+    assert (keys.missing_keys, keys.unexpected_keys) == (["0.bias"], []) and len(model[1].calls) == 2
+    handle = model[0].register_load_state_dict_post_hook(lambda *_: 1)
+    with pytest.raises(AssertionError, match="a load_state_dict post-hook of Linear returned a value"):
+        session.module.load_state_dict(state)
+    handle.remove()
+    if session.mesh.rank == 0:  # the other learns of it, and both go on
+        model[0].register_load_state_dict_post_hook(lambda *_: {}["lost"])
+    with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.core.comm.PeerError, match="lost"):
+        session.module.load_state_dict(state)
+
+
+def hooks_check(found: dict[str, Any], state: HooksState, tolerance: float) -> None:
+    before, out, after = plain(state)
+    for what, (first, outputs, last) in found.items():
+        assert_close(first, before, tolerance, what)
+        assert_close({"out": outputs}, {"out": out}, max(tolerance, 1e-6), what)
+        assert_close(last, after, max(tolerance, 1e-6), what)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
+def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Children first, once a load, on all ranks; at stage 3 with the module's parameters, and what they write stays."""
+    for found in run_ranks(2, sessions, str(tmp_path), precision):
+        hooks_check(found, given(torch.float32), tolerance)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.first(x))
+
+
+@on_ranks(2)
+def test_a_hook_that_would_see_a_part_is_refused() -> None:
+    init_distributed()
+    cut = TensorPlan(architecture=Architecture("mine", {"Block": (Mlp(columns=("first",), rows=("last",)),)}))
+    small = transformers.GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=2, n_head=2)
+    for model, plan, why in (
+        (nn.Sequential(Block(), Block()), zero(1).but(tp=2, tensor=cut), "tensor-parallel"),
+        (transformers.GPT2LMHeadModel(small), zero(1).but(pp=2), "pipeline"),
+    ):
+        model.register_load_state_dict_post_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=rf"the model itself \(\w+\) has a hook for loads .*{why} ranks"):
+            shardwise.shard(model, sgd(model), plan)
+
+
+def hooked_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+class Adapted(nn.Module):
+    """Saves its adapter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+        self.register_state_dict_post_hook(Adapted.drop)
+
+    @staticmethod
+    def drop(_: nn.Module, state: HooksState, prefix: str, _metadata: Any) -> None:
+        for name in ("base.weight", "base.bias"):
+            state.pop(prefix + name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(self.base(x))
+
+
+def adapted(seed: int) -> Adapted:
+    torch.manual_seed(seed)
+    return Adapted()
+
+
+def values(model: nn.Module) -> HooksState:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def left_out(stage: int) -> list[HooksState]:
+    init_distributed()
+    found, pretrained = [], values(adapted(7))
+    for strict in (True, False):
+        model = adapted(1)
+        with pytest.raises(RuntimeError, match=r"base.weight"):  # as plain torch, which misses it, too
+            model.load_state_dict(model.state_dict())
+        session = shardwise.shard(model, hooked_sgd(model), stage=stage)
+        state = session.module.state_dict()
+        assert sorted(state) == ["adapter.bias", "adapter.weight"]
+        raises(RuntimeError, r"missing \['base.weight', 'base.bias'\]", session.module.load_state_dict, state)
+        assert session.module.load_state_dict(state, strict=False).missing_keys == ["base.weight", "base.bias"]
+        keys = session.module.load_state_dict(pretrained, strict=strict)
+        assert not keys.missing_keys and not keys.unexpected_keys
+        with pytest.raises(RuntimeError, match=r"base.weight: \(3, 4\) instead of \(4, 4\)"):
+            session.module.load_state_dict(pretrained | {"base.weight": torch.ones(3, 4)})
+        with session.module.gathered():
+            found.append(values(model))
+        session.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, *full(1)])
+def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
+    """By the names that they have in the model; strict loading misses them."""
+    plain = adapted(1)
+    plain.load_state_dict(values(adapted(7)))
+    for states in run_ranks(2, left_out, stage):
+        for state in states:
+            assert state.keys() == values(plain).keys()
+            assert all(torch.equal(value, state[name]) for name, value in values(plain).items())
+
+
+class Counts(nn.Linear):
+    """Makes a number of its own into a tensor for each state, and takes it back; what it has beside comes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.count, self.pair = 0, torch.zeros(2)
+        self.register_buffer("bank", torch.zeros(3))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> HooksState:
+        found: HooksState = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        found |= {prefix + "count": torch.tensor(self.count), prefix + "pair": self.pair.clone()}
+        return found
+
+    def _load_from_state_dict(self, state: HooksState, prefix: str, *rest: Any) -> None:
+        if prefix + "count" in state:
+            self.count, self.pair = int(state.pop(prefix + "count")), state.pop(prefix + "pair").clone()
+            assert prefix + "bank" in state
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def counting(taken: bool, count: int) -> nn.Sequential:
+    """``taken``: by the module's own method, and by a hook of the whole; otherwise a state has what nobody takes."""
+    torch.manual_seed(count)
+    layer = Counts() if taken else nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), layer)
+    model.total = layer.count = count  # type: ignore[assignment]
+    if taken:
+        layer.pair, layer.bank = layer.pair + count, layer.bank + count
+
+    def save(_: nn.Module, state: HooksState, prefix: str, _metadata: Any) -> None:
+        state[prefix + "1.total"] = torch.tensor([float(model.total)])
+
+    def take(_: nn.Module, state: HooksState, prefix: str, *_rest: Any) -> None:
+        if prefix + "1.total" in state:
+            model.total = int(state.pop(prefix + "1.total"))  # type: ignore[assignment]
+
+    model.register_state_dict_post_hook(save)
+    if taken:
+        model.register_load_state_dict_pre_hook(take)
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3, *full(1)])
+def test_what_modules_make_for_a_state_is_given_back_to_them(tmp_path: Path, stage: int) -> None:
+    init_distributed()
+    for taken in (True, False):
+        model = counting(taken, 5)
+        path = f"{tmp_path}/{stage}/{taken}"
+        session = shardwise.shard(model, hooked_sgd(model), stage=stage)
+        state = {name: value.clone() for name, value in session.module.state_dict().items()}
+        session.checkpoints.save(path, "a")
+        session.close()
+        for way in ("state", "checkpoint", "torch"):
+            model = counting(taken, 1)
+            if way == "torch":
+                saver = Checkpointer(TorchRun(model, hooked_sgd(model)))
+                load: Any = saver.load
+            else:
+                session = shardwise.shard(model, hooked_sgd(model), stage=stage)
+                load = session.checkpoints.load
+            before = session.module.state_dict() if way != "torch" else {}
+            if taken:
+                session.module.load_state_dict(state) if way == "state" else load(path, "a")
+                layer = model[1]
+                assert (layer.count, layer.pair.tolist(), layer.bank.tolist()) == (5, [5.0] * 2, [5.0] * 3), way
+                assert model.total == 5, way
+            else:
+                with pytest.raises(ValueError, match=r"1.total.*(is recomputed|a hook of the model saves this)"):
+                    session.module.load_state_dict(state) if way == "state" else load(path, "a")
+            after = session.module.state_dict() if way != "torch" else {}
+            for name, value in after.items():  # a load that is refused has changed nothing
+                assert torch.equal(value, state[name] if taken else before[name]), (way, name)
+            if way != "torch":
+                session.close()

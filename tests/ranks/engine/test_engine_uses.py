@@ -1,6 +1,13 @@
-"""Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage."""
+"""Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage.
 
-from __future__ import annotations
+Several models and several optimizers in one process, each against plain PyTorch.
+Parameters that a loss takes from the model by itself: right where they are there, else an error or a warning.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +15,10 @@ from torch import Tensor, nn
 from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, on_rank
 
 from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, plain_steps, run_plain, seeded, sgd, sharded
-from tests.support.sets import full
+from shardwise.session import Session, build
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, run_plain, seeded, sgd, sharded
+from tests.support.sets import campaign, full
 
 QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
 OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned"]
@@ -96,3 +104,221 @@ def test_sparse_embedding_gradients(name: str) -> None:
     model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
     loss = lambda model, rank, _step: mean_square(model(torch.arange(5) * (1 + rank) % 13))  # noqa: E731
     check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, loss), name)
+
+
+SEVERAL_STEPS, RANKS = 3, 2
+STAGES = ["ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo"]
+
+
+def quick(*names: str) -> list[Any]:
+    """All stages: these, one that keeps parameters and one over messages in the full set, the others."""
+    pairs = [name for name in ("zero2", "zero3_gloo") if name not in names]
+    return [*names, *full(*pairs), *campaign(*[name for name in STAGES if name not in (*names, *pairs)])]
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def critic() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+
+
+def critic_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
+    fake = g(data(rank, step, 1)).detach()
+    return d(fake).square().mean() + (1 - d(data(rank, step, 0))).square().mean()
+
+
+def generator_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
+    return (1 - d(g(data(rank, step, 2)))).square().mean()
+
+
+def gan(plan: Plan, direct: bool) -> dict[str, Tensor]:
+    d, g = seeded(critic, 1), seeded(generator, 2)
+    with one_mesh(plan) as mesh, sharded(d, adam(d), plan, mesh) as ds, sharded(g, sgd(g), plan, mesh) as gs:
+        for step in range(SEVERAL_STEPS):
+            loss = critic_loss(ds.module, gs.module, mesh.rank, step)
+            loss.backward() if direct else ds.backward(loss)
+            ds.optimizer.step()
+            # The critic's gradients from the generator's loss are not wanted.
+            loss = generator_loss(ds.module, gs.module, mesh.rank, step)
+            loss.backward() if direct else gs.backward(loss)
+            gs.optimizer.step()
+            ds.optimizer.zero_grad()
+        states = {"d": ds.module.state_dict(), "g": gs.module.state_dict()}
+    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
+
+
+def plain_gan() -> dict[str, Tensor]:
+    d, g = seeded(critic, 1), seeded(generator, 2)
+    optimizer_d, optimizer_g = adam(d), sgd(g)
+    for step in range(SEVERAL_STEPS):
+        for optimizer, loss in ((optimizer_d, critic_loss), (optimizer_g, generator_loss)):
+            optimizer_d.zero_grad()
+            optimizer_g.zero_grad()
+            for rank in range(RANKS):
+                (loss(d, g, rank, step) / RANKS).backward()
+            optimizer.step()
+    states = {"d": d.state_dict(), "g": g.state_dict()}
+    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("name", quick("zero3"))
+def test_gan(name: str) -> None:
+    expected = plain_gan()
+    for direct in (False, True):
+        check(run_ranks(RANKS, gan, PLANS[name], direct), expected, f"{name}, direct={direct}")
+
+
+def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.Adam(model[0].parameters(), lr=0.05, eps=1e-4),
+        torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
+    ]
+
+
+def two_optimizers(plan: Plan) -> dict[str, Tensor]:
+    """Stepped in turn: the second one accumulates over two passes what the first uses at once."""
+    model = seeded(generator)
+    session = build(model, halves(model), plan)
+    assert len(session.optimizers) == 2
+    for step in range(SEVERAL_STEPS):
+        for micro in range(2):
+            session.backward(session.module(data(session.mesh.rank, step, micro)).square().mean())
+            session.optimizers[0].step()
+        session.optimizers[1].step()
+    state = session.module.state_dict()
+    session.close()
+    session.mesh.close()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("name", "average"),
+    [
+        *[("zero2", "mean"), ("zero3", "sum")],
+        *full(("zero2", "sum"), ("zero3", "mean"), ("ddp", "mean"), ("zero1", "sum"), ("half", "sum")),
+        *full(("zero3_gloo", "mean")),
+        *campaign(("ddp", "sum"), ("zero1", "mean"), ("half", "mean"), ("zero3_gloo", "sum")),
+    ],
+)
+def test_two_optimizers_over_one_model(name: str, average: str) -> None:
+    model = seeded(generator)
+    first, second = halves(model)
+    for step in range(SEVERAL_STEPS):
+        for micro in range(2):
+            for rank in range(RANKS):
+                (model(data(rank, step, micro)).square().mean() / RANKS).backward()
+            first.step()
+            first.zero_grad()
+        if average == "mean":
+            for p in model[2].parameters():
+                p.grad /= 2
+        second.step()
+        second.zero_grad()
+    results = run_ranks(RANKS, two_optimizers, PLANS[name].but(average=average))
+    check(results, dict(model.state_dict()), f"{name} {average}")
+
+
+READ_STEPS = 2
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.tower(x) * self.scale
+
+    def forward(self, x: Tensor, penalty: bool = False) -> Tensor:
+        found = self.encode(x)
+        if penalty:
+            found = found + sum(p.abs().sum() for p in self.tower.parameters())
+        return found
+
+
+Loss = Callable[[nn.Module, Towers, Tensor], Tensor]
+
+
+def by_method(_module: nn.Module, model: Towers, x: Tensor) -> Tensor:
+    return model.encode(x).square().mean()
+
+
+def penalty_in_the_loop(module: nn.Module, model: Towers, x: Tensor) -> Tensor:
+    loss: Tensor = module(x).square().mean()
+    return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def penalty_in_forward(module: nn.Module, _model: Towers, x: Tensor) -> Tensor:
+    return module(x, penalty=True).square().mean()
+
+
+LOSSES: dict[str, Loss] = {each.__name__: each for each in (by_method, penalty_in_the_loop, penalty_in_forward)}
+
+
+def plain(loss: Loss) -> dict[str, Tensor]:
+    model = seeded(Towers)
+    optimizer = sgd(model)
+    for step in range(READ_STEPS):
+        (sum(loss(model, model, data(rank, step)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def train(session: Session, loss: Loss, around: Callable[[], Any] = contextlib.nullcontext) -> dict[str, Tensor]:
+    optimizer = session.optimizer
+    for step in range(READ_STEPS):
+        with around():
+            value = loss(session.module, session.model, data(session.mesh.rank, step))  # type: ignore[arg-type]
+        session.backward(value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return session.module.state_dict()
+
+
+def trained(plan: Plan, name: str, gathered: bool) -> dict[str, Tensor]:
+    model = seeded(Towers)
+    with sharded(model, sgd(model), plan) as session:
+        return train(session, LOSSES[name], session.module.gathered if gathered else contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_there_is_read_as_in_plain_torch(name: str) -> None:
+    for plan, gathered in (("zero2", False), ("zero3", True), ("half", True)):
+        for found in run_ranks(2, trained, PLANS[plan], name, gathered):
+            assert_close(found, plain(LOSSES[name]), 1e-12, f"{name} under {plan}")
+
+
+def misread(plan: Plan, name: str) -> tuple[str, list[str], dict[str, Tensor]]:
+    """What is raised, what is warned of in two passes, and what the model is trained to after these were dropped."""
+    model, error = seeded(Towers), "nothing"
+    with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
+        with warnings.catch_warnings(record=True, action="always") as told:
+            for _ in range(2):
+                try:
+                    session.backward(LOSSES[name](session.module, model, data(mesh.rank, 0)))  # type: ignore[arg-type]
+                except RuntimeError as found:
+                    error = str(found)
+                session.module.zero_grad()
+        state = train(session, lambda module, _model, x: module(x).square().mean())
+        return error, [str(each.message) for each in told if "the loss is NaN" in str(each.message)], state
+
+
+SAID = {
+    "by_method": ("scale got a gradient, but no forward pass has gathered it", 1),
+    "penalty_in_the_loop": ("nothing", 1),
+    "penalty_in_forward": ("tower.0.weight (8, 6) was used in a forward pass while it was NaN", 0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_there_is_told(name: str) -> None:
+    error, times = SAID[name]
+    expected = plain(lambda module, _model, x: module(x).square().mean())
+    for said, told, state in run_ranks(2, misread, PLANS["zero3"], name):
+        assert error in said and len(told) == times
+        assert all("inside `with model.gathered():`" in each for each in [*told, *[said][: error != "nothing"]])
+        assert_close(state, expected, 1e-12, "what is trained after the passes that were dropped")

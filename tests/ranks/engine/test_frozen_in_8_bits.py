@@ -1,9 +1,14 @@
 """Frozen weights that travel in 8 bits or less (``compress_frozen``): a plain model whose frozen weights were rounded
 in the same blocks gives the same losses, gradients, norms and parameters; bytes by the formula; states, files and what
-is written back are made of the bits that were loaded."""
+is written back are made of the bits that were loaded.
 
-from __future__ import annotations
+Frozen parameters of any dtype, and of classes of their own, are sharded as floating-point ones are.
 
+Sparse buffers (a graph's edges): rank 0's on all ranks as dense ones are, or refused before anything is moved.
+torch's ``AveragedModel`` of a model that computes in 16 bits: an average of fp32 values, as the limits page says.
+"""
+
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +16,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import shardwise
+from shardwise import shard
 from shardwise.core.base.torch_internals import give_subclass
-from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, ByTensor, Plan, on_device, replicated, zero
-from shardwise.session import Session
+from shardwise.core.checkpoint import CheckpointError
+from shardwise.core.mesh import Mesh, init_distributed
+from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, on_device, replicated, zero
+from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import one_mesh, sharded
+from tests.support.engine_setup import data, one_mesh, seeded, sgd, sharded, told
 from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
 
@@ -383,3 +394,263 @@ def test_what_cannot_be() -> None:
         zero(3).but(compress_frozen="int2")
     plan = zero(3).but(compress_frozen="int8", compress_weights="fp8")
     assert Plan.from_dict(plan.to_dict()) == plan
+
+
+DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64)
+NUMEL = 24
+
+
+class NumbersCodes(nn.Parameter):
+    """As packed weights have it: a class that makes something else of what is done to it."""
+
+    def to(self, *args: object, **kwargs: object) -> Tensor:
+        raise AssertionError(f"packs itself on its way to {args}")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Lookup(nn.Module):
+    """Its table is read by rows; a second tensor is the same memory, and is read in the table's place."""
+
+    def __init__(self, dtype: torch.dtype, follows: bool) -> None:
+        super().__init__()
+        numbers = torch.randint(2, 100, (NUMEL,)).to(dtype).view(6, 4)
+        self.codes = give_subclass(NumbersCodes, numbers) if follows else nn.Parameter(numbers, requires_grad=False)
+        if follows:
+            self.codes.same = self.codes.data.as_subclass(Tensor)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = getattr(self.codes, "same", None)
+        codes = self.codes if beside is None else beside
+        out = _Scaled.apply(x, codes) if beside is not None else x @ _real(codes)
+        if beside is not None:
+            self.codes.data = beside  # as layers of 8-bit weights do
+        return (out * self.scale) @ _real(codes).t()
+
+
+class _Scaled(torch.autograd.Function):
+    """Keeps what it was given where no hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.codes = codes
+        return x @ _real(codes)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def, override]
+        return grad @ _real(ctx.codes).t(), None
+
+
+def _real(codes: Tensor) -> Tensor:
+    return (codes.real if codes.is_complex() else codes).double() / 100
+
+
+def numbers_net() -> nn.Module:
+    own = [Lookup(dtype, follows=False) for dtype in DTYPES] + [Lookup(torch.int8, follows=True) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 6), *own).double()
+
+
+def steps(model: nn.Module, run: object, rank: int) -> None:
+    run(model(data(rank, 0)[:, :6].double()).square().mean())  # type: ignore[operator]
+
+
+def expected() -> dict[str, Tensor]:
+    model = seeded(numbers_net)
+    optimizer = sgd(model)
+    for _ in range(2):
+        for rank in range(2):
+            steps(model, lambda loss: (loss / 2).backward(), rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def numbers_plans(folder: str) -> list[Plan]:
+    on_disk = {"param_disk_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DiskPlan(directory=folder)}
+    return [
+        zero(3),
+        zero(3).but(shared_memory=False),
+        zero(3).but(packing=ByTensor(persist_numel=0), param_host_fraction=1.0, state_host_fraction=1.0),
+        zero(3).but(**on_disk),
+        zero(2),
+        replicated(),
+    ]
+
+
+class Found(NamedTuple):
+    trained: dict[str, Tensor]
+    loaded: dict[str, Tensor]
+    errors: list[str]
+    parameter_bytes: int
+    formula_bytes: int
+
+
+def wrong_uses(session: Session, model: nn.Module) -> list[str]:
+    """A write to what is not gathered, and numbers of another kind."""
+    state = session.module.state_dict()
+    with torch.no_grad():
+        model[1].codes.zero_()
+    errors = [told(lambda: session.module(data(0, 0)))]
+    given = {name: value.float() if "codes" in name else value for name, value in state.items()}
+    return [*errors, told(lambda: session.module.load_state_dict(given))]
+
+
+def on_rank(folder: str) -> list[Found]:
+    found = []
+    for number, plan in enumerate(numbers_plans(folder)):
+        with one_mesh(plan) as mesh:
+            model, errors = seeded(numbers_net), []
+            with sharded(model, sgd(model), plan, mesh) as session:
+                for _ in range(2):
+                    steps(session.module, session.backward, mesh.rank)
+                    session.optimizer.step()
+                    session.optimizer.zero_grad()
+                trained = session.module.state_dict()
+                held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
+                chunks = session.engine.shards.layout.chunks
+                whole = sum(chunk.padded_bytes for chunk in chunks)
+                session.checkpoints.save(folder, f"plan-{number}")
+                if number == 0:
+                    errors = wrong_uses(session, model)
+                if number < 2:
+                    session.unshard()
+                    steps(model, lambda loss: loss.backward(), 0)  # what followed parameters is theirs again
+                    assert_close(dict(model.state_dict()), trained, 0.0, "unsharded")
+            other = seeded(numbers_net, 7)
+            with sharded(other, sgd(other), plan, mesh) as session:
+                session.checkpoints.load(folder, f"plan-{max(number - 1, 0)}")
+                loaded = session.module.state_dict()
+            stays = plan.shard.always_gathered
+            found.append(Found(trained, loaded, errors, held, whole if stays else whole // mesh.shard.size))
+    return found
+
+
+def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
+    wanted = expected()
+    assert any(not value.is_floating_point() for value in wanted.values())
+    for rank, results in enumerate(run_ranks(2, on_rank, str(tmp_path))):
+        for plan, found in enumerate(results):
+            assert_close(found.trained, wanted, 1e-11, f"plan {plan}, rank {rank}")
+            assert all(found.trained[name].dtype is wanted[name].dtype for name in wanted)
+            assert_close(found.loaded, found.trained, 1e-11, f"loaded, plan {plan}, rank {rank}")
+            assert found.parameter_bytes == found.formula_bytes, plan
+        assert "1.codes (6, 4) was written to" in results[0].errors[0]
+        assert "1.codes: torch.float32 instead of torch.uint8" in results[0].errors[1]
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    model = seeded(numbers_net)
+    model[1].codes = give_subclass(NumbersCodes, torch.zeros(6, 4))
+    model[1].codes.bnb_quantized = False
+    assert "1.codes (NumbersCodes, (6, 4)) is still torch.float32, and is packed when it moves" in told(
+        lambda: build(model, None, zero(3)), ValueError
+    )
+    quantized = nn.Sequential(nn.Linear(2, 2))
+    quantized[0].weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)), requires_grad=False)
+    assert "0.weight (TwoTensor, (2, 2)) has its values in other tensors" in told(
+        lambda: build(quantized, None, zero(3)), ValueError
+    )
+
+
+MAKE: dict[str, Any] = {
+    "coo": torch.Tensor.to_sparse,
+    "csr": torch.Tensor.to_sparse_csr,
+    "csc": torch.Tensor.to_sparse_csc,
+}
+
+
+class Graph(nn.Module):
+    def __init__(self, kind: str, scale: float, persistent: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lin = nn.Linear(6, 6)
+        edges = MAKE[kind](scale * torch.eye(6).roll(1, 0))
+        self.register_buffer("edges", edges, persistent=persistent)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.lin(self.edges @ inputs)
+
+
+def _trained(folder: str) -> None:
+    init_distributed()
+    inputs = torch.arange(36.0).view(6, 6) / 36
+    for stage, kind in ((1, "coo"), (3, "csr"), (3, "csc")):
+        plain = Graph(kind, 1.0)
+        model = Graph(kind, 1.0 + dist.get_rank())
+        session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        assert torch.equal(model.edges.to_dense(), plain.edges.to_dense()) and model.edges.layout is plain.edges.layout
+        oracle = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            session.backward(session.module(inputs).square().mean())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            plain(inputs).square().mean().backward()
+            oracle.step()
+            oracle.zero_grad()
+        session.checkpoints.save(folder, kind)
+        session.checkpoints.load(folder, kind)
+        state = session.module.state_dict()
+        assert list(state) == ["lin.weight", "lin.bias"]
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+        with pytest.raises(CheckpointError, match=r"user_state/graph is a tensor \(6, 6\) of layout .*to_dense\(\)"):
+            session.checkpoints.save(folder, "refused", user_state={"graph": model.edges})
+
+
+def _refused() -> None:
+    init_distributed()
+    for kind in MAKE:
+        model = Graph(kind, 1.0, persistent=True)
+        with pytest.raises(ValueError, match=r"edges \(6, 6\) has the layout torch.sparse_c.*persistent=False"):
+            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+        assert torch.equal(model.lin.weight, Graph(kind, 1.0).lin.weight)
+    if dist.get_world_size() > 1:
+        model = Graph("coo", 1.0)
+        if dist.get_rank():
+            model.edges = torch.zeros(6, 6).to_sparse()
+        with pytest.raises(ValueError, match="tensor edges"):
+            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, _trained, str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_others_are_refused_by_name(ranks: int) -> None:
+    run_ranks(ranks, _refused)
+
+
+def averages(stage: int) -> list[str]:
+    """What a direct update says, with the average of the copy held against one made by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    plain, average = copy.deepcopy(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    session = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision="bf16")
+    expected: dict[str, torch.Tensor] = {}
+    for _ in range(3):
+        session.backward(session.module(torch.ones(2, 4)).float().square().mean())
+        session.optimizers[0].step()
+        session.optimizers[0].zero_grad()
+        state = session.module.state_dict()
+        plain.load_state_dict(state)
+        average.update_parameters(plain)
+        expected = {name: (expected.get(name, value) + value) / 2 for name, value in state.items()}
+    found = average.module.state_dict()
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    assert any(bool((value != value.bfloat16()).any()) for value in state.values())
+    assert_close(found, expected, 1e-6, "average")
+    with pytest.raises(RuntimeError) as error, session.module.gathered():
+        average.update_parameters(model)
+    session.close()
+    return getattr(error.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_average_of_masters_and_what_an_average_of_16_bits_says(stage: int) -> None:
+    for notes in run_ranks(2, averages, stage):
+        assert len(notes) == 1 and "torch.bfloat16" in notes[0] and "load session.module.state_dict()" in notes[0]

@@ -1,7 +1,5 @@
 """Ctrl-C: step(), loads and saves end first; zero_grad() drops a pass; what a second one stops has to be loaded."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal
@@ -23,6 +21,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import scaler
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import OPTIMIZERS, batch, digest, make_net, small_tiles, with_tiers
 
@@ -181,12 +180,10 @@ def twice_in_a_step(plan: Plan, _directory: str) -> None:
         load(session, saved)
         backward(session, 1)
         own.optimizer.presses = 2
-        with pytest.raises(KeyboardInterrupt):
-            own.step()
+        raises(KeyboardInterrupt, None, lambda: own.step())
         own.optimizer.presses = 0
         for refused in (lambda: backward(session, 1), lambda: session.module.state_dict()):
-            with pytest.raises(RuntimeError, match="load a checkpoint"):
-                refused()
+            raises(RuntimeError, "load a checkpoint", refused)
         load(session, saved)
         own.zero_grad()
         train(session, first=1)

@@ -1,9 +1,13 @@
 """Secondary shards (hpZ of ZeRO++): gathers that are made of them give plain PyTorch's numbers, whatever changes
-parameters in between; what they hold and what each group sends, to the byte."""
+parameters in between; what they hold and what each group sends, to the byte.
 
-from __future__ import annotations
+Training whose ranks exchange 8 bits: the same bits whatever carries them, gradients and parameters within the stated
+bounds of the exact ones, masters that are never rounded, bytes against the formula, and overflow.
+"""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
+from shardwise.core.comm import BLOCK, FORMATS
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByTensor, MeshPlan, Plan, zero
+from shardwise.plan import ByNumel, ByTensor, MeshPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import adam, check, meshes, run_sharded, seeded, sgd, sharded
+from tests.support.checkpoint_setup import tiers
+from tests.support.engine_setup import adam, check, meshes, one_mesh, run_sharded, seeded, sgd, sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 GLOO = zero(3).but(shared_memory=False)
@@ -278,3 +285,281 @@ def test_neighbours_keep_them_together() -> None:
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
     found = run_ranks(8, groups, MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, secondary=2))
     assert found == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+
+
+TRAINING_WIDTH, HIDDEN = 24, 37
+HALF = torch.bfloat16
+SHARDED: dict[str, Plan] = {
+    "zero1": zero(1, HALF).but(packing=ByNumel(chunk_numel=600)),
+    "zero2_fp32": zero(2),
+    "zero2_late": zero(2, HALF).but(gather_on_use=True, update="backward"),
+    "zero3": zero(3, HALF),
+    "zero3_fp32": zero(3),
+    "zero3_host": zero(3, HALF).but(tiers=replace(on_device(), param_host_fraction=1.0, state_host_fraction=1.0)),
+    "no_masters": zero(2, HALF).but(master_weights=False),
+    "ddp": replicated(),
+}
+REPLICATED = {"zero2_hybrid": zero(2, HALF, dp_replicate=2), "zero3_hybrid": zero(3, dp_replicate=2)}
+"""On four ranks: sums of slices, and then over replicas."""
+WHOLE: dict[str, Plan] = {
+    "int8": zero(3, HALF).but(compress_weights="int8", compress_gradients="int8"),
+    "int4": zero(2, HALF).but(compress_gradients="int4"),
+    "weights": zero(3).but(compress_weights="int8"),
+    "gradients": replicated().but(compress_gradients="int8"),
+    "frozen": zero(3, HALF).but(compress_weights="int8", compress_frozen="int4"),
+}
+"""Blocks of whole numbers, for one of the two or both."""
+
+
+class Net(nn.Module):
+    """With a frozen layer, whose values have no master."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(TRAINING_WIDTH, HIDDEN)
+        self.still = nn.Linear(HIDDEN, HIDDEN)
+        self.last = nn.Linear(HIDDEN, 5)
+        self.still.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.still(torch.tanh(self.first(x)))))
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """A regression that can be learnt."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, TRAINING_WIDTH, generator=generator)
+    return x, torch.sin(x[:, :5] * 1.5)
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    return (module(x).float() - y).square().mean()
+
+
+def trained(plan: Plan, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = net()
+    session = build(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), plan, mesh)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(session.module, mesh.rank, step)
+        session.backward(loss)
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        losses.append(loss.item())
+    alike(session)
+    state = {name: value.clone() for name, value in session.module.full_state() if isinstance(value, Tensor)}
+    session.close()
+    return losses, state
+
+
+def alike(session: Session) -> None:
+    """All ranks compute with the same parameters, which are what their masters are rounded to."""
+    engine = session.engine
+    with session.module.gathered():
+        own = torch.cat([p.detach().float().flatten() for p in session.params])
+    group = session.mesh.world
+    rows = torch.tensor(group.exchange(own.double().tolist()), dtype=torch.float64)
+    assert torch.equal(rows.nan_to_num(), rows[:1].expand_as(rows).nan_to_num())
+    for chunk in engine.shards.chunks:
+        state = engine.shards.states.get(chunk.spec.index)
+        if state is None or session.mesh.shard.size == 1:
+            continue
+        assert state.master is not None
+        expected = state.master.to(chunk.spec.dtype, copy=True)
+        if session.plan.comm.weights is not None:
+            FORMATS[session.plan.comm.weights][0].round_(expected)
+        with chunk.opened() as shard:
+            assert torch.equal(shard, expected)
+
+
+def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    results = []
+    for name in names:
+        plan = WHOLE[name] if name in WHOLE else (SHARDED | REPLICATED)[name].but(compress="fp8")
+        found = []
+        with ExitStack() as stack:
+            for shared in (True, False):
+                own = plan.but(shared_memory=shared)
+                found.append(trained(own, stack.enter_context(one_mesh(own)), steps=4))
+        assert found[0][0] == found[1][0], name
+        for key, value in found[0][1].items():
+            assert torch.equal(value, found[1][1][key]), (name, key)
+        results.append(found[0])
+    return results
+
+
+@pytest.mark.parametrize("size", [3, *full(2, 4)])
+def test_the_same_bits_whatever_carries_them(size: int) -> None:
+    names = {2: list(SHARDED), 3: ["zero1", "zero3"], 4: list(REPLICATED)}[size]
+    results = run_ranks(size, transports, names)
+    before = net().state_dict()
+    for (_, state), name in zip(results[0], names, strict=True):
+        for key, value in before.items():
+            if "still" in key:
+                exact = value.to(HALF) if (SHARDED | REPLICATED)[name].precision.param_dtype is HALF else value
+                assert torch.equal(state[key].to(exact.dtype), exact)  # frozen: travels as it is
+
+
+def test_whole_numbers_are_the_same_bits_whatever_carries_them() -> None:
+    results = run_ranks(2, transports, list(WHOLE))
+    half = {key: value.to(HALF) for key, value in net().state_dict().items() if "still" in key}
+    both, alone = results[0][-1], results[0][list(WHOLE).index("int8")]
+    assert both[0][0] != alone[0][0]  # before any step: what is frozen is rounded, too
+    assert half and all(torch.equal(both[1][key].to(HALF), value) for key, value in half.items())
+    for one, other in zip(results[0], results[1], strict=True):
+        assert all(torch.equal(value, other[1][key]) for key, value in one[1].items())
+
+
+def one_step(plan: Plan) -> dict[str, Any]:
+    with one_mesh(plan) as mesh:
+        model = net()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh)
+        with session.module.gathered():
+            used = {name: p.detach().clone() for name, p in session.module.module.named_parameters()}
+        masters = dict(session.module.full_state())
+        session.reset_traffic()
+        loss = loss_of(session.module, mesh.rank, 0)
+        session.backward(loss)
+        gradients = session.full_gradients()
+        traffic = session.traffic()
+        session.optimizer.step()
+        stepped = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
+        whole = session.traffic()
+        chunks = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in session.engine.shards.layout.chunks]
+        session.close()
+    return {
+        "used": used,
+        "masters": masters,
+        "gradients": gradients,
+        "stepped": stepped,
+        "traffic": traffic,
+        "whole": whole,
+        "chunks": chunks,
+    }
+
+
+def row_bytes(numel: int) -> int:
+    return numel + -(-numel // BLOCK)
+
+
+@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
+def test_one_step_is_within_the_stated_bounds(name: str) -> None:
+    size = 2
+    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
+    found = run_ranks(size, one_step, plan)[0]
+    exact = net().state_dict()
+    for key, value in found["used"].items():
+        error = (value - exact[key]).abs()
+        rounded = name != "ddp" and "still" not in key
+        assert (error <= 2**-4 * exact[key].abs() + 2**-17).all()
+        assert bool(error.any()) == rounded
+        assert torch.equal(found["masters"][key], exact[key])  # masters are never rounded
+    per_rank = [gradients_at(found["used"], rank) for rank in range(size)]
+    for key, value in found["gradients"].items():
+        terms = torch.stack([each[key] for each in per_rank])
+        bound = (0.27 if name == "ddp" else 0.126) * terms.abs().mean(0) + 2**-28 * terms.abs().max()
+        assert ((value - terms.mean(0)).abs() <= bound).all()
+        assert not torch.equal(value, terms.mean(0))
+        torch.testing.assert_close(found["stepped"][key], exact[key] - value, atol=1e-7, rtol=1e-6)
+    own = [row_bytes(numel // size) for numel, _, trains in found["chunks"] if trains]
+    if name == "ddp":
+        assert found["traffic"]["all_reduce"] == 2 * (size - 1) * sum(own)
+        assert found["whole"]["all_gather"] == 0
+    else:
+        assert found["traffic"]["reduce_scatter"] == (size - 1) * sum(own)
+    if name == "zero2_fp32":  # updated parameters are gathered once; states are read whole
+        reading = sum((size - 1) * shard * 4 for _, shard, trains in found["chunks"] if trains)
+        assert found["whole"]["all_gather"] - found["traffic"]["all_gather"] >= (size - 1) * sum(own)
+        assert found["whole"]["all_gather"] <= (size - 1) * sum(own) + 3 * reading + 4096
+
+
+def gradients_at(params: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    model = net()
+    model.load_state_dict(params)
+    loss_of(model, rank, 0).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(session: Session, expected: dict[str, Tensor]) -> None:
+    alike(session)
+    for name, value in session.module.full_state():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+def test_masters_keep_what_is_not_written() -> None:
+    """What a program writes is taken; what it does not write keeps its master's bits, when it is read back too."""
+    for plan in (zero(3), zero(2), zero(2, HALF)):
+        plan = plan.but(compress="fp8")
+        with one_mesh(plan) as mesh:
+            model = net()
+            session = build(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, mesh)
+            before = {n: v.clone() for n, v in session.module.full_state()}
+            with session.module.gathered(write_back=True), torch.no_grad():
+                model.first.bias[2] = 0.5
+            expected = {n: v.clone() for n, v in before.items()}
+            expected["first.bias"][2] = 0.5
+            same(session, expected)
+            if plan.shard.always_gathered:
+                with torch.no_grad():
+                    model.last.weight[1].fill_(0.25)
+                expected["last.weight"][1] = 0.25
+            session.backward(loss_of(session.module, mesh.rank, 0))
+            session.optimizer.step()
+            same(session, expected)
+            half = dict(session.module.full_state(masters=False))
+            for name, value in expected.items():
+                kind = torch.float32 if plan.precision.param_dtype is None else HALF
+                assert torch.equal(half[name], value.to(kind))
+            session.module.load_state_dict(before)
+            same(session, before)
+            session.close()
+
+
+def overflows(shared: bool) -> list[tuple[bool, float]]:
+    plan = zero(2, torch.float16).but(compress="fp8", shared_memory=shared)
+    with one_mesh(plan) as mesh:
+        model = net()
+        session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
+        told = []
+        for step in range(3):
+            before = {n: v.clone() for n, v in session.module.full_state()}
+            loss = loss_of(session.module, mesh.rank, step)
+            session.backward(loss * 1e30 if step == 1 and mesh.rank == 1 else loss)  # of one rank alone
+            session.optimizer.step()
+            changed = any(not torch.equal(v, before[n]) for n, v in session.module.full_state())
+            told.append((changed, session.optimizer.scaler.scale))
+        session.close()
+    return told
+
+
+@pytest.mark.parametrize("shared", [False, *full(True)])
+def test_an_overflow_is_found(shared: bool) -> None:
+    for told in run_ranks(2, overflows, shared):
+        assert [changed for changed, _ in told] == [True, False, True]
+
+
+def refused() -> None:
+    model = net().double()
+    plan = zero(2).but(compress="fp8")
+    with one_mesh(plan) as mesh, pytest.raises(ValueError, match=r"compress='fp8'.*float64.*first.weight"):
+        build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
+
+
+def test_what_cannot_be() -> None:
+    run_ranks(2, refused)
+    disk = tiers("/tmp", (0.0, 0.0), (0.0, 1.0))
+    with pytest.raises(ValueError, match=r"compress='fp8' \(fp8_communication\) with disk=DiskPlan"):
+        zero(2).but(compress="fp8", tiers=disk)
+    with pytest.raises(ValueError, match="compress='fp4'"):
+        zero(2).but(compress="fp4")
+    with pytest.raises(ValueError, match="compress_gradients='int2': give one of 'fp8', 'int8', 'int4', or None"):
+        zero(2).but(compress_gradients="int2")
+    with pytest.raises(ValueError, match=r"compress_weights='int8' \(fp8_communication\) with disk=DiskPlan"):
+        zero(2).but(compress_weights="int8", tiers=disk)

@@ -1,35 +1,22 @@
-"""ZeRO on two hosts of two ranks each, in network namespaces joined by a wire, each with a /dev/shm of its own."""
+"""Two hosts of two ranks each, in network namespaces joined by a wire, each with a /dev/shm of its own."""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import TwoHosts
+from tests.support.hosts import TwoHosts, check_program
 
-HERE = Path(__file__).parent
+RANKS = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
-@pytest.mark.full
-def test_zero_on_two_hosts_of_two_ranks_is_plain_pytorch() -> None:
-    paths = [str(HERE.parents[2]), str(HERE.parents[1])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    with TwoHosts() as hosts:
-        where = ["--nnodes=2", "--nproc-per-node=2", f"--master-addr={hosts.names[0]}", "--master-port=29578"]
-        command = [sys.executable, "-m", "torch.distributed.run", *where]
-        program = str(HERE / "two_hosts_program.py")
-        runs = [
-            hosts.start(
-                host, [*command, f"--node-rank={host}", program], env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            for host in (0, 1)
-        ]
-        told = [run.communicate(timeout=300)[0] for run in runs]
-    for host, (run, text) in enumerate(zip(runs, told, strict=True)):
-        assert run.returncode == 0, text
-        assert text.count(f"on host-{'ab'[host]}: equal to plain PyTorch") == 2
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("engine/two_hosts_program.py", marks=pytest.mark.full),
+        pytest.param("booster/hosts_program.py", marks=pytest.mark.campaign),
+    ],
+)
+def test_ranks_on_two_hosts_are_plain_pytorch(program: str) -> None:
+    """ZeRO, and layers that are cut inside a host while the rest is across."""
+    check_program(RANKS / program, 29578)

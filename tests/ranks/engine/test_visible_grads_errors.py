@@ -1,7 +1,13 @@
-"""Uses of ``.grad`` that a sharded model cannot serve are errors that say so, on every rank, and change nothing."""
+"""Uses of ``.grad`` that a sharded model cannot serve are errors that say so, on every rank, and change nothing.
 
-from __future__ import annotations
+``.grad`` of sharded parameters, read, clipped, edited and assigned as in plain PyTorch, against plain PyTorch.
 
+``.grad`` in half precision: what torch clips is what the optimizer's own method clips.
+A step uses gradients up: a program that goes on as if they were there is told once, every other is left alone.
+"""
+
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +18,14 @@ import torch.distributed as dist
 import torch.multiprocessing
 import torch.utils.dlpack
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from shardwise.core.grads.sharded_grad import ShardedGrad
 from shardwise.core.mesh import Mesh
-from shardwise.plan import Plan
+from shardwise.plan import Plan, zero
 from shardwise.session import Session
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, data, one_mesh, seeded, sgd, sharded
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import PLANS, SCALER, check, data, one_mesh, plain_steps, scaler, seeded, sgd, sharded
 from tests.support.engine_setup import tanh_net as net
 from tests.support.sets import full
 
@@ -244,3 +250,417 @@ def test_gradients_of_a_ranks_own_are_refused(name: str) -> None:
             expected = OWN[what][1] or "nothing"
             assert expected in step, (what, step)
             assert expected == "nothing" or step.endswith("nothing was updated"), what
+
+
+STEPS, MICRO = 2, 2
+ROWS = {"zero2_host": zero(2).but(state_host_fraction=1.0)}
+ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero3")}
+ROWS["zero3_gloo"] = PLANS["zero3_gloo"].but(same_order=False)  # a module runs on the first rank alone
+ROWS |= {"zero2_mean": zero(2).but(average="mean"), "zero3_tokens": zero(3).but(average="tokens")}
+ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero1_scaled_mean": zero(1).but(scaler=SCALER, average="mean")}
+QUICK = ("zero3", "zero2_mean", "zero2_scaled")
+
+
+class Odd(nn.Module):
+    """A tied weight, a frozen layer, one that nobody uses, one that the first rank alone uses, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.first = nn.Linear(6, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.second = nn.Linear(8, 6)
+        self.sometimes = nn.Linear(6, 6)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(6, 7)
+        self.head.weight = self.embedding.weight
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        hidden = self.second(self.frozen(torch.tanh(self.first(x))))
+        if rank == 0:
+            hidden = hidden + self.sometimes(hidden)
+        return self.head(hidden) * self.scalar + self.embedding(torch.tensor([1, 3])).sum()
+
+
+Reads = list[float]
+Edit = Callable[[Odd, int], Reads]
+"""Called after each backward pass of a step, with its number."""
+
+
+def last(edit: Callable[[Odd], Reads]) -> Edit:
+    return lambda model, micro: edit(model) if micro == MICRO - 1 else []
+
+
+def value_of(foreach: bool | None) -> Edit:
+    def edit(model: Odd) -> Reads:
+        clip_grad_value_(model.parameters(), 0.02, foreach=foreach)
+        return [float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))]
+
+    return last(edit)
+
+
+def norm_of(p: float, foreach: bool | None) -> Edit:
+    def edit(model: Odd) -> Reads:
+        return [float(clip_grad_norm_(model.parameters(), 0.05, p, error_if_nonfinite=True, foreach=foreach))]
+
+    return last(edit)
+
+
+def in_two(model: Odd) -> Reads:
+    """Of some parameters only, and not the norm of these."""
+    norm = get_total_norm([p.grad for p in model.first.parameters() if p.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 0.01, norm * 2)
+    return [float(norm), float(clip_grad_norm_([model.scalar], 1e-3)), float(clip_grad_norm_(model.scalar, 1e9))]
+
+
+def grad_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def read(model: Odd) -> Reads:
+    found: Reads = []
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            found.append(-1.0)
+            continue
+        assert p.grad.shape == p.shape and p.grad.dtype == p.dtype and p.grad.device == p.device, name
+        for each in (p.grad.norm(), p.grad.data.norm(1), p.grad.detach().flatten().norm(math.inf), p.grad.norm(3)):
+            found.append(float(each))
+        found += [float(p.grad.abs().max()), float(p.grad.mean()), float(p.grad.norm(0)), float(p.grad.float().sum())]
+        found += [float(p.grad.clone().flatten()[-1]), float((p.grad * 2 + 1).sum())]
+        found += [float(torch.zeros_like(p.grad).sum()), float(torch.ones_like(p).copy_(p.grad).sum())]
+    found += [float(torch.stack([grad_of(p).abs().amax() for p in model.first.parameters()]).sum())]
+    weight = grad_of(model.first.weight)
+    found += [*weight.norm(dim=1).tolist(), *weight[1].tolist(), float(weight.t()[2, 3]), weight[0, 0].item()]
+    found += [float(torch.cat([grad_of(p).reshape(-1) for p in model.second.parameters()]).norm())]
+    return found
+
+
+def edit_in_place(model: Odd) -> Reads:
+    weight = grad_of(model.first.weight)
+    weight.mul_(0.5).div_(torch.tensor(3.0)).neg_()
+    weight *= (torch.arange(48.0).view(8, 6) % 3 > 0).double()
+    weight[2:4] = 0.0
+    weight.view(-1)[5] = 7.0
+    weight.data[6, torch.tensor([True, False, True, False, False, True])] = 0.25
+    grad_of(model.first.bias).add_(0.1).add_(torch.arange(8.0) / 50, alpha=2).clamp_(min=-0.2).clamp_max_(0.3)
+    grad_of(model.second.bias).sub_(torch.ones(6), alpha=0.5).sign_()
+    grad_of(model.second.weight).t()[1].fill_(-0.5)
+    grad_of(model.second.weight).nan_to_num_(0.0).add_(grad_of(model.sometimes.weight).abs()[:, :1])
+    grad_of(model.embedding.weight)[torch.tensor([1, 3])] += 0.75
+    grad_of(model.scalar).copy_(torch.tensor(0.375, dtype=torch.float64))
+    first, *_ = grad_of(model.head.bias).split(3)
+    first.zero_()
+    torch._foreach_mul_([grad_of(p) for p in model.sometimes.parameters()], [0.5, 3.0])
+    return read(model)
+
+
+def assign(model: Odd) -> Reads:
+    model.first.bias.grad = torch.arange(8.0, dtype=torch.float64) / 8
+    model.first.weight.grad = grad_of(model.first.weight) * 3
+    model.second.weight.grad = grad_of(model.second.weight).detach()  # the same again
+    model.second.bias.grad = None
+    model.unused.bias.grad = torch.full((3,), 0.5, dtype=torch.float64)
+    norm = clip_grad_norm_(model.parameters(), 0.5)
+    return [float(norm), *(float(grad_of(p).norm()) for p in (model.first.bias, model.unused.bias))]
+
+
+def clear_all(model: Odd, micro: int) -> Reads:
+    """The gradients of the first pass are dropped as many scripts do it, and those of a module of the second."""
+    if micro:
+        model.second.zero_grad(set_to_none=False)
+        model.sometimes.zero_grad()
+    else:
+        for p in model.parameters():
+            p.grad = None
+    return []
+
+
+def every_pass(model: Odd, micro: int) -> Reads:
+    """What is edited between passes is what the next one is added to."""
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    if not micro:
+        model.first.bias.grad = torch.ones(8, dtype=torch.float64)
+        model.second.bias.grad = None
+    return [float(norm)]
+
+
+EDITS: dict[str, Edit] = {
+    **{f"norm {p} {foreach}": norm_of(p, foreach) for p, foreach in ((2.0, None), (math.inf, True))},
+    "value": value_of(None),
+    "in two": last(in_two),
+    "read": last(read),
+    "edit": last(edit_in_place),
+    "assign": last(assign),
+    "clear": clear_all,
+    "every pass": every_pass,
+}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05, eps=1e-2)
+
+
+def losses(model: Any, rank: int, step: int) -> Iterator[Tensor]:
+    for micro in range(MICRO):
+        yield model(data(rank, step, micro), rank).square().mean() * 10
+
+
+def edits_under(plan: Plan) -> dict[str, Edit]:
+    """Where passes are averaged, what a pass before the last one leaves has no like in plain torch."""
+    left_out = () if plan.grad.average == "sum" else ("clear", "every pass")
+    return {name: edit for name, edit in EDITS.items() if name not in left_out}
+
+
+def plain(edit: Edit, ranks: int, divisor: float = 1.0) -> tuple[dict[str, Tensor], Reads]:
+    model = seeded(Odd)
+    optimizer, reads = optimizer_of(model), []
+    for step in range(STEPS):
+        for micro, several in enumerate(zip(*(losses(model, rank, step) for rank in range(ranks)), strict=True)):
+            for loss in several:
+                (loss / (ranks * divisor)).backward()
+            reads += edit(model, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict()), reads
+
+
+def ours(edit: Edit, plan: Plan, mesh: Mesh, zeroed: bool) -> tuple[dict[str, Tensor], Reads]:
+    model, reads = seeded(Odd), []
+    with sharded(model, optimizer_of(model), plan, mesh) as session:
+        for step in range(STEPS):
+            for micro, loss in enumerate(losses(session.module, mesh.rank, step)):
+                if plan.grad.average == "tokens":
+                    session.backward(loss, tokens=7)
+                elif step % 2 or plan.precision.scaler is not None:
+                    session.backward(loss)
+                else:
+                    loss.backward()
+                reads += edit(model, micro)
+            session.optimizer.step()
+            if zeroed:
+                session.optimizer.zero_grad()
+                assert all(p.grad is None for p in model.parameters())
+        return session.module.state_dict(), reads
+
+
+def all_edits(plan: Plan) -> list[tuple[dict[str, Tensor], Reads]]:
+    with one_mesh(plan) as mesh:
+        return [ours(edit, plan, mesh, at % 2 == 0) for at, edit in enumerate(edits_under(plan).values())]
+
+
+def compare(name: str, plan: Plan, ranks: int) -> None:
+    results = run_ranks(ranks, all_edits, plan)
+    for at, (what, edit) in enumerate(edits_under(plan).items()):
+        state, reads = plain(edit, ranks, 1.0 if plan.grad.average == "sum" else MICRO)
+        for rank, (_, found) in enumerate(each[at] for each in results):
+            assert found == pytest.approx(reads, rel=1e-6, abs=1e-12), f"{what}, {name}, rank {rank}"
+        check([each[at][0] for each in results], state, f"{what}, {name}", rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in ROWS if name not in QUICK])])
+def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
+    compare(name, ROWS[name], 2)
+
+
+@pytest.mark.full
+def test_gradients_of_replicas() -> None:
+    compare("hybrid", PLANS["hybrid"], 4)
+
+
+def test_the_edits_change_what_is_trained() -> None:
+    """Otherwise the comparison above could not fail."""
+    untouched, _ = plain(lambda model, micro: [], 2)
+    for what, edit in EDITS.items():
+        state, reads = plain(edit, 2)
+        assert what == "read" or any(not torch.equal(state[key], untouched[key]) for key in state), what
+        assert reads or what == "clear"
+    assert not isinstance(seeded(Odd).scalar.grad, ShardedGrad)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.05, eps=1e-3)
+
+
+# ---- 16 bits
+
+USES_SCALER = scaler(initial_scale=256.0, max_scale=1024.0)
+HALVES = {
+    f"{name} {dtype}": plan.but(param_dtype=kind, cast_inputs=True, output_dtype=torch.float32, scaler=scaler)
+    for name, plan in (("zero1", zero(1)), ("zero3", zero(3)))
+    for dtype, kind, scaler in (("bf16", torch.bfloat16, None), ("fp16", torch.float16, USES_SCALER))
+}
+
+
+def clipped(plan: Plan, mesh: Mesh, by_torch: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, norms = net(), []
+    with sharded(model, adam(model.parameters()), plan, mesh) as session:
+        for step in range(3):
+            for micro in range(2):
+                session.backward(session.module(data(mesh.rank, step, micro).float()).square().mean() * 4)
+            if by_torch:
+                parts = [p.grad for p in model.parameters() if p.grad is not None]
+                assert all(each.dtype == p.dtype for each, p in zip(parts, model.parameters(), strict=True))
+                norms.append(math.sqrt(sum(float(each.float().norm()) ** 2 for each in parts)))
+                assert float(clip_grad_norm_(model.parameters(), 0.2)) == pytest.approx(norms[-1], rel=1e-5)
+            else:
+                norms.append(session.optimizer.clip_grad_by_norm(0.2))
+            session.optimizer.step()
+        return norms, session.module.state_dict()
+
+
+def both_ways(plan: Plan) -> tuple[Any, Any, list[Any]]:
+    with one_mesh(plan) as mesh:
+        ours, torchs = clipped(plan, mesh, by_torch=False), clipped(plan, mesh, by_torch=True)
+        torch.manual_seed(0)
+        model, overflown = net(), []
+        with sharded(model, adam(model.parameters()), plan, mesh) as session:
+            before = session.module.state_dict()
+            factor = math.inf if mesh.rank == 0 else 1.0
+            session.backward(session.module(data(mesh.rank, 0).float()).square().mean() * factor)
+            overflown.append(float(clip_grad_norm_(model.parameters(), 1.0)))
+            if plan.precision.scaler is not None:
+                session.optimizer.step()
+                after = session.module.state_dict()
+                overflown += [session.optimizer.last_step_skipped, session.optimizer.scaler.scale]
+                overflown.append(all(torch.equal(before[key], after[key]) for key in before))
+        return ours, torchs, overflown
+
+
+@pytest.mark.parametrize("name", ["zero1 bf16", "zero3 fp16", *full("zero1 fp16", "zero3 bf16")])
+def test_half_precision(name: str) -> None:
+    """What torch clips is what the optimizer's own method clips, up to the rounding of stored gradients."""
+    for (norms, expected), (found, state), overflown in run_ranks(2, both_ways, HALVES[name]):
+        assert found == pytest.approx(norms, rel=1e-2)
+        assert found[0] == pytest.approx(norms[0], rel=1e-5) and found[0] > 1.0
+        assert_close(state, expected, 2e-2, name)
+        assert not math.isfinite(overflown[0])
+        assert overflown[1:] in ([], [True, 128.0, True])
+
+
+GRADS_STEPS = 3
+GRADS_ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3")}
+GRADS_ROWS |= {"zero3_streams": zero(3).but(update="backward")}
+GRADS_SCALER = scaler(initial_scale=8.0, growth_interval=9, max_scale=64.0)
+GRADS_ROWS |= {"zero2_scaled": zero(2).but(scaler=GRADS_SCALER), "zero2_mean": zero(2).but(average="mean")}
+
+
+def quick(*names: str) -> list[Any]:
+    """All rows, of which the others are in the full set."""
+    return [*names, *full(*[name for name in GRADS_ROWS if name not in names])]
+
+
+WORDS = "without zero_grad() since the step before"
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+
+
+def _told(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [each.filename for each in caught if WORDS in str(each.message)]
+
+
+def _pass(session: Session, step: int) -> None:
+    session.backward(session.module(data(session.mesh.rank, step)).square().mean())
+
+
+def _forgetful(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            for step in range(GRADS_STEPS):
+                _pass(session, step)
+                session.optimizer.step()
+            return _told(caught), session.module.state_dict()
+
+
+def _plain(ranks: int) -> dict[str, Tensor]:
+    model = seeded(_model)
+    return plain_steps(model, sgd(model), GRADS_STEPS, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", quick("zero2", "zero3_streams", "zero2_scaled"))
+def test_steps_without_zero_grad_are_told_once_and_use_their_own_gradients(name: str) -> None:
+    results = run_ranks(2, _forgetful, GRADS_ROWS[name])
+    for told, _ in results:
+        assert told == [__file__]  # at the line that steps
+    check([state for _, state in results], _plain(2), name, rtol=1e-6 if "scaled" in name else 1e-11)
+
+
+def _after_step(session: Session, at: str) -> None:
+    if at == "after step":
+        session.optimizers[0].zero_grad()
+
+
+def _before_pass(session: Session, at: str) -> None:
+    if at == "optimizer":
+        session.optimizers[0].zero_grad()
+    elif at == "zeros":
+        session.optimizers[0].zero_grad(set_to_none=False)
+    elif at == "groups":
+        for group in session.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+    elif at in ("inherited", "inherited foreach"):
+        # As of a wrapper that shares the groups and has torch's own.
+        wrapper = torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {"foreach": "foreach" in at})
+        wrapper.param_groups = session.optimizers[0].param_groups
+        wrapper.zero_grad(set_to_none=False)
+    elif at == "module":
+        session.module.zero_grad()
+    elif at == "own model":
+        session.model.zero_grad()
+    elif at == "by hand":
+        for parameter in session.module.parameters():
+            parameter.grad = None
+
+
+def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            for step in range(GRADS_STEPS):
+                _before_pass(session, at)
+                loss = session.module(data(session.mesh.rank, step)).square().mean()
+                if at == "after forward":
+                    session.optimizer.zero_grad()
+                session.backward(loss)
+                session.optimizer.step()
+                _after_step(session, at)
+            return _told(caught), session.module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        *[("zero1", "after step"), ("zero3", "optimizer"), ("zero3_streams", "groups"), ("zero1", "inherited")],
+        *full(("zero3", "zeros"), ("zero1", "own model"), ("zero3", "module"), ("zero1", "by hand")),
+        *full(("zero3", "after forward"), ("zero1", "inherited foreach")),
+    ],
+)
+def test_a_loop_with_zero_grad_anywhere_is_left_alone(name: str, at: str) -> None:
+    results = run_ranks(2, _careful, GRADS_ROWS[name], at)
+    assert [told for told, _ in results] == [[], []]
+    check([state for _, state in results], _plain(2), f"{name}, {at}")
+
+
+def _again(plan: Plan) -> list[str]:
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        model = seeded(_model)
+        with sharded(model, sgd(model), plan) as session:
+            _pass(session, 0)
+            session.optimizer.step()
+            before = _told(caught)
+            session.optimizer.step()  # plain PyTorch takes the same step twice
+            return before + _told(caught)
+
+
+@pytest.mark.parametrize("name", ["zero3", *full("zero1")])
+def test_a_second_step_without_a_pass_is_told(name: str) -> None:
+    assert run_ranks(2, _again, GRADS_ROWS[name]) == [[__file__]] * 2

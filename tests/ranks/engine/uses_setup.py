@@ -1,7 +1,5 @@
 """Ways to use a model that are not one forward and one backward, as programs: sharded, and in plain PyTorch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ A :class:`Program` is data. :func:`plain` runs it in one process; a :class:`Fron
 users make. Front-ends with a loop of their own (the two Trainers) get the same batches through a loader.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """fp16 with the dynamic loss scale: when it moves, what a skipped step leaves alone, and true norms."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

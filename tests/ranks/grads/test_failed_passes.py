@@ -1,9 +1,11 @@
-"""A backward pass fails on one rank, on some or on all: none trains on before all have dropped it, none hangs."""
+"""A backward pass fails inside a gradient accumulation: that the passes before it go with it is said.
 
-from __future__ import annotations
+A backward pass fails on one rank, on some or on all: none trains on before all have dropped it, none hangs.
+"""
 
 import random
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,85 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.early_setup import full_state
-from tests.support.engine_setup import PLANS, adam, data, one_mesh, plain_steps, seeded
+from tests.support.engine_setup import (
+    PLANS,
+    Breaks,
+    adam,
+    check,
+    data,
+    one_mesh,
+    plain_steps,
+    run_plain,
+    seeded,
+    sharded,
+)
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        x = Breaks.apply(torch.tanh(self.layers[1](x)))
+        return self.layers[2](x)
+
+
+def two_passes(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyped-def]
+    for index in range(2):
+        yield model(data(rank, step, index)).square().mean(), False
+
+
+def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """Warnings of a step in which a pass fails after ``good`` ones, and is made again; the state after it."""
+    model, found = seeded(Net), list[str]()
+    with one_mesh(PLANS[name]) as mesh, sharded(model, adam(model), PLANS[name], mesh) as session:
+
+        def one(index: int) -> None:
+            loss = session.module(data(mesh.rank, 0, index)).square().mean()
+            loss.backward() if direct else session.backward(loss)
+
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            for index in range(good):
+                one(index)
+            Breaks.armed = True
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                one(5)
+            Breaks.armed = False
+            if then == "zero_grad":
+                session.optimizer.zero_grad()
+            for index in range(2):
+                one(index)
+            session.optimizer.step()
+            found += [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
+        return found, session.module.state_dict()
+
+
+CASES = [
+    (name, good, then, direct, ranks)
+    for place, name in enumerate(("ddp", "zero1", "zero2", "zero3"))
+    for turn, (good, then) in enumerate([(0, "forward"), (1, "forward"), (2, "forward"), (2, "zero_grad")])
+    for direct, ranks in [((place + turn) % 2 == 0, 1 + (place + turn // 2) % 2)]
+]
+
+
+@pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
+def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
+    found = run_ranks(ranks, said_of, name, good, then, direct)
+    for said, _ in found:
+        if good and then == "forward":
+            (only,) = said
+            assert f"those of {good} earlier pass{'es' * (good > 1)} of this step" in only
+            assert "Make all passes of the step again" in only
+        else:
+            assert said == []
+    # Both passes were made again, and nothing of those before is left.
+    check([state for _, state in found], run_plain(Net, two_passes, ranks, 1), name)
+
 
 LAYERS = 5
 STEPS = 3
@@ -44,7 +122,7 @@ class At(torch.autograd.Function):
         return grad, None
 
 
-class Net(nn.Module):
+class PassesNet(nn.Module):
     """Layers of one size, which share exchange buffers."""
 
     def __init__(self) -> None:
@@ -91,7 +169,7 @@ def square(session: Session, step: int) -> Tensor:
 
 def train(plan: Plan, mesh: Mesh, trials: list[Trial], direct: bool, zero_first: bool) -> Tries:
     """A trial a step, each tried until it is made."""
-    model, tries = seeded(Net), Tries()
+    model, tries = seeded(PassesNet), Tries()
     session = build(model, adam(model), plan, mesh)
     own = session.optimizer
     impatient = Impatient(session.engine.grads.reducer)
@@ -142,11 +220,11 @@ def train_all(runs: list[Run]) -> list[Tries]:
 
 
 def plain(size: int) -> dict[str, Tensor]:
-    model = seeded(Net)
+    model = seeded(PassesNet)
     return plain_steps(model, adam(model), STEPS, ranks=size)
 
 
-def check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
+def passes_check(runs: list[Run], size: int, timeout: float = 60.0) -> list[list[Tries]]:
     """Every run leaves what plain training leaves, the same bits on all ranks. Its tries, by run and rank."""
     expected, ranks = plain(size), run_ranks(size, train_all, runs, timeout=timeout)
     found = [list(of_run) for of_run in zip(*ranks, strict=True)]
@@ -192,7 +270,7 @@ def test_one_rank_fails(shared: bool | None, tmp_path: Path) -> None:
         zero_first = (index // 2 + direct) % 2 == 0
         trials = one_fails(2, index % 2, Trial(fails_at=1 + index % 3))
         runs.append(Run(plan, trials, direct, zero_first, f"{name}, direct={direct}, zero_first={zero_first}"))
-    for run, tries in zip(runs, check(runs, 2), strict=True):
+    for run, tries in zip(runs, passes_check(runs, 2), strict=True):
         for rank, each in enumerate(tries):
             failed = run.trials[rank][1].fails_at is not None
             expected = ["ArithmeticError", "PeerError", "made"] if failed else ["PeerError", "made"]
@@ -208,13 +286,13 @@ def test_all_ranks_fail_in_program_order(shared: bool | None, tmp_path: Path) ->
         at = [rank if rank == impatient else None for rank in range(2)]
         trials = [[Trial(fails_at=1, impatient_at=at[rank])] * STEPS for rank in range(2)]
         runs.append(Run(plan.but(same_order=None), trials, what=f"{name}, rank {impatient} is impatient"))
-    for run, tries in zip(runs, check(runs, 2), strict=True):
+    for run, tries in zip(runs, passes_check(runs, 2), strict=True):
         assert all(each.ends == [["ArithmeticError", "made"]] * STEPS for each in tries), run.what
 
 
 def goes_on(plan: Plan) -> list[str]:
     """Rank 0 fails; what its next step and pass say, and what the other's do. Nothing has changed."""
-    model, told = seeded(Net), []
+    model, told = seeded(PassesNet), []
     with one_mesh(plan) as mesh:
         session = build(model, adam(model), plan, mesh)
         before = full_state(session)
@@ -225,12 +303,10 @@ def goes_on(plan: Plan) -> list[str]:
                 loss.backward() if direct else session.backward(loss)
             At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
             for then in (session.optimizer.step, other.sum().backward, session.optimizer.step):
-                with pytest.raises(RuntimeError) as error:
-                    then()
-                told.append(str(error.value))
+                error = raises(RuntimeError, None, then)
+                told.append(error)
             if mesh.rank == 0:
-                with pytest.raises(PeerError, match="how far a failed backward pass came"):
-                    session.optimizer.zero_grad()
+                raises(PeerError, "how far a failed backward pass came", lambda: session.optimizer.zero_grad())
             session.optimizer.zero_grad()
             session.optimizer.step()  # of nothing
             assert full_state(session) == before
@@ -248,7 +324,7 @@ def test_step_or_pass_after_one_that_failed(name: str) -> None:
 def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
     """Rank 0 fails where updates were made already: what the next pass says, until a state is loaded."""
     with one_mesh(zero(3)) as mesh:
-        model = seeded(Net)
+        model = seeded(PassesNet)
         session = build(model, adam(model), zero(3).but(update="backward"), mesh)
         own = session.optimizer
         saved = session.module.state_dict(), own.state_dict()
@@ -258,11 +334,9 @@ def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
             loss.backward() if direct else session.backward(loss)
         At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
         if mesh.rank == 0:  # the other one is in the pass still
-            with pytest.raises(PeerError):
-                own.zero_grad()
+            raises(PeerError, None, lambda: own.zero_grad())
         own.zero_grad()
-        with pytest.raises(RuntimeError) as error:
-            square(session, 5)
+        error = raises(RuntimeError, None, lambda: square(session, 5))
         session.module.load_state_dict(saved[0])
         own.load_state_dict(saved[1])
         for step in range(STEPS):
@@ -272,7 +346,7 @@ def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
             own.step()
         found = session.module.state_dict()
         session.close()
-    return str(error.value), found
+    return error, found
 
 
 @pytest.mark.parametrize("direct", [True, *full(False)])
@@ -319,7 +393,7 @@ def at_random(seed: int, size: int, shared: bool | None, directory: Path) -> Run
 
 @MESSAGES_IN_FULL
 def test_at_random(shared: bool | None, tmp_path: Path) -> None:
-    check([at_random(seed, 2, shared, tmp_path) for seed in (range(4) if shared is None else range(4, 8))], 2)
+    passes_check([at_random(seed, 2, shared, tmp_path) for seed in (range(4) if shared is None else range(4, 8))], 2)
 
 
 @pytest.mark.campaign
@@ -331,4 +405,4 @@ def test_at_random_widely(size: int, shared: bool | None, start: int, tmp_path: 
     for hybrid in (False, True):  # another mesh
         of_mesh = [run for run in runs if (run.plan.mesh.dp_replicate == 2) == hybrid]
         if of_mesh:
-            check(of_mesh, size, timeout=300.0)
+            passes_check(of_mesh, size, timeout=300.0)

@@ -1,7 +1,5 @@
 """Patience that ends at a chosen place, and short patience."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

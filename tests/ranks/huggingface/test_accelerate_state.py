@@ -1,9 +1,19 @@
-"""What ``save_state`` and ``load_state`` of the accelerator are about: the models that are prepared now, and hooks."""
+"""What ``save_state`` and ``load_state`` of the accelerator are about: the models that are prepared now, and hooks.
 
-from __future__ import annotations
+Clipping by accelerate's methods of several sharded models together, against plain PyTorch in one process.
 
+In fp32: norms and weights agree within 1e-5 (relative to each tensor's largest element), since sums over a batch are
+made in another order.
+Which ranks accelerate knows of, and under which device's name, by the variables of a launcher.
+"""
+
+import functools
 import gc
+import math
+import os
+import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan, replicated, zero
+from shardwise.testing import assert_close, run_ranks
 from tests.support.huggingface_setup import RANKS, launched, quiet
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
@@ -235,3 +246,115 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
     assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
     assert "rank 1 could not run the hooks of load_state: another model" in others
     assert value == "0.5"
+
+
+RTOL = 1e-5
+PLANS: dict[str, Plan] = {"ddp": replicated(), "zero1": zero(1), "zero3": zero(3)}
+
+
+@functools.cache
+def points() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(24, 3, generator=generator)
+    return list(zip(inputs, inputs.prod(1, keepdim=True), strict=True))
+
+
+CLIPS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
+    "norm": lambda of, params: of.clip_grad_norm_(params, 0.05),
+    "largest": lambda of, params: of.clip_grad_norm_(params, 0.01, math.inf),
+    "value": lambda of, params: of.clip_grad_value_(params, 0.004),
+    "a part": lambda of, params: of.clip_grad_norm_(params[1:4], 0.01),
+}
+
+
+def pair() -> tuple[nn.Module, nn.Module, nn.Parameter]:
+    """Two models, one behind the other, and a parameter of neither."""
+    torch.manual_seed(3)
+    first = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
+    second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    return first, second, nn.Parameter(torch.tensor(0.5))
+
+
+def train_pair(of: Any, clip: str, rank: int, ranks: int) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """``of`` is an accelerator, or ``torch.nn.utils``, whose functions have the same names."""
+    first, second, factor = pair()
+    steps = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (first, second)]
+    steps.append(torch.optim.SGD([factor], lr=0.5))
+    if ranks > 1:
+        first, steps[0], second, steps[1] = of.prepare(first, steps[0], second, steps[1])
+    norms = []
+    for step in range(3):
+        mine = points()[8 * step : 8 * step + 8][rank::ranks]
+        inputs, targets = (torch.stack(each) for each in zip(*mine, strict=True))
+        loss = nn.functional.mse_loss(second(first(inputs)) * factor, targets)
+        of.backward(loss) if ranks > 1 else loss.backward()
+        if ranks > 1:
+            dist.all_reduce(factor.grad)
+            factor.grad /= ranks
+        found = CLIPS[clip](of, [*first.parameters(), *second.parameters(), factor])
+        norms.append(0.0 if found is None else float(found))
+        for each in steps:
+            each.step()
+            each.zero_grad()
+    return [dict(first.state_dict()), dict(second.state_dict()), {"factor": factor.detach()}], norms
+
+
+@on_ranks(RANKS, timeout=120.0)
+@pytest.mark.parametrize("name", [*full("ddp", "zero1"), "zero3"])
+def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    with launched(), warnings.catch_warnings(action="ignore"):
+        for clip in CLIPS:
+            expected, expected_norms = train_pair(nn.utils, clip, 0, 1)
+            limit = {"norm": 0.05, "largest": 0.01, "a part": 0.01}.get(clip, -1.0)
+            assert min(expected_norms) > limit
+            accelerator = ShardwiseAccelerator(plan=PLANS[name], cpu=True)
+            states, norms = train_pair(accelerator, clip, dist.get_rank(), RANKS)
+            accelerator.close()
+            assert norms == pytest.approx(expected_norms, rel=RTOL), clip
+            for state, wanted in zip(states, expected, strict=True):
+                assert_close(state, wanted, RTOL, clip)
+
+
+def one_step(accelerator: Any) -> float:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    weight: float = accelerator.get_state_dict(model)["weight"].sum().item() if accelerator.is_main_process else 1.0
+    accelerator.close()
+    return weight
+
+
+def one_of_a_launcher() -> tuple[str, float]:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    with launched():
+        told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        os.environ.update(told, OMP_NUM_THREADS="1")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        accelerator = ShardwiseAccelerator(plan=zero(2), cpu=True)
+        return str(accelerator.device), one_step(accelerator)
+
+
+def test_one_rank_of_a_launcher_trains() -> None:
+    """accelerate calls its CPU ``cpu:0``, which no tensor says of its own."""
+    assert run_ranks(1, one_of_a_launcher) == [("cpu:0", 1.0)]
+
+
+@on_ranks(2)
+def test_ranks_that_accelerate_does_not_know_of_are_an_error() -> None:
+    from shardwise.huggingface import ShardwiseAccelerator
+
+    errors = []
+    with launched():
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name)
+        with pytest.raises(RuntimeError) as error:
+            ShardwiseAccelerator(plan=zero(2), cpu=True)
+        errors.append(str(error.value))
+    assert "torch.distributed has 2 ranks, but accelerate knows of 1" in errors[0]
+    assert "LOCAL_RANK" in errors[0]

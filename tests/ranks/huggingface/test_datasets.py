@@ -1,8 +1,6 @@
 """``datasets``, mapped and streamed, divided over two ranks in each way that there is: every row once, and training on
 them equals a plain loop over what the ranks had together (fp32, within 1e-6)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

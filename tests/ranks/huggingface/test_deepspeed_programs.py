@@ -1,7 +1,5 @@
 """Unmodified programs for DeepSpeed: transformers' Trainer and an accelerate loop, compared with plain training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

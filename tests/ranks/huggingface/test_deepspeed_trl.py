@@ -1,14 +1,21 @@
-"""TRL's own trainers with a DeepSpeed configuration, in a program that does not know us, against those without one."""
+"""TRL's own trainers with a DeepSpeed configuration, in a program that does not know us, against those without one.
 
-from __future__ import annotations
+``accelerate launch`` with a DeepSpeed configuration, of a program that does not know us, against plain PyTorch.
+"""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from tests.launcher_variables import without_launcher
 from tests.support.launching import ROOT, finished
 from tests.support.sets import campaign
 
@@ -82,3 +89,103 @@ def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     for name, value in saved.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+LAUNCH_PROGRAM = """
+import sys
+import torch
+from accelerate import Accelerator, PartialState
+
+PartialState(cpu=True)
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator().manual_seed(1)
+rows = [(torch.randn(4, generator=generator), torch.randn(1, generator=generator)) for _ in range(16)]
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4))
+for inputs, targets in loader:
+    accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+    optimizer.step()
+    optimizer.zero_grad()
+stage, ranks = accelerator.state.deepspeed_plugin.zero_stage, accelerator.num_processes
+state = accelerator.get_state_dict(model)
+if accelerator.is_main_process:
+    torch.save({"stage": stage, "ranks": ranks, "state": state}, sys.argv[1])
+"""
+FILE = """
+{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+ "zero_optimization": {"stage": 2}}
+"""
+ANSWERS = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 1
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
+
+def plain() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(4, generator=generator), torch.randn(1, generator=generator)) for _ in range(16)]
+    for first in (0, 8):
+        inputs, targets = (torch.stack(each) for each in zip(*rows[first : first + 8], strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.state_dict()
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def check(path: Path, stage: int) -> None:
+    found = torch.load(path, weights_only=True)
+    assert (found["stage"], found["ranks"]) == (stage, 2)
+    for name, value in plain().items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["a file of DeepSpeed's", *campaign("answers of accelerate config")])
+def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LAUNCH_PROGRAM)
+    (tmp_path / "ds.json").write_text(FILE)
+    (tmp_path / "answers.yaml").write_text(ANSWERS)
+    given = {
+        "a file of DeepSpeed's": ["--use_deepspeed", "--num_processes", "2", "--deepspeed_config_file", "ds.json"],
+        "answers of accelerate config": ["--config_file", "answers.yaml"],
+    }[kind]
+    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
+    environment = {
+        name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
+    }
+    ended = subprocess.run(
+        [*command, "--main_process_port", free_port(), "program.py", str(tmp_path / "found.pt")],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    check(tmp_path / "found.pt", 2 if "file" in kind else 3)

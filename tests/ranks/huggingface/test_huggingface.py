@@ -4,8 +4,6 @@ The model computes in fp32 without dropout; losses, gradient norms, rates and we
 each tensor's largest element), since sums over a batch are made in another order.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -239,8 +237,7 @@ def start(plan: Plan, **options: Any) -> Any:
 
 
 def accelerated(name: str, folder: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[int]]:
-    with launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with launched(), warnings.catch_warnings(action="ignore"):
         prepared = start(PLANS[name])
         norms = loop(prepared, 1)
         prepared.accelerator.save_state(folder)
@@ -288,8 +285,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     def accelerator_of(plan: Any, **options: Any) -> Any:
         return ShardwiseAccelerator(plan=plan, cpu=True, **options)
 
-    with launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with launched(), warnings.catch_warnings(action="ignore"):
         generating = arguments(folder, 4)
         generating.use_vllm = True  # as TRL's have it
         accelerator, half, model = accelerator_of(zero(3)), accelerator_of(zero(3, torch.float16)), net()

@@ -1,7 +1,5 @@
 """``ShardwiseTrainer.save_model`` when writing fails: every rank is told, and the model that was there stays."""
 
-from __future__ import annotations
-
 import errno
 import os
 from functools import partial

@@ -4,8 +4,6 @@ Source: Dettmers et al., arXiv 2305.14314; transformers' ``BitsAndBytesConfig``;
 ``prepare_model_for_kbit_training``.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ the adapter switched off in its place. What is logged agrees within 1e-5 (relati
 of each tensor's largest element.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Sequence

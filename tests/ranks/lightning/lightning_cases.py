@@ -1,7 +1,5 @@
 """The strategies by name, and runs that are repeated with each of them and with Lightning's own ``ddp``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -61,8 +59,7 @@ def strategy(kind: str, **changes: Any) -> Any:
     import shardwise.lightning as ours
 
     name, arguments = KINDS[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return getattr(ours, name)(**{**arguments, **changes})
 
 

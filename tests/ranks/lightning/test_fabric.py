@@ -1,7 +1,5 @@
 """Fabric's strategies: programs as Fabric's documentation writes them, against plain PyTorch in one process."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings
@@ -19,6 +17,7 @@ import shardwise
 from shardwise.strategies.namespace import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, close, data, fabric, toy, trainer
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
@@ -38,8 +37,7 @@ def strategy(kind: str, ns: Namespace = FABRIC, **changes: Any) -> Any:
 
     package = shardwise.fabric if ns == FABRIC else shardwise.lightning_fabric
     name, arguments = KINDS[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return getattr(package, name)(**{**arguments, **changes})
 
 
@@ -172,8 +170,7 @@ def saved(directory: str) -> None:
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
             if name == other:
-                with pytest.raises(ValueError, match="the state asks for missing, which"):
-                    own.load(path, {**state, "missing": 1})
+                raises(ValueError, "the state asks for missing, which", own.load, path, {**state, "missing": 1})
                 rest = own.load(path, state)
                 assert (rest, state["epoch"]) == ({"note": b"\x00\xff"}, 7)
             train(own, model, [optimizer], schedule, steps)
@@ -289,10 +286,8 @@ def two_models() -> None:
         step(make, judges, opt_make, opt_judge, own.backward, [rank], at)
     same(make.state_dict(), first)
     same(judges.state_dict(), second)
-    with pytest.raises(ValueError, match=r"save\('x'\) with 2 models that were set up \(a, b\)"):
-        own.save("x", {"a": make, "b": judges})
-    with pytest.raises(ValueError, match=r"state\['o'\] is an optimizer of another model"):
-        own.save("x", {"a": make, "o": opt_judge})
+    raises(ValueError, r"save\('x'\) with 2 models that were set up \(a, b\)", own.save, "x", {"a": make, "b": judges})
+    raises(ValueError, r"state\['o'\] is an optimizer of another model", own.save, "x", {"a": make, "o": opt_judge})
     own.strategy.unshard()
 
 
@@ -302,8 +297,7 @@ def around(directory: str) -> None:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for name in NAMED:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             assert type(fabric(name, FABRIC).strategy).__module__ == "shardwise.fabric"
     own = fabric(strategy("fully_sharded"), FABRIC)
     assert (
@@ -316,8 +310,7 @@ def around(directory: str) -> None:
     assert own.broadcast(rank) == 0
     own.barrier()
     model = net()
-    with pytest.raises(ValueError, match="LBFGS"):
-        own.setup(model, torch.optim.LBFGS(model.parameters()))
+    raises(ValueError, "LBFGS", lambda: own.setup(model, torch.optim.LBFGS(model.parameters())))
     model, optimizer = own.setup(model, adam(model.parameters()))
     optimizer.max_norm = 3.0  # set on Fabric's wrapper, which shares attributes with the sharded optimizer
     assert optimizer.optimizer.max_norm == 3.0
@@ -348,47 +341,11 @@ def around(directory: str) -> None:
     same(model.state_dict(), expected)
     with pytest.raises(TypeError, match=r"save\(filter=.*give the strategy a checkpoint_io"):
         own.save(path / "x", {"model": model}, filter={"model": lambda name, _value: "bias" not in name})
-    with pytest.raises(ValueError, match="with 0 models that were set up"):
-        own.load(directory)
-    with pytest.raises(ValueError, match="a directory has optimizers with their model"):
-        own.load_raw(directory, optimizer)
+    raises(ValueError, "with 0 models that were set up", lambda: own.load(directory))
+    raises(ValueError, "a directory has optimizers with their model", lambda: own.load_raw(directory, optimizer))
     with pytest.raises(ValueError, match="SGD has parameters of 0 models that were set up"):
         own.setup_optimizers(torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="A model should be passed only once"):
-        own.setup(model)
-    own.strategy.unshard()
-
-
-def of_deepspeed(directory: str) -> None:
-    """Whole, in one file, through a plugin; and what a configuration of DeepSpeed says that Fabric does not do."""
-    path = Path(directory)
-    io = FABRIC.load("plugins.io.torch_io.TorchCheckpointIO")
-    own = fabric(strategy("deepspeed_1", checkpoint_io=type("Mine", (io,), {})()), FABRIC)
-    model = net()
-    model, optimizer = own.setup(model, adam(model.parameters()))
-    own.save(path / "one.ckpt", {"model": model, "optimizer": optimizer, "epoch": 2})
-    found = torch.load(path / "one.ckpt", weights_only=True)
-    same(found["model"], net())
-    assert found["epoch"] == 2 and own.load(path / "one.ckpt", {"model": model})["epoch"] == 2
-    own.strategy.unshard()
-    for config, message in (
-        ({"gradient_accumulation_steps": 2}, "under Fabric the program counts"),
-        ({"optimizer": {"type": "Adam"}}, "under Fabric the program makes it"),
-    ):
-        with pytest.raises(Exception, match=message):
-            strategy("deepspeed_1", config=config)
-    of_config = strategy("deepspeed_1", config={"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0})
-    of_config.config["gradient_clipping"] = 0.1  # Fabric's own hands that object to DeepSpeed
-    own = fabric(of_config, FABRIC)
-    model = net()
-    model, optimizer = own.setup(model, adam(model.parameters()))
-    with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) and gradient_clipping=0.1")):
-        own.clip_gradients(model, optimizer, max_norm=1.0)
-    assert of_config.session.plan.grad.max_norm == 0.1
-    of_config.config["gradient_accumulation_steps"] = 2
-    model = net()
-    with pytest.raises(Exception, match="under Fabric the program counts"):
-        own.setup(model, adam(model.parameters()))
+    raises(ValueError, "A model should be passed only once", lambda: own.setup(model))
     own.strategy.unshard()
 
 
@@ -435,6 +392,34 @@ def test_what_else_programs_do(tmp_path: Path) -> None:
     run_ranks(2, around, str(tmp_path))
 
 
+@on_ranks(2)
 @pytest.mark.full
 def test_configurations_of_deepspeed(tmp_path: Path) -> None:
-    run_ranks(2, of_deepspeed, str(tmp_path))
+    """Whole, in one file, through a plugin; and what a configuration of DeepSpeed says that Fabric does not do."""
+    path = tmp_path
+    io = FABRIC.load("plugins.io.torch_io.TorchCheckpointIO")
+    own = fabric(strategy("deepspeed_1", checkpoint_io=type("Mine", (io,), {})()), FABRIC)
+    model = net()
+    model, optimizer = own.setup(model, adam(model.parameters()))
+    own.save(path / "one.ckpt", {"model": model, "optimizer": optimizer, "epoch": 2})
+    found = torch.load(path / "one.ckpt", weights_only=True)
+    same(found["model"], net())
+    assert found["epoch"] == 2 and own.load(path / "one.ckpt", {"model": model})["epoch"] == 2
+    own.strategy.unshard()
+    for config, message in (
+        ({"gradient_accumulation_steps": 2}, "under Fabric the program counts"),
+        ({"optimizer": {"type": "Adam"}}, "under Fabric the program makes it"),
+    ):
+        raises(Exception, message, strategy, "deepspeed_1", config=config)
+    of_config = strategy("deepspeed_1", config={"zero_optimization": {"stage": 1}, "gradient_clipping": 5.0})
+    of_config.config["gradient_clipping"] = 0.1  # Fabric's own hands that object to DeepSpeed
+    own = fabric(of_config, FABRIC)
+    model = net()
+    model, optimizer = own.setup(model, adam(model.parameters()))
+    with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) and gradient_clipping=0.1")):
+        own.clip_gradients(model, optimizer, max_norm=1.0)
+    assert of_config.session.plan.grad.max_norm == 0.1
+    of_config.config["gradient_accumulation_steps"] = 2
+    model = net()
+    raises(Exception, "under Fabric the program counts", lambda: own.setup(model, adam(model.parameters())))
+    own.strategy.unshard()

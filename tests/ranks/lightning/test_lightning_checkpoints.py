@@ -1,7 +1,5 @@
 """Checkpoints of a Trainer: resuming bit for bit, ModelCheckpoint, and files that another strategy or library wrote."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 
 RANKS = 2
@@ -316,10 +315,8 @@ def _misfit(kind: str, path: str, strict: bool) -> list[float]:
 
 
 def _strict(kind: str, path: str) -> None:
-    with pytest.raises(Exception, match=r"more\.weight"):
-        _misfit(kind, path, True)
-    with pytest.raises(Exception, match=r"more\.weight"):
-        trainer(strategy(kind)).fit(toy(body=_Larger), data(1), ckpt_path=path)
+    raises(Exception, r"more\.weight", lambda: _misfit(kind, path, True))
+    raises(Exception, r"more\.weight", lambda: trainer(strategy(kind)).fit(toy(body=_Larger), data(1), ckpt_path=path))
 
 
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))

@@ -1,7 +1,5 @@
 """What only ColossalAIStrategy has: its arguments' effects, its collectives, its steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,59 +23,6 @@ def _made(ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
 
 
 # ---- arguments
-
-
-def _session_facts(arguments: dict[str, Any]) -> dict[str, Any]:
-    made = trainer(_made(**arguments))
-    made.fit(toy(), data(1))
-    session = made.strategy.session
-    report = session.memory()
-    facts = {
-        "chunks": [sum(slot.numel for slot in each.slots) for each in session.engine.shards.layout.chunks],
-        "parameters": report.parameters_bytes,
-        "on host": report.tier_bytes("host") > 0,
-        "on device": report.by_tier.get("device", {}).get("parameters", 0) > 0,
-        "shards": session.mesh.shard.size,
-    }
-    close(made)
-    return facts
-
-
-def _facts(**arguments: Any) -> dict[str, Any]:
-    return run_ranks(RANKS, _session_facts, arguments)[0]
-
-
-SIZES = [96, 16, 256, 16, 48, 3]
-
-
-@pytest.mark.full
-def test_chunk_arguments_have_effects() -> None:
-    """``chunk_size`` was stored and never used; ``use_chunk=False`` was refused; below 1 MiB the minimum became 0."""
-    assert _facts(use_chunk=False)["chunks"] == SIZES
-    assert _facts()["chunks"] == [sum(SIZES)]
-    assert _facts(chunk_size=120)["chunks"] == [112, 256, 67]
-    assert _facts(chunk_size=300)["chunks"] == [112, 272, 51]
-    # Of 256 to 356 in steps of 1, 50 and 100: 323, 350 and 400 waste least; from 400 to 410 it is 400.
-    searched = {"min_chunk_size": 10, "chunk_search_range": 100}
-    assert _facts(chunk_search_n_grids=100, **searched)["chunks"] == [112, 323]
-    assert _facts(chunk_search_n_grids=1, **searched)["chunks"] == [384, 51]
-    assert _facts(min_chunk_size=400, chunk_search_range=10)["chunks"] == [384, 51]
-
-
-@pytest.mark.full
-def test_storage_and_placement_have_effects() -> None:
-    """``enable_distributed_storage`` was stored and never used."""
-    shared, whole = _facts(placement_policy="cuda"), _facts(placement_policy="cuda", enable_distributed_storage=False)
-    assert (shared["shards"], whole["shards"]) == (RANKS, 1)
-    assert whole["parameters"] >= sum(SIZES) * 4 > shared["parameters"] > 0
-    assert (shared["on device"], shared["on host"]) == (True, False)
-    for arguments in (
-        {"placement_policy": "cpu"},
-        {},
-        {"placement_policy": "cpu", "enable_distributed_storage": False},
-    ):
-        found = _facts(**arguments)
-        assert (found["on device"], found["on host"]) == (False, True), arguments
 
 
 class _Small(ColossalAI):
@@ -148,44 +93,6 @@ def test_what_has_no_effect_is_said_once() -> None:
 
 
 # ---- fp16
-
-
-def _fp16(steps: int, plugin: str) -> tuple[list[float], bool, str]:
-    import shardwise.lightning_colossalai as ours
-
-    chosen = _made(
-        initial_scale=2.0**40,
-        max_scale=2.0**40,
-        hysteresis=1,
-        growth_interval=2,
-        backoff_factor=2.0**-8,
-        precision_plugin=ours.ColossalAIPrecisionPlugin(plugin),
-    )
-    scales: list[float] = []
-
-    class Watch(LIGHTNING.load("callbacks.Callback")):  # type: ignore[misc]
-        def on_train_batch_end(self, *args: Any) -> None:
-            scaler = chosen.session.optimizer.scaler
-            scales.append(scaler.scale if scaler is not None else 1.0)
-
-    made = trainer(chosen, max_epochs=1, callbacks=[Watch()])
-    made.fit(toy(), data(steps))
-    finite = all(bool(torch.isfinite(value).all()) for value in weights(made).values())
-    dtype = str(chosen.session.plan.precision.param_dtype)
-    close(made)
-    return scales, finite, dtype
-
-
-def test_the_loss_scale_of_fp16_follows_its_arguments() -> None:
-    """Overflows at 2**40 and 2**32, backs off by 2**8 each time, then doubles after every second good step."""
-    for scales, finite, dtype in run_ranks(RANKS, _fp16, 7, "16-mixed"):
-        assert finite and dtype == "torch.float16"
-        lowest = min(scales)
-        at = scales.index(lowest)
-        assert scales[:at] == [2.0 ** (32 - 8 * i) for i in range(at)] and at >= 1
-        after = scales[at:]
-        assert after[:4] == [lowest, lowest, 2 * lowest, 2 * lowest][: len(after)]
-    assert run_ranks(RANKS, _fp16, 2, "16-true") == [([1.0, 1.0], True, "torch.float16")] * RANKS
 
 
 # ---- between ranks

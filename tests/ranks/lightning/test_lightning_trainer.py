@@ -1,7 +1,5 @@
 """Everything that a Trainer does, with each strategy and with Lightning's own ``ddp``."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile
@@ -323,8 +321,7 @@ def _rebuilt(kind: str) -> tuple[float, list[str]]:
     made = trainer(strategy(kind))
     made.fit(model, data(2))
     trained = weights(made)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         made.test(model, data(1, seed=1), verbose=False)
     after = weights(made)
     close(made)

@@ -1,39 +1,207 @@
-"""Placement from the memory trace (``auto``): the same bits within any capacity."""
+"""Placement from the memory trace (``auto``): the same bits within any capacity.
 
-from __future__ import annotations
+What ``"auto"`` says and does where damage shows only after values of a checkpoint were taken over.
 
+A declared device capacity with fixed homes: who does not fit is told so, on every rank, and nothing is lost.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from auto_setup import (
-    BLOCK_BYTES,
-    PLAIN,
-    SKIPS,
-    TWICE,
-    WIDTH,
-    Found,
-    Stack,
-    Step,
-    auto,
-    plain_step,
-    plan_of,
-    train,
-    x_of,
-)
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.memory.trace.stats import MemStats
-from shardwise.core.memory.trace.tracing import trace_memory
-from shardwise.plan import TierPlan, zero
+from shardwise.core.base.device import live_bytes
+from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from shardwise.core.memory.ledger import DeviceMemoryError
+from shardwise.core.memory.tier import Tier
+from shardwise.core.memory.trace import MemStats, trace_memory
+from shardwise.core.mesh import Mesh
+from shardwise.core.shards.hooks import in_backward
+from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import one_mesh
+from tests.faults.fuzz.changes import apply_change
+from tests.faults.fuzz.subjects import EngineSubject
+from tests.support.engine_setup import one_mesh, sharded
 from tests.support.sets import campaign, full
+from tests.support.tier_setup import digest
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """``[rows, 32]``, 8.3 thousand parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks in order ``order``, the next ``order`` at each call; ``checkpointed`` recomputes them in backward."""
+
+    def __init__(self, orders: Sequence[Sequence[int]], checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(1 + max(max(order) for order in orders)))
+        self.orders, self.checkpointed, self.calls = orders, checkpointed, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.orders[self.calls % len(self.orders)]
+        self.calls += torch.is_grad_enabled()
+        for index in order:
+            block = self.blocks[index]
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+PLAIN = [range(8)]
+TWICE = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]
+SKIPS = [range(8), [0, 2, 4, 6], [7, 6, 5, 4, 3, 2, 1, 0], [0, 0, 1, 1, 7]]
+BLOCK_BYTES = 4 * sum(p.numel() for p in Block().parameters())
+
+
+def auto(capacity: int, warmup: float = 0.8, steady: float = 0.9, margin: float = 0.0) -> TierPlan:
+    """Placement from the trace."""
+    ratios = AutoPlan(warmup_non_model_ratio=warmup, steady_capacity_ratio=steady, margin_ratio=margin)
+    return replace(on_device(), device_capacity_bytes=capacity, auto=ratios)
+
+
+def plan_of(tiers: TierPlan | None = None, **changes: Any) -> Plan:
+    """ZeRO-3 by block, nothing fetched ahead."""
+    plan = zero(3).but(**({"prefetch": 0} | changes))
+    return plan if tiers is None else plan.but(tiers=tiers)
+
+
+@dataclass
+class Found:
+    """One training run on a rank; lists by step."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: str = ""
+    moved: list[int] = field(default_factory=list)
+    budgets: list[list[int]] = field(default_factory=list)
+    peak_gathered: list[int] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    peak: int = 0
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    stats: MemStats | None = None
+    rest: int = 0
+    """The most besides model data, over all steps that were traced."""
+
+
+Step = Callable[[Session, int], list[Tensor]]
+"""Losses of one step, each for a backward pass."""
+
+
+def x_of(rank: int, step: int, rows: int = 8) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def plain_step(session: Session, step: int) -> list[Tensor]:
+    return [session.module(x_of(session.mesh.rank, step)).square().mean()]
+
+
+def train(
+    build_model: Callable[[], nn.Module],
+    plan: Plan,
+    mesh: Mesh | None,
+    step_of: Step = plain_step,
+    steps: int = 4,
+    prepare: Callable[[Session], None] | None = None,
+    watched: bool = True,
+) -> Found:
+    """One run on a rank; ``watched``: with :func:`watch`, which takes several times as long as the training."""
+    torch.manual_seed(0)
+    model = build_model()
+    found = Found()
+    with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
+        if prepare is not None:
+            prepare(session)
+        pool = session.engine.pool
+        found.sizes = dict(pool.sizes)
+        if watched:
+            watch(session, found)
+        for step in range(steps):
+            before, pool.peak_gathered_bytes = pool.moved_bytes, 0
+            found.budgets.append([])
+            for loss in step_of(session, step):
+                session.backward(loss)
+                found.losses.append(float(loss.detach()))
+            session.optimizers[0].step()
+            found.norms.append(session.optimizers[0].get_grad_norm() or math.nan)
+            found.moved.append(pool.moved_bytes - before)
+            found.peak_gathered.append(pool.peak_gathered_bytes)
+            stats = session.memory_stats()
+            found.rest = max(found.rest, stats.peak_non_model_bytes if stats is not None else 0)
+        found.peak = session.ledger.peak_bytes
+        found.tiers = session.memory().by_tier
+        found.stats = session.memory_stats()
+        found.state = digest([session.module.state_dict(), session.optimizers[0].state_dict()])
+    return found
+
+
+def watch(session: Session, found: Found) -> None:
+    """Note the budget at each use, and compare the accounts with a count of their own."""
+    pool, ledger = session.engine.pool, session.ledger
+
+    def use(unit: int) -> None:
+        if pool.in_training and len(found.budgets[-1]) < len(pool.trace.current):
+            found.budgets[-1].append(pool.budget_bytes())
+
+    def ready(unit: int) -> None:
+        if ledger.capacity_bytes is not None:
+            counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
+            assert counted == accounted, f"{accounted} bytes are accounted, {counted} are there: {ledger.held()}"
+            held = sum(ledger.held().values())
+            assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.held()}"
+
+    session.engine.events.unit_wanted.listen(use)
+    session.engine.events.unit_ready.listen(ready)
+
+
+def foreseen(session: Session) -> int:
+    """Optimizer state that is accounted for and not made yet."""
+    return session.engine.accounts.foreseen_bytes()
+
+
+def model_data(session: Session) -> int:
+    """Bytes of model data on the device, from the tensors themselves."""
+    engine = session.engine
+    tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
+    tensors += [chunk.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
+    tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
+    tensors += engine.grads.reducer._buckets.arrays()
+    for grads in engine.grads.reducer.states:
+        kept = (grads.bucket, grads.overflow)
+        at_home = (grads.kept_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
+        tensors += [t for t in (*kept, *at_home) if t is not None]
+        if grads.ring is not None and grads.home is Tier.DEVICE:
+            tensors += grads.ring.idle()
+    for own in session.optimizers:
+        for tile in own.updates.tiles:
+            if tile.state.tier is Tier.DEVICE:
+                tensors += [tile.state.master] if tile.state.master is not None else []
+                for piece in tile.pieces:
+                    tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
+        tensors += [s for (_, tier), s in own.updates.stepper._scratch.items() if tier is Tier.DEVICE]
+    given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
+    return live_bytes(tensors) + given_up
+
 
 ROOMY = 100 * BLOCK_BYTES
 
@@ -279,3 +447,270 @@ def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
     assert first.state == second.state
     assert found["order"] == first.stats.order
     assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
+
+
+TAKEN = "already loaded (load another checkpoint before going on)"
+
+
+def save(root: str, tags: list[str]) -> None:
+    subject = EngineSubject()
+    for tag in tags:
+        subject.step()
+        subject.save(Path(root), tag)
+    subject.session.close()
+
+
+def loaded(root: str, strict: bool) -> tuple[str, str]:
+    """The class and text of what a load raised, or the tag that it took and nothing."""
+    subject = EngineSubject()
+    subject.step()
+    try:
+        restored = subject.saver.load(root, "auto", strict=strict, lr_schedulers=[subject.scheduler])
+        return (restored.tag, "") if restored is not None else ("", "")
+    except (CheckpointError, ValueError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        subject.session.close()
+
+
+def damage(folder: Path, name: str) -> None:
+    """Another byte in the last piece of a tensor."""
+    manifest = json.loads((folder / "manifest.json").read_text("utf-8"))
+    file, offset, *_ = manifest["tensors"][name]["pieces"][-1]
+    path = folder / manifest["files"][file][0]
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def without(folder: Path, name: str) -> None:
+    """The checkpoint lacks a parameter, as that of a smaller model does."""
+    path = ["tensors", f"model/{name}"]
+    apply_change(folder, {"op": "tree", "file": "manifest.json", "do": "drop", "path": path})
+
+
+@pytest.mark.parametrize("ranks", [1, *full(2)])
+def test_auto_says_that_values_were_replaced_as_an_explicit_load_does(tmp_path: Path, ranks: int) -> None:
+    run_ranks(ranks, save, str(tmp_path), ["old", "new"])
+    damage(tmp_path / "new", "model/second.bias")
+    assert run_ranks(ranks, loaded, str(tmp_path), True) == [("old", "")] * ranks
+    damage(tmp_path / "old", "model/second.bias")
+    for kind, text in run_ranks(ranks, loaded, str(tmp_path), True):
+        assert kind == CheckpointDamage.__name__
+        assert f"{tmp_path}/new, {tmp_path}/old were already loaded); load another copy" in text
+
+
+def test_auto_does_not_go_on_with_what_a_damaged_checkpoint_left(tmp_path: Path) -> None:
+    run_ranks(1, save, str(tmp_path), ["old", "new"])
+    without(tmp_path / "old", "narrow")
+    assert run_ranks(1, loaded, str(tmp_path / "old"), False) == [("old", "")]
+    damage(tmp_path / "new", "model/second.bias")
+    ((kind, text),) = run_ranks(1, loaded, str(tmp_path), False)
+    assert kind == CheckpointError.__name__
+    assert f"{tmp_path}/old does not replace narrow, which a damaged checkpoint changed" in text and TAKEN in text
+
+
+FOUR, FOUR_BACK = range(4), [3, 2, 1, 0]
+FOUR_BLOCKS = 4 * BLOCK_BYTES
+
+
+def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierPlan:
+    return dataclasses.replace(
+        on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state
+    )
+
+
+LIMIT_BLOCKS = {1: 15, 2: 12}
+SHARES = [(0.0, 0.0), (1.0, 0.0), (0.0, 0.25), (0.5, 0.25)]
+"""Of parameters and of state on the host: the device is too small for what these leave on it."""
+
+
+def attempts(shared: bool | None) -> dict[str, Any]:
+    """What each placement makes of one capacity: a training run, or the error's message."""
+    found: dict[str, Any] = {}
+    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
+        limit = LIMIT_BLOCKS[mesh.size] * BLOCK_BYTES
+        placed: dict[str, tuple[TierPlan | None, dict[str, Any]]] = {
+            f"static {param} {state}": (fixed(limit, param, state), {}) for param, state in SHARES
+        }
+        placed["always gathered"] = fixed(limit, state=1.0), {"gathered_fraction": 1.0, "reduce": "last"}
+        placed["right shares"] = fixed(limit, param=1.0, state=1.0), {}
+        placed["auto"] = auto(limit), {}
+        placed["no limit"] = None, {}
+        for name, (tiers, changes) in placed.items():
+            try:
+                plan = plan_of(tiers, shared_memory=shared, **changes)
+                found[name] = train(lambda: Stack(PLAIN), plan, mesh, steps=2)
+            except DeviceMemoryError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
+def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
+    """Under one capacity ``auto`` trains; everything on the device, and too small fixed shares elsewhere, do not. The
+    right shares train as well, but someone has to find them: ``auto`` is told nothing but the capacity."""
+    for found in run_ranks(ranks, attempts, shared):
+        free = found["no limit"]
+        for name in ("auto", "right shares"):
+            assert isinstance(found[name], Found), found[name]
+            assert found[name].losses == free.losses and found[name].state == free.state, name
+            assert 0 < found[name].peak <= LIMIT_BLOCKS[ranks] * BLOCK_BYTES, name
+        message = found["static 0.0 0.0"]
+        assert "the model and its optimizers: cpu holds" in message or "masters and optimizer state" in message
+        for kind in ("masters and optimizer state", "gradients", "parameter shards", "state_host_fraction"):
+            assert kind in message, message
+        for name in ("always gathered", *(f"static {param} {state}" for param, state in SHARES)):
+            assert isinstance(found[name], str), f"{name} fits in {LIMIT_BLOCKS[ranks]} blocks: {found[name].peak}"
+            assert "too much" in found[name] and "of a capacity of" in found[name], found[name]
+
+
+def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
+    """A step fails for its batch; smaller ones go on from where training was."""
+    found: dict[str, Any] = {}
+    limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
+    states = []
+    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
+        for tiers in (fixed(None), fixed(limit, param=1.0, state=1.0), auto(limit)):
+            torch.manual_seed(0)
+            model = Stack([FOUR])
+            plan = plan_of(tiers, shared_memory=shared)
+            with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
+                for step in range(4):
+                    if tiers.device_capacity_bytes is not None and step in (0, 2):
+                        before = session.module.state_dict()
+                        with pytest.raises(DeviceMemoryError) as error:
+                            one_step(session, step, rows=400)
+                        found["message"] = str(error.value)
+                        del error  # with it go the activations that its frames hold
+                        session.optimizers[0].zero_grad()
+                        after = session.module.state_dict()
+                        assert all(torch.equal(before[name], after[name]) for name in before)
+                    one_step(session, step, rows=4)
+                    assert tiers.device_capacity_bytes is None or model_data(session) <= limit
+                states.append({n: v.clone() for n, v in session.module.state_dict().items()})
+    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
+    return found
+
+
+def one_step(session: Session, step: int, rows: int) -> None:
+    session.backward(session.module(x_of(session.mesh.rank, step, rows)).square().mean())
+    session.optimizers[0].step()
+
+
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
+def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
+    for found in run_ranks(ranks, too_large_a_batch, shared):
+        assert found["same"] == [True, True]
+        assert "activations and the rest: " in found["message"] and "smaller micro-batch" in found["message"]
+
+
+# ---- one rank only: without shared memory the others would wait for it
+
+
+class Place:
+    """Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
+
+    def __init__(self, phase: str, when: str) -> None:
+        self.phase, self.when = phase, when
+
+    @contextlib.contextmanager
+    def too_small(self, session: Session) -> Iterator[None]:
+        ledger, pool = session.ledger, session.engine.pool
+        real = ledger.check_peak
+
+        def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
+            phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
+            if (phase, when) == (self.phase, self.when):
+                raise DeviceMemoryError(f"{when}: made up for the test")
+            real(rest_bytes, when, total_bytes)
+
+        with mock.patch.object(ledger, "check_peak", check):
+            others = mock.patch.object(pool, "_peers_fit", lambda *_: False)
+            with others if self.when == "what others gather" else contextlib.nullcontext():
+                yield
+
+
+PLACES = [
+    Place("forward", "before the next unit"),
+    Place("forward", "in the forward pass"),
+    Place("forward", "what others gather"),
+    Place("backward", "before the next unit"),
+    Place("backward", "in the backward pass"),
+]
+
+
+def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
+    """Rank 1 fails in each of ``places`` in turn, and for its batch; all go on afterwards as if nothing had been."""
+    found: dict[str, Any] = {"messages": []}
+    limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
+    states = []
+    with one_mesh(zero(3).but(shared_memory=False)) as mesh:
+        for disturbed, prefetch in ((False, prefetches[0]), *((True, each) for each in prefetches)):
+            torch.manual_seed(0)
+            model = Stack([FOUR, FOUR_BACK])
+            plan = plan_of(fixed(limit, param=1.0, state=1.0), shared_memory=False, prefetch=prefetch)
+            with sharded(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan, mesh) as session:
+                for step, place in enumerate([*(PLACES[at] for at in places), None]):
+                    if disturbed:
+                        # Ranks in different orders want different units.
+                        model.calls = step + (mesh.rank if place and place.when == "what others gather" else 0)
+                        alone = place is not None and mesh.rank == 1
+                        context = place.too_small(session) if place and alone else contextlib.nullcontext()
+                        with context, pytest.raises(DeviceMemoryError) as error:
+                            one_step(session, step, rows=4 if place or mesh.rank == 0 else 400)
+                        found["messages"].append(str(error.value))
+                        del error
+                        session.optimizers[0].zero_grad()
+                    model.calls = step
+                    one_step(session, step, rows=4)
+                states.append({n: v.clone() for n, v in session.module.state_dict().items()})
+    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prefetches", "places"),
+    [
+        pytest.param([0], [2, 3], id="some"),
+        pytest.param([0, 2], list(range(len(PLACES))), id="all", marks=pytest.mark.full),
+    ],
+)
+def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
+    found = run_ranks(2, one_rank_alone, prefetches, places)  # ends long before the group would give up waiting
+    for rank, each in enumerate(found):
+        assert each["same"] == [True] * len(prefetches)
+        tried = [*(PLACES[at] for at in places), None]
+        for place, message in zip(tried * len(prefetches), each["messages"], strict=True):
+            if rank == 0 or (place and place.when == "what others gather"):
+                assert "ranks [1] of" in message and "not enough device memory" in message, message
+            else:
+                assert ("made up" if place else "activations and the rest: ") in message, message
+
+
+def at_build() -> dict[str, Any]:
+    """State that does not exist yet is counted when the model is sharded."""
+    found: dict[str, Any] = {}
+    parameters = sum(p.numel() * 4 for p in Stack(PLAIN).parameters())
+    for name, kind, states in (("sgd", torch.optim.SGD, 0), ("adam", torch.optim.Adam, 2)):
+        for room in (-1000, 1000):
+            model = Stack(PLAIN)
+            optimizer = kind(model.parameters(), lr=0.1)
+            gradients = 2 * BLOCK_BYTES
+            plan = plan_of(fixed(parameters * (1 + states) + gradients + room))
+            try:
+                session = build(model, optimizer, plan)
+            except DeviceMemoryError:
+                found[f"{name} {room}"] = "refused"
+                continue
+            found[f"{name} {room}"] = session.engine.accounts.state_bytes(Tier.DEVICE), dict(optimizer.state)
+            session.close()
+            session.mesh.close()
+    return found
+
+
+def test_optimizer_state_is_foreseen() -> None:
+    found = run_ranks(1, at_build)[0]
+    for name in ("sgd", "adam"):
+        assert found[f"{name} -1000"] == "refused"
+        assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing

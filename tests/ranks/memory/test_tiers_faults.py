@@ -1,13 +1,29 @@
-"""A disk that fails: every rank is told, and goes on from what it loads."""
+"""A disk that fails: every rank is told, and goes on from what it loads.
 
-from __future__ import annotations
+Bytes by tier and kind, and to and from the disk, against formulas written out here.
+
+Psi parameters in bf16 with fp32 masters and Adam on N ranks, in K equal units that N divides: parameters 2 Psi / N (at
+stages 1 and 2, 2 Psi on the device), masters 4 Psi / N, moments 8 Psi / N and a step count of 4 bytes a piece,
+gradients 2 Psi / N with the state, but on the host where that is on a disk; exchange buffers on the device.
+
+A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with everything on the disk and one tile a unit:
+read: every gather the shard; once the masters and (from the second step on) the moments;
+written: once the shard, the masters and the moments. Also with updates during backward.
+
+Every argument of a disk reaches the transfers of a training step, as queues, threads and buffers show.
+
+What each means to the store itself is in ``tests/unit/test_disk_io.py``; here it comes from a plan, and from a
+DeepSpeed configuration.
+"""
 
 import contextlib
 import errno
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,15 +31,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.disk import file
+from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskError, DiskStore
-from shardwise.plan import Plan, zero
+from shardwise.core.mesh import Mesh
+from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import build
 from shardwise.testing import RankError, run_ranks
-from tests.support.engine_setup import one_mesh
+from tests.support.counters import live_tensor_bytes
+from tests.support.engine_setup import one_mesh, sharded
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import (
+    SHARES,
     Fault,
     backward,
     batch,
@@ -84,8 +108,7 @@ def states(session: Any) -> tuple[Any, Any]:
 def load_after_failure(session: Any, saved: tuple[Any, Any]) -> None:
     """A step is refused until both are loaded."""
     for state, target in zip(saved, (session.module, session.optimizer), strict=True):
-        with pytest.raises(RuntimeError, match="load a checkpoint"):
-            session.optimizer.step()
+        raises(RuntimeError, "load a checkpoint", lambda: session.optimizer.step())
         session.optimizer.zero_grad()
         target.load_state_dict(state)
 
@@ -238,19 +261,17 @@ def load_fails(plan: Plan) -> tuple[str, str, bool]:
             session.optimizer.step()
             if mesh.rank == 0:
                 fault.arm(5, writing=True)
-            with pytest.raises(DiskError) as optimizer_error:
-                session.optimizer.load_state_dict(state)
+            optimizer_error = raises(DiskError, None, lambda: session.optimizer.load_state_dict(state))
             fault.lift()
             if mesh.rank == 0:
                 fault.arm(3, writing=True)
-            with pytest.raises(DiskError) as model_error:
-                session.module.load_state_dict(model_state)
+            model_error = raises(DiskError, None, lambda: session.module.load_state_dict(model_state))
             fault.lift()
             session.module.load_state_dict(model_state)
             session.optimizer.load_state_dict(state)
             backward(session, 2)
             session.optimizer.step()
-            return str(optimizer_error.value), str(model_error.value), everything(session) == expected
+            return optimizer_error, model_error, everything(session) == expected
 
 
 @pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
@@ -304,3 +325,263 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
     removed = run_ranks(2, trains, plan)
     assert {name for names in removed for name in names} == left
     assert not list(tmp_path.iterdir())
+
+
+WIDTH, DEPTH = 64, 4
+UNIT = WIDTH * WIDTH + WIDTH
+PSI = UNIT * DEPTH
+PIECES = 2 * 4 * 2 * DEPTH  # at most: a weight and a bias, cut between two ranks, 4 bytes each
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+Found = dict[str, Any]
+
+
+def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
+    before = live_tensor_bytes()
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    traffic = []
+    with sharded(model, torch.optim.Adam(model.parameters()), plan, mesh) as session:
+        for _ in range(steps):
+            session.reset_traffic()
+            session.backward(session.module(torch.randn(2, WIDTH)).float().square().mean())
+            report = session.memory()
+            session.optimizer.step()
+            traffic.append(session.traffic())
+        store = session.engine.shards.storage.store
+        return {
+            "by_tier": report.by_tier,
+            "after": session.memory().by_tier,
+            "total": report.total_bytes,
+            "traffic": traffic,
+            "live": live_tensor_bytes() - before,
+            "buffers": store.buffer_bytes if store is not None else 0,
+            "on_disk": store.reserved_bytes if store is not None else 0,
+            "described": session.describe().splitlines(),
+        }
+
+
+def measure_all(plans: list[Plan], steps: int) -> list[Found]:
+    """On a rank: each plan in turn, in one mesh."""
+    with one_mesh(plans[0]) as mesh:
+        return [measure(plan, mesh, steps) for plan in plans]
+
+
+def by_plan(ranks: int, plans: list[Plan], steps: int = 2) -> list[list[Found]]:
+    """What each rank found, by plan."""
+    return [list(found) for found in zip(*run_ranks(ranks, measure_all, plans, steps), strict=True)]
+
+
+def plan_of(stage: int, mix: str, directory: str) -> Plan:
+    plan = zero(stage, torch.bfloat16).but(packing=ByModule(unit_classes=()), prefetch=0)
+    return with_tiers(plan, mix, directory) if mix != "device" else plan
+
+
+def home(host: float, disk: float) -> str:
+    return "host" if host == 1 else "disk" if disk == 1 else "device"
+
+
+@pytest.mark.parametrize("stage", [3, *full(1, 2)])
+def test_bytes_by_tier_and_kind(stage: int, tmp_path: Path) -> None:
+    mixes = [mix for mix in SHARES if mix != "thirds"]
+    plans = [plan_of(stage, mix, str(tmp_path)) for mix in mixes]
+    for mix, ranks in zip(mixes, by_plan(2, plans), strict=True):
+        for found in ranks:
+            check_tiers(stage, mix, found)
+
+
+def check_tiers(stage: int, mix: str, found: Found) -> None:
+    share = PSI // 2
+    param, state = home(*SHARES[mix][:2]), home(*SHARES[mix][2:])
+    gradient = "device" if state == "device" else "host"
+    tiers = found["by_tier"]
+
+    def held(tier: str, kind: str) -> int:
+        return int(tiers.get(tier, {}).get(kind, 0))
+
+    resident = stage < 3 and param == "device"
+    assert held(param, "parameters") == (2 * PSI if resident else 2 * share)
+    assert held(state, "masters") == 4 * share
+    row = [str(DEPTH), *size_text(held(param, "parameters")).split(), param, "bfloat16"]
+    row += ["resident" if resident else "gathered", state, "float32", state, gradient, "bfloat16", "0"]
+    titles, only, total = found["described"]  # the layers have equal placements, and "0" is the first
+    assert only.split() == row and titles.startswith("chunks") and total.split() == [*row[:3], "total"]
+    assert 8 * share < held(state, "optimizer state") <= 8 * share + PIECES
+    if stage == 1:
+        # Whole gradients are kept on the device, and the update reads its part of them there.
+        assert (held("device", "gradients"), held("host", "gradients")) == (2 * PSI, 0)
+    elif gradient == "host":
+        assert held("host", "gradients") == 2 * share
+    else:
+        assert held("host", "gradients") == 0
+        assert held("device", "gradients") >= 2 * share
+    for kind, where in (("parameters", param), ("masters", state), ("optimizer state", state)):
+        assert sum(held(tier, kind) for tier in ("device", "host", "disk") if tier != where) == 0, (kind, tiers)
+    assert found["total"] == sum(sum(kinds.values()) for kinds in tiers.values())
+    assert not held("disk", "gradients") and not held("disk", "gathered parameters")
+
+
+def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
+    """A quarter of K = 4 equal chunks each."""
+    plan = plan_of(3, "device", "")
+    plan = plan.but(tiers=with_tiers(plan, "all_disk", str(tmp_path)).tiers)
+    plan = plan.but(param_host_fraction=0.25, param_disk_fraction=0.25)
+    plan = plan.but(state_host_fraction=0.5, state_disk_fraction=0.25)
+    unit = UNIT // 2
+    for found in by_plan(2, [plan])[0]:
+        tiers = found["by_tier"]
+        assert [tiers[t]["parameters"] for t in ("device", "host", "disk")] == [4 * unit, 2 * unit, 2 * unit]
+        assert [tiers[t]["masters"] for t in ("device", "host", "disk")] == [4 * unit, 8 * unit, 4 * unit]
+
+
+def test_memory_is_what_the_report_says(tmp_path: Path) -> None:
+    """One rank, nothing mapped: live storages are what is on device and host, and the disk's buffers."""
+    mixes = [mix for mix in SHARES if mix not in ("device", "thirds")]
+    # A task each: what a session leaves to the collector would be counted with the next.
+    plain, *others = (by_plan(1, [plan_of(3, mix, str(tmp_path))])[0][0] for mix in ("device", *mixes))
+    for mix, found in zip(mixes, others, strict=True):
+        check_memory(mix, plain, found)
+
+
+def check_memory(mix: str, plain: Found, found: Found) -> None:
+    beyond = []
+    for each in (plain, found):
+        in_memory = sum(sum(each["after"].get(tier, {}).values()) for tier in ("device", "host"))
+        beyond.append(each["live"] - in_memory - each["buffers"])
+    assert 0 <= beyond[0] <= 2 * PSI + 4096
+    # Three buffers of each kind (masters, moments, shards), each with up to 4096 bytes to be aligned by.
+    kinds = 2 * (SHARES[mix][3] == 1) + (SHARES[mix][1] == 1)
+    assert 0 <= beyond[1] - beyond[0] <= 3 * kinds * 4096 + 2048, (mix, beyond)
+    if SHARES[mix][3] == 1:
+        # Twice, for the version before and the one being written, each rounded up.
+        tile = pages(4 * UNIT) + pages(8 * UNIT)
+        shard = pages(2 * UNIT) if SHARES[mix][1] == 1 else 0
+        assert found["on_disk"] == 2 * DEPTH * (tile + shard)
+        # With one rank the tile is the whole unit: nothing else of the state is in memory.
+        assert "masters" not in found["by_tier"].get("host", {}) and "masters" not in found["by_tier"]["device"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "update"),
+    [
+        pytest.param(None, "step", id="shared-step", marks=pytest.mark.full),
+        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.campaign),
+        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.campaign),
+        pytest.param(False, "backward", id="gloo-backward"),
+    ],
+)
+def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
+    share = UNIT // 2
+    masters, moments, shard = pages(4 * share), pages(2 * 4 * share), pages(2 * share)
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    changes: dict[str, Any] = {"shared_memory": shared, "update": update}
+    on_disk = {"s_disk": (0, 1), "p_disk": (1, 0), "p_disk_s_host": (1, 0), "all_disk": (1, 1)}
+    plans = [plan_of(3, mix, str(tmp_path)).but(**changes) for mix in ("device", *on_disk)]
+    plain, *others = by_plan(2, plans)
+    assert "disk_read" not in plain[0]["traffic"][0]
+    for (mix, (params, state)), runs in zip(on_disk.items(), others, strict=True):
+        for run, other in zip(runs, plain, strict=True):
+            for step, (found, wire) in enumerate(zip(run["traffic"], other["traffic"], strict=True)):
+                assert {kind: found[kind] for kind in kinds} == {kind: wire[kind] for kind in kinds}
+                gathers, rest = divmod(found["all_gather"], 2 * share)
+                assert rest == 0 and gathers >= DEPTH
+                read = params * shard * gathers + state * DEPTH * (masters + (moments if step else 0))
+                written = params * shard * DEPTH + state * DEPTH * (masters + moments)
+                assert (found["disk_read"], found["disk_write"]) == (read, written), (mix, step, found)
+
+
+KNOB_WIDTH, KNOB_DEPTH = 96, 4
+TILE = 2048
+KIB = 1024
+
+
+@dataclass
+class Seen:
+    """What the queues of one rank's store were given in a training run."""
+
+    depths: list[int] = field(default_factory=list)
+    """Of each queue: there is one for each submitting thread."""
+    sizes: set[int] = field(default_factory=set)
+    submissions: set[int] = field(default_factory=set)
+    most_in_flight: int = 0
+    threads: int = 0
+    shard_buffers: int = 0
+    value_buffers: int = 0
+    state_buffers: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+class _Spy:
+    def __init__(self, inner: RequestQueue, seen: Seen) -> None:
+        self.inner, self.seen, self.in_flight = inner, seen, 0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        seen = self.seen
+        seen.sizes |= {request.nbytes for request in requests}
+        seen.submissions.add(len(requests))
+        self.inner.submit(requests)
+        self.in_flight += len(requests)
+        seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
+
+    def reap(self, at_least: int) -> list[tuple[Request, int]]:
+        done = self.inner.reap(at_least)
+        self.in_flight -= len(done)
+        return done
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@contextlib.contextmanager
+def spied() -> Iterator[Seen]:
+    """What the store that is made inside does."""
+    seen = Seen()
+
+    def make(depth: int, transfer: TransferFunction) -> _Spy:
+        seen.depths.append(depth)
+        return _Spy(ThreadQueue(depth, transfer), seen)
+
+    with mock.patch.object(disk, "ThreadQueue", make):
+        yield seen
+
+
+def _buffers(store: DiskStore, nbytes: int) -> int:
+    """How many buffers of exactly that size there are."""
+    return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
+
+
+def train(plan: Plan) -> Seen:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(KNOB_WIDTH, KNOB_WIDTH) for _ in range(KNOB_DEPTH)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with spied() as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
+        for step in range(3):
+            loss = session.module(torch.full((2, KNOB_WIDTH), 0.1 * (step + 1))).square().mean()
+            session.backward(loss)
+            session.optimizer.step()
+            seen.losses.append(float(loss.detach()))
+        seen.threads = sum(thread.name == "shardwise-disk" for thread in threading.enumerate())
+        store = session.engine.shards.storage.store
+        seen.shard_buffers = _buffers(store, pages(4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)))
+        seen.value_buffers = _buffers(store, pages(4 * TILE))
+        seen.state_buffers = _buffers(store, pages(2 * 4 * TILE + 4096))
+    return seen
+
+
+USUAL: dict[str, Any] = {"block_bytes": 4 * KIB, "queue_depth": 4, "threads": 1}
+
+
+def seen_with(directory: Path, **knobs: Any) -> Seen:
+    plan = with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **(USUAL | knobs))
+    return run_ranks(1, train, plan)[0]
+
+
+@pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
+def test_buffer_counts(state: int, param: int, tmp_path: Path) -> None:
+    """For values and for the state of tiles as many as asked for, and for shards; of these there are at least two."""
+    seen = seen_with(tmp_path, state_buffers=state, param_buffers=param)
+    assert (seen.value_buffers, seen.state_buffers, seen.shard_buffers) == (state, state, param)
+    assert seen_with(tmp_path, param_buffers=1).shard_buffers == 2

@@ -1,7 +1,5 @@
 """States, write-back, schedulers and several optimizers: the same bits in every mix of tiers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

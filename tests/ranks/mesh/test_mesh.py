@@ -1,10 +1,19 @@
-"""The grid of ranks, and the choice of groups."""
+"""The grid of ranks, and the choice of groups.
 
-from __future__ import annotations
+What a launcher tells its ranks in the environment, and how they start from that.
+
+Two hosts whose names stand for 127.0.1.1 in their own /etc/hosts, as Debian writes it.
+"""
 
 import os
+import shlex
+import subprocess
+import sys
 import tempfile
+import textwrap
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,9 +21,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.core.comm import choose
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import LaunchFacts, Mesh, init_distributed
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
+from tests.launcher_variables import without_launcher
+from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
+from tests.support.launching import finished
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 CPU = torch.device("cpu")
@@ -31,8 +44,7 @@ def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
     assert (mesh.rank, mesh.size, mesh.shard.size, mesh.replicate.size, mesh.device_mesh) == (0, 1, 1, 1, None)
     assert mesh.traffic() == dict.fromkeys(mesh.world.traffic.bytes, 0)
     mesh.close()
-    with pytest.raises(ValueError, match="divided"):
-        create(2, 1)
+    raises(ValueError, "divided", lambda: create(2, 1))
 
 
 def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[object]:
@@ -147,8 +159,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
         assert mesh.wire.receive_described((rank - 1) % size, 0, 6, "a test") is None
         mesh.wire.settle()
     if plan.tp * plan.pp > 1:
-        with pytest.raises(RuntimeError, match=f"tp={plan.tp}, pp={plan.pp}"):
-            mesh.join_model_parallel(dist.group.WORLD)
+        raises(RuntimeError, f"tp={plan.tp}, pp={plan.pp}", lambda: mesh.join_model_parallel(dist.group.WORLD))
     mesh.close()
     return told
 
@@ -177,11 +188,9 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
 def refusals() -> list[str]:
     told = []
     for plan in (MeshPlan(dp_shard=-1, dp_replicate=1, tp=3), MeshPlan(dp_shard=4, dp_replicate=1, tp=2)):
-        with pytest.raises(ValueError) as error:
-            Mesh.create(plan, CPU, COMM)
-        told.append(str(error.value))
-    with pytest.raises(ValueError, match="tp=0"):
-        MeshPlan(dp_shard=-1, dp_replicate=1, tp=0)
+        error = raises(ValueError, None, Mesh.create, plan, CPU, COMM)
+        told.append(error)
+    raises(ValueError, "tp=0", lambda: MeshPlan(dp_shard=-1, dp_replicate=1, tp=0))
     return told
 
 
@@ -195,8 +204,7 @@ def two_hosts() -> list[str]:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     real = choose.host_facts()
     with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {dist.get_rank() // 2}"}):
-        with pytest.raises(ValueError, match="not on one host"):
-            create(4, 1, True)
+        raises(ValueError, "not on one host", lambda: create(4, 1, True))
         mesh = create(2, 2)
     full = mesh.world.buffers([(8, torch.float32)])[0]
     full.local.fill_(mesh.rank)
@@ -239,10 +247,164 @@ def without_memfd() -> str:
             mesh = create(-1, 1)
             kind = type(mesh.shard).__name__
             mesh.close()
-            with pytest.raises(ValueError, match=r"rank 1: .* by memfd: .*not here.*rank 0: .* by file: .*not here"):
-                create(-1, 1, True)
+            raises(ValueError, r"rank 1: .* by memfd: .*not here.*rank 0: .* by file: .*not here", create, -1, 1, True)
     return kind
 
 
 def test_fallbacks_are_agreed() -> None:
     assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (False, 0, 1, 0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (True, 3, 4, 1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (True, 1, 2, 1, 2)),
+    ],
+)
+def test_launch_facts(environment: Mapping[str, str], expected: tuple[object, ...]) -> None:
+    facts = LaunchFacts.read(environment)
+    assert (facts.launched, facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+    ],
+)
+def test_launch_facts_refuse_what_they_cannot_read(environment: Mapping[str, str], text: str) -> None:
+    raises(ValueError, text, lambda: LaunchFacts.read(environment))
+
+
+def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ.keys() - without_launcher(os.environ).keys():
+        monkeypatch.delenv(name)
+    device = init_distributed()
+    assert device.type in ("cpu", "cuda") and not dist.is_initialized()
+    raises(ValueError, "cuda:99", lambda: init_distributed("cuda:99"))
+
+
+@pytest.mark.full
+def test_torchrun(tmp_path: Path) -> None:
+    """From the command line, with every process a new Python."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed as dist
+            from shardwise.core.mesh import Mesh, init_distributed, shutdown
+            from shardwise.plan import zero
+            device = init_distributed("cpu")
+            assert init_distributed("cpu") == device
+            plan = zero(3)
+            mesh = Mesh.create(plan.mesh, device, plan.comm)
+            # One write, so that the ranks' lines do not mix.
+            print(f"ranks {mesh.world.exchange([mesh.rank])} {dist.get_backend()}\\n", end="", flush=True)
+            mesh.close()
+            shutdown()
+            shutdown()
+            """
+        )
+    )
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    status, shown = finished(*command, log=tmp_path / "log", whole=True)
+    assert status == 0, shown
+    assert shown.count("ranks [[0.0], [1.0]] gloo") == 2
+
+
+def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
+    """Two ranks and an emulated CUDA: a GPU each, one for both by default, and one for both that was asked for."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, warnings
+            from types import SimpleNamespace
+            import torch, torch.distributed as dist
+            from shardwise.core.mesh import init_distributed, shutdown
+            rank = os.environ["RANK"]
+            torch.cuda.is_available = lambda: True
+            torch.cuda.device_count = lambda: 1
+            torch.cuda.set_device = lambda device: None
+            start, seen = dist.init_process_group, []
+
+            def init(backend, **options):
+                seen.append(backend)
+                start("gloo", **options)  # NCCL has to wait for a GPU
+
+            dist.init_process_group = init
+
+            def launch(what, identity, device=None):
+                torch.cuda.get_device_properties = lambda _: SimpleNamespace(uuid=identity, name="H100")
+                with warnings.catch_warnings(record=True) as told:
+                    warnings.simplefilter("always")
+                    try:
+                        found = init_distributed(device)
+                    except ValueError as error:
+                        found = str(error).split(" of ")[0]
+                if dist.is_initialized():
+                    dist.barrier()  # or one would leave while the other still connects
+                shutdown()
+                print(f"{what} {rank}: {found} {seen} {len(told)}\\n", end="", flush=True)
+                seen.clear()
+
+            launch("own", f"g{rank}")
+            launch("both", "g")
+            launch("asked", "g", "cuda")
+            """
+        )
+    )
+    status, shown = finished("shardwise", "run", "--nproc", "2", str(script), log=tmp_path / "log")
+    assert status == 0, shown
+    for rank in range(2):
+        assert f"own {rank}: cuda:0 ['nccl'] 0\n" in shown, shown
+        assert f"both {rank}: cpu ['gloo'] {int(rank == 0)}\n" in shown, shown
+        assert f"asked {rank}: ranks [0, 1] would share the GPU GPU-g [] 0\n" in shown, shown
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from shardwise.core.mesh import init_distributed
+
+try:
+    init_distributed("cpu")
+except ValueError as error:
+    print("refused:", error)
+else:
+    sum = torch.ones(1)
+    dist.all_reduce(sum)
+    print("met:", sum.item())
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(TwoHosts.why_not() is not None, reason=str(TwoHosts.why_not()))
+def test_names_that_stand_for_a_loopback_address_are_refused_until_an_interface_is_named(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM, "utf-8")
+    common = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    common |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES[0]}
+    inherited = without_launcher(os.environ)
+    inherited.pop("GLOO_SOCKET_IFNAME", None)
+    said, folder = dict[str, list[str]](), shlex.quote(str(tmp_path))
+    with TwoHosts() as hosts:
+        for port, named in enumerate(["", WIRE], 29631):
+            runs = []
+            for host, name in enumerate(hosts.names):
+                names = tmp_path / name
+                names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n", "utf-8")
+                script = f'mount --bind {shlex.quote(str(names))} /etc/hosts && exec "$0" program.py'
+                env = {**inherited, **common, "RANK": str(host), "MASTER_PORT": str(port)}
+                env |= {"GLOO_SOCKET_IFNAME": named} if named else {}
+                out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+                runs.append(hosts.start(host, ["sh", "-c", f"cd {folder} && {script}", sys.executable], env, **out))
+            said[named] = [run.communicate(timeout=200)[0] for run in runs]
+    for text in said[""]:
+        assert "refused: rank 0 on host-a would advertise 127.0.1.1" in text, text
+        assert "set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME, too) to the network interface" in text
+        assert f"host-a has {WIRE}; host-b has {WIRE}" in text
+    assert all("met: 2.0" in text for text in said[WIRE]), said[WIRE]

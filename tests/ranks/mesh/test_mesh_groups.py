@@ -1,7 +1,5 @@
 """Meshes over some of the ranks: who is in them, what they send, and their errors."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
@@ -14,6 +12,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 from tests.support.groups_setup import CPU, GROUPS, join
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 
@@ -72,7 +71,8 @@ def test_ranks_of_a_group_are_a_mesh(shared_memory: bool | None) -> None:
             assert kind == expected and (len(own) == 1 or f"of ranks {own}" in str(text))
 
 
-def hybrid() -> None:
+@on_ranks(4)
+def test_a_group_is_divided_by_the_plan() -> None:
     """Three of four ranks would not divide; all four in a group of their own do, and know the default one no better."""
     group = dist.new_group(list(range(4)), backend="gloo")
     mesh, me = create(group, 2, 2), dist.get_rank()
@@ -83,12 +83,7 @@ def hybrid() -> None:
     mesh.close()
     number, part = join([[0, 2, 3], [1]])
     if number == 0:
-        with pytest.raises(ValueError, match="3 ranks cannot be divided into groups of 2"):
-            create(part, 2)
-
-
-def test_a_group_is_divided_by_the_plan() -> None:
-    run_ranks(4, hybrid)
+        raises(ValueError, "3 ranks cannot be divided into groups of 2", lambda: create(part, 2))
 
 
 # ---- errors
@@ -119,8 +114,7 @@ def test_a_group_that_this_rank_is_not_in() -> None:
 
 def test_without_torch_distributed_there_are_no_groups() -> None:
     assert ranks_of("group", None) == (0,)
-    with pytest.raises(ValueError, match=r"torch\.distributed is not initialised"):
-        create("some")  # type: ignore[arg-type]
+    raises(ValueError, r"torch\.distributed is not initialised", lambda: create("some"))
 
 
 def disagreeing() -> str:
@@ -128,11 +122,10 @@ def disagreeing() -> str:
     if dist.get_rank() == 2:
         return ""
     sizes = (3, 1) if dist.get_rank() == 1 else (1, 3)
-    with pytest.raises(ValueError, match="want different things") as caught:
-        create(group, *sizes)
+    caught = raises(ValueError, "want different things", lambda: create(group, *sizes))
     with pytest.raises(ValueError, match=r"shared_memory differs between the ranks of group 'dp_shard of ranks"):
         create(group, shared=dist.get_rank() == 1)
-    return str(caught.value)
+    return caught
 
 
 def test_members_that_want_different_meshes() -> None:
@@ -146,9 +139,8 @@ def absent() -> str:
     _, group = join(GROUPS["strided"])
     if dist.get_rank() == 1:
         distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
-        with pytest.raises(PeerError, match=r"agreeing among ranks \[1, 3\] failed on rank 1") as caught:
-            create(group)
-        return str(caught.value)
+        caught = raises(PeerError, r"agreeing among ranks \[1, 3\] failed on rank 1", lambda: create(group))
+        return caught
     if dist.get_rank() != 3:
         create(group).close()
     return ""
@@ -158,7 +150,8 @@ def test_a_member_that_does_not_come() -> None:
     assert "did not come in time" in run_ranks(4, absent)[1]
 
 
-def crossing() -> None:
+@on_ranks(4)
+def test_model_parallel_groups_cross_the_data_parallel_ones() -> None:
     me = dist.get_rank()
     _, data = join(GROUPS["strided"])
     number, parts = join(GROUPS["pairs"])
@@ -172,10 +165,5 @@ def crossing() -> None:
     mesh.join_model_parallel(parts)  # once more changes nothing
     assert len(mesh.groups) == 3
     _, others = join([[0, 3], [1, 2]])
-    with pytest.raises(RuntimeError, match="has the model-parallel group of ranks"):
-        mesh.join_model_parallel(others)
+    raises(RuntimeError, "has the model-parallel group of ranks", lambda: mesh.join_model_parallel(others))
     mesh.close()
-
-
-def test_model_parallel_groups_cross_the_data_parallel_ones() -> None:
-    run_ranks(4, crossing)

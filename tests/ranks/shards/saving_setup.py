@@ -1,7 +1,5 @@
 """Operators that save a parameter for backward, and ways to run a model in which autograd saves what it likes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

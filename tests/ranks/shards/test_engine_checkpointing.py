@@ -1,7 +1,5 @@
 """Activation checkpointing of both kinds around anything, and Hugging Face models with it."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 

@@ -1,30 +1,59 @@
 """Gathers in program order: what ranks meet for, what is fetched ahead, and what becomes of ranks that differ.
 
 See [Note: Program order].
+
+Threads of one rank that evaluate one model at the same time.
+
+``reshard_after_forward`` by module: what stays gathered and what is freed, how often it is gathered, bad names.
+
+Shards that begin at multiples of 64 bytes on every rank, for three ranks and odd sizes.
+Blocks that gather some parameters: wherever shards are at home, over memory, messages and replicas.
 """
 
-from __future__ import annotations
-
 import contextlib
+import dataclasses
 import re
+import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from saving_setup import ROWS, Table
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.comm import NativeGroup, PeerError
+from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards import policy
 from shardwise.core.shards.gather_order import GatherLog
-from shardwise.plan import Plan, zero
-from shardwise.session import Session
+from shardwise.plan import ByModule, ByNumel, ByTensor, ParamGroupPlan, Plan, on_device, zero
+from shardwise.session import Session, Settings, build, shard
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.engine_setup import (
+    adam,
+    check,
+    data,
+    loss_of,
+    mean_square,
+    one_mesh,
+    plain_steps,
+    run_plain,
+    run_sharded,
+    seeded,
+    sgd,
+    sharded,
+)
 from tests.support.meetings_setup import GLOO, counted
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.stream_setup import LAYERS, Branching, groups_of
+from tests.support.tier_setup import with_tiers
 
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
 """Of a step, beside its gathers and reductions."""
@@ -222,3 +251,450 @@ def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: b
     (one, state), (other, _) = run_ranks(2, stops_apart, GLOO.but(prefetch=2), training, no_array)
     assert abs(one[0] - other[0]) == 1 and one[1:] == other[1:], "the one behind has caught up"
     assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
+
+
+NAMES = ["linear", "layer_norm", "attention", "lstm", "mul", "conv2d"]
+THREADS, TIMES = 3, 12
+
+
+def table() -> Table:
+    return Table(NAMES)
+
+
+def served(plan: Plan) -> tuple[list[str], Tensor]:
+    """What went wrong in any thread, and a parameter after a step that follows."""
+    model, plain = seeded(table), seeded(table)
+    wrong: list[str] = []
+
+    def serve(thread: int) -> None:
+        try:
+            with torch.no_grad():
+                for index in range(TIMES):
+                    x = data(0, thread, index, rows=ROWS)
+                    if not torch.allclose(model(x), plain(x), rtol=1e-12, atol=0):
+                        wrong.append(f"thread {thread}, pass {index}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    with sharded(model, sgd(model), plan) as session:
+        threads = [threading.Thread(target=serve, args=(index,)) for index in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+        session.backward(session.module(data(0, 0, rows=ROWS)))
+        session.optimizer.step()
+        return wrong, session.module.state_dict()["first.weight"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        zero(3),
+        *full(
+            zero(3).but(shared_memory=False, same_order=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)
+        ),
+    ],
+    ids=["shared", "gloo", "alone", "zero2"],
+)
+def test_threads_evaluate_one_model(plan: Plan) -> None:
+    model = seeded(table)
+    optimizer = sgd(model)
+    model(data(0, 0, rows=ROWS)).backward()
+    optimizer.step()
+    for wrong, weight in run_ranks(2, served, plan):
+        assert not wrong
+        torch.testing.assert_close(weight, model.first.weight.detach(), rtol=1e-11, atol=0)
+
+
+def overlapping(plan: Plan) -> list[str]:
+    """A second thread enters while the first is inside."""
+    model = seeded(table)
+    told: list[str] = []
+
+    def evaluate() -> None:
+        try:
+            model(data(0, 0, rows=ROWS))
+        except RuntimeError as error:
+            told.append(str(error))
+
+    def within(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=evaluate)
+            other.start()
+            other.join()
+
+    with sharded(model, sgd(model), plan) as session:
+        handle = model.ops["lstm"].register_forward_hook(within)
+        loss = session.module(data(0, 0, rows=ROWS))
+        handle.remove()
+        session.backward(loss)
+        session.optimizer.step()
+    return told
+
+
+def test_overlapping_threads_under_a_capacity_are_an_error() -> None:
+    limited = dataclasses.replace(on_device(), device_capacity_bytes=1 << 24)
+    for told in run_ranks(1, overlapping, zero(3).but(tiers=limited)):
+        assert len(told) == 1
+        assert "hold a lock" in told[0]
+    assert run_ranks(2, overlapping, zero(3)) == [[], []]
+
+
+MESSAGES = zero(3).but(shared_memory=False)
+BARE = MESSAGES.but(prefetch=0)
+"""Otherwise units as small as these are all fetched ahead, and none is gathered twice."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out, self.recomputed = nn.Linear(24, 24), nn.Linear(24, 24), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputed:
+            return x + self.out(checkpoint(self.inner, x, use_reentrant=False).tanh())
+        return x + self.out(self.inner(x).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def recomputing() -> nn.Module:
+    model = Net()
+    for block in model.blocks:
+        block.recomputed = True
+    return model
+
+
+def two_passes(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    for index in range(2):
+        yield model(data(rank, step, index)).square().mean(), False
+
+
+def with_groups(plan: Plan, options: Mapping[str, bool]) -> Plan:
+    each = [ParamGroupPlan(names=(name,), reshard_after_forward=option) for name, option in options.items()]
+    return plan.but(groups=tuple(each))
+
+
+NESTED = {"blocks": True, "blocks.1": False, "blocks.1.inner": True, "blocks.2.out.bias": False, "head": True}
+PLANS = {
+    "zero3": with_groups(zero(3), NESTED),
+    "messages": with_groups(MESSAGES, NESTED),
+    "agreed": with_groups(MESSAGES.but(same_order=False), NESTED),
+    "ahead": with_groups(MESSAGES.but(prefetch=2, gathered_fraction=0.5), NESTED),
+    "tensor": with_groups(MESSAGES.but(packing=ByTensor(persist_numel=30)), NESTED),
+    "zero2": with_groups(zero(2).but(shared_memory=False, packing=ByNumel(chunk_numel=1000)), NESTED),
+    "zero1": with_groups(zero(1).but(shared_memory=False), NESTED),
+    "host": with_groups(MESSAGES.but(param_host_fraction=1.0, state_host_fraction=1.0), NESTED),
+    "late": with_groups(zero(3).but(gather_on_use=True), NESTED),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("messages", Net),
+        ("zero2", recomputing),
+        ("zero1", Net),
+        *full(("zero3", Net), ("zero3", recomputing), ("agreed", Net), ("ahead", recomputing)),
+        *full(("tensor", Net), ("host", Net), ("late", Net)),
+    ],
+)
+def test_results_are_those_of_plain_torch(name: str, model: type[nn.Module]) -> None:
+    states = run_ranks(2, run_sharded, model, two_passes, PLANS[name], 3)
+    check(states, run_plain(model, two_passes, 2, 3), name)
+
+
+def gathers(session: Session) -> int:
+    """Run two steps, and return the gathers of the second."""
+    assert session.optimizer is not None
+    for _ in range(2):
+        session.reset_traffic()
+        session.backward(loss_of(session))
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+    return session.mesh.shard.traffic.calls["all_gather"]
+
+
+def counted_gathers(options: list[dict[str, bool]]) -> list[int]:
+    counts = []
+    for each in options:
+        model = seeded(Net)
+        with sharded(model, adam(model), with_groups(BARE, each)) as session:
+            counts.append(gathers(session))
+    return counts
+
+
+def test_a_module_that_stays_gathered_is_gathered_once_a_step() -> None:
+    """Without options five units are gathered, and the blocks again; the head is used at once, and backward of the
+    embedding reads no weight."""
+    options = [{}, {"blocks.0": False}, {"blocks.0": False, "blocks.1": False}, {"head": True}, {"blocks.1": True}]
+    for counts in run_ranks(2, counted_gathers, options):
+        assert counts == [8, 7, 6, 9, 8]
+
+
+def shown(plan: Plan) -> list[set[str]]:
+    """Names of the parameters that can be read after forward, and after backward."""
+    model, found = seeded(Net), []
+    with sharded(model, adam(model), plan) as session:
+        loss = loss_of(session)
+        found.append({name for name, param in model.named_parameters() if not param.isnan().any()})
+        session.backward(loss)
+        found.append({name for name, param in model.named_parameters() if not param.isnan().any()})
+    return found
+
+
+def parameters(*modules: str) -> set[str]:
+    names = [name for name, _ in Net().named_parameters()]
+    return {name for name in names if any(name.startswith(module + ".") for module in modules)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_stays_and_what_is_freed(stage: int) -> None:
+    plan = Settings(stage=stage, reshard_after_forward={"head": True, "blocks": True, "blocks.1": False}).plan()
+    free = plan.but(shared_memory=False, prefetch=0)
+    stays = parameters("blocks.1") | (parameters("embed") if stage == 2 else set())
+    for after_forward, after_backward in run_ranks(2, shown, free):
+        assert after_forward == stays
+        assert stays <= after_backward and not parameters("head", "blocks.2") & after_backward
+
+
+def refused(options: dict[str, bool], message: str) -> None:
+    model = seeded(Net)
+    before, optimizer = {name: param.clone() for name, param in model.named_parameters()}, adam(model)
+    step = optimizer.step
+    raises(ValueError, message, lambda: shard(model, optimizer, reshard_after_forward=options))
+    assert optimizer.step == step
+    for name, param in model.named_parameters():
+        assert param.equal(before[name])
+    with sharded(model, optimizer, BARE) as session:
+        assert gathers(session) == 8
+
+
+@pytest.mark.parametrize("name", ["haed", *full("blocks.3", "head.wieght")])
+def test_unknown_names_are_refused_before_anything_changes(name: str) -> None:
+    near = {"haed": "head", "blocks.3": "blocks.2", "head.wieght": "head.weight"}[name]
+    run_ranks(2, refused, {"embed": True, name: False}, f"'{name}' in the plan's groups .* did you mean .*'{near}'")
+
+
+def test_bad_options_say_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"reshard_after_forward=False: give a dict .*stage=3 \(True\) or stage=2"):
+        Settings(reshard_after_forward=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reshard_after_forward=4 of head is neither.*set secondary"):
+        Settings(reshard_after_forward={"head": 4})
+    with pytest.raises(ValueError, match=r"names=\(\) of a parameter group: give a tuple of names"):
+        ParamGroupPlan(names=(), reshard_after_forward=True)
+    with pytest.raises(ValueError, match=r"names='head' of a parameter group: give a tuple of names"):
+        ParamGroupPlan(names="head", reshard_after_forward=True)  # type: ignore[arg-type]
+    one = ParamGroupPlan(names=("head",), reshard_after_forward=True)
+    raises(ValueError, r"groups=.* have a name twice", lambda: zero(3).but(groups=(one, one)))
+    for groups in (["head"], one, None):
+        with pytest.raises(ValueError, match=r"groups=.*: give a tuple of ParamGroupPlan objects"):
+            zero(3).but(groups=groups)
+
+
+@on_ranks(2)
+def test_units_of_parameter_groups() -> None:
+    """Parameters named one by one share a unit; a unit of a module has its name, whatever the packing."""
+    for packing in (ByNumel(chunk_numel=10**6), ByModule(unit_classes=("Block",))):
+        model = seeded(Net)
+        biases = {f"blocks.{i}.inner.bias": False for i in range(3)}
+        with sharded(
+            model, adam(model), with_groups(zero(3).but(packing=packing), {**biases, "head": True})
+        ) as session:
+            units = session.optimizer._shards.layout.units
+            assert "head" in {unit.module for unit in units}
+            assert len(units) == (3 if packing.__class__ is ByNumel else 8)
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].out = self.blocks[2].out
+
+
+@on_ranks(2)
+def test_names_of_a_shared_parameter_have_one_option() -> None:
+    model = seeded(Tied)
+    mixed = with_groups(zero(3), {"blocks.0": True, "blocks.2": False})
+    with pytest.raises(ValueError, match=r"blocks.2.out.weight is one parameter, and its names \['blocks.0', 'blo"):
+        build(model, adam(model), mixed)
+    with sharded(model, adam(model), with_groups(zero(3), {"blocks.2": False})) as session:
+        loss_of(session)
+        assert not model.blocks[0].out.weight.isnan().any() and model.blocks[0].inner.weight.isnan().any()
+
+
+RANKS = 3
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 77), nn.Tanh(), nn.Linear(77, 31), nn.Tanh(), nn.Linear(31, 3))
+
+
+def once(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyped-def]
+    yield mean_square(model, rank, step), False
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_training_is_plain_torchs(stage: int) -> None:
+    plan = zero(stage).but(shared_memory=False if stage == 3 else None)
+    check(run_ranks(RANKS, run_sharded, odd, once, plan, 3), run_plain(odd, once, RANKS, 3), f"stage {stage}")
+
+
+def train_16_bits(plan: Plan, directory: str) -> tuple[list[int], list[int], int, int, dict[str, torch.Tensor]]:
+    """Offsets and addresses of shards, bytes that a step reduces and that it should, and the saved state."""
+    model = seeded(odd).float()
+    with sharded(model, adam(model), plan) as session:
+        for step in range(2):
+            session.reset_traffic()
+            session.backward(mean_square(lambda x: session.module(x.bfloat16()).float(), session.mesh.rank, step))
+            session.optimizer.step()
+        chunks, size = session.engine.shards.chunks, session.mesh.size
+        large = [chunk for chunk in chunks if chunk.spec.padded_numel >= 16 * 32 * size]
+        assert large
+        starts = [start * each.spec.dtype.itemsize for each in large for start in each.spec.bounds]
+        sent = sum(each.spec.padded_bytes * (size - 1) // size for each in chunks)
+        Checkpointer(session).save(directory)
+        found = session.traffic()["reduce_scatter"], sent
+        return starts, [each.shard.data_ptr() for each in large], *found, session.module.state_dict()
+
+
+def loaded(plan: Plan, directory: str) -> dict[str, torch.Tensor]:
+    model = seeded(odd, 1).float()
+    with sharded(model, adam(model), plan) as session:
+        Checkpointer(session).load(directory)
+        return session.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_shards_in_16_bits(stage: int, tmp_path: Path) -> None:
+    plan = zero(stage, torch.bfloat16).but(shared_memory=False)
+    saved = run_ranks(RANKS, train_16_bits, plan, str(tmp_path / "saved"))
+    for starts, addresses, sent, expected, _ in saved:
+        assert not any(start % 64 for start in starts + addresses)
+        assert sent == expected
+    for state in run_ranks(2, loaded, plan, str(tmp_path / "saved")):
+        assert_close(state, saved[0][-1], 0.0, "loaded by two ranks")
+
+
+BASE = zero(3, torch.bfloat16)
+GATHERED_PLANS = {
+    "memory": zero(3),
+    "masters": BASE,
+    "messages": BASE.but(shared_memory=False),
+    "replicas": zero(3, torch.bfloat16, dp_replicate=2),
+    "secondary": zero(3).but(secondary=2),
+    "later": zero(3).but(gather_on_use=True),
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 40), nn.Linear(40, 6))
+
+
+def one_step(session: Session, step: int) -> None:
+    x = data(session.mesh.rank, step).to(session.params[0].dtype)
+    session.backward(session.module(x).float().square().mean())
+    session.optimizers[0].step()
+
+
+def edited(plan: Plan, on_disk: bool) -> None:
+    model = seeded(net)
+    with sharded(model, adam(model), plan) as session:
+        one_step(session, 0)
+        before, first = session.module.state_dict(), [model[0].weight, model[0].bias]
+        with session.gathered([model[2].weight]):
+            shown = {name: param.detach().clone() for name, param in model[2].named_parameters()}
+            assert all(bool(param.isnan().all()) for param in model[0].parameters())
+            model[2].bias.data.zero_()  # no part of the model
+        for name, value in shown.items():
+            assert torch.equal(value, before[f"2.{name}"].to(value.dtype)), name
+        session.reset_traffic()
+        with session.gathered(first, write_back=True), torch.no_grad():
+            first[0].data = first[0].data.clone()
+            first[1][2:30] = 0.5
+            inside = session.module.state_dict()
+            first[1][30:] = -0.5
+        moved = session.traffic()
+        before["0.bias"][2:30] = 0.5
+        assert_close(inside, before, 0.0, "a state inside of the block")
+        before["0.bias"][30:] = -0.5
+        assert_close(session.module.state_dict(), before, 0.0, "some were written")
+        assert not on_disk or moved["disk_write"] > 0
+        with session.gathered(session.params):
+            assert session.engine.pool.blocks.all_held
+            assert model.state_dict().keys() == before.keys()
+        other = seeded(net)
+        with sharded(other, adam(other), plan) as second:
+            one_step(second, 0)
+            second.module.load_state_dict(before)
+            for each in (session, second):
+                one_step(each, 1)
+            assert_close(session.module.state_dict(), second.module.state_dict(), 0.0, "training goes on with it")
+
+
+@pytest.mark.parametrize("name", ["masters", "messages", *full("memory", "replicas", "secondary", "later")])
+def test_some_parameters_are_changed(name: str) -> None:
+    run_ranks(4 if name in ("replicas", "secondary") else 2, edited, GATHERED_PLANS[name], False)
+
+
+@pytest.mark.parametrize("mix", ["thirds", *full("all_disk", "p_disk_s_host")])
+def test_some_parameters_are_changed_on_other_tiers(mix: str, tmp_path: Path) -> None:
+    run_ranks(2, edited, with_tiers(BASE, mix, str(tmp_path)), True)
+
+
+def held(plan: Plan) -> list[list[bool]]:
+    """Blocks over some units that end in another order than they began in."""
+    model = seeded(net)
+    with sharded(model, adam(model), plan) as session:
+        one, two = session.gathered(model[0].parameters()), session.gathered([model[0].bias, model[2].bias])
+        shown = lambda: [not bool(each.weight.isnan().any()) for each in (model[0], model[2], model[3])]  # noqa: E731
+        found = []
+        for call in (one.__enter__, two.__enter__):
+            call()
+            found.append(shown())
+        for block in (one, two):
+            block.__exit__(None, None, None)
+            found.append(shown())
+        one_step(session, 0)
+    return found
+
+
+@pytest.mark.parametrize("name", ["memory", "messages"])
+def test_what_another_block_has_stays(name: str) -> None:
+    first, both = [True, False, False], [True, True, False]
+    assert run_ranks(2, held, GATHERED_PLANS[name]) == [[first, both, both, [False] * 3]] * 2
+
+
+def in_capacity(capacity: int) -> tuple[int, int]:
+    """What the device holds behind the build, and the largest unit's bytes."""
+    model = seeded(net)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with sharded(model, adam(model), zero(3).but(device_capacity_bytes=capacity)) as session:
+        sizes = session.engine.pool.sizes
+        if capacity < 1 << 30:
+            with pytest.raises(DeviceMemoryError), session.module.gathered():
+                pass
+            for name, param in model.named_parameters():
+                with session.gathered([param]):
+                    assert torch.equal(param.data, expected[name])
+        return sum(session.ledger.held().values()), max(sizes.values())
+
+
+def test_a_loop_has_room_where_the_model_has_not() -> None:
+    held, largest = run_ranks(2, in_capacity, 1 << 40)[0]
+    run_ranks(2, in_capacity, held + largest + largest // 8)

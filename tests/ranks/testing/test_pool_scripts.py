@@ -1,7 +1,5 @@
 """Scripts that start a pool of ranks: their own functions, and their end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,9 +2,9 @@
 
 Both sum 16-bit gradients over ranks in fp32, in rank order, and keep the sum in fp32 (in 16 bits where the shard
 is reused), so the masters agree within 1e-6 of each tensor's largest element: kernels may differ in fp32's last bit.
-"""
 
-from __future__ import annotations
+ShardedOptimizerV2 on two ranks: state, loss scale, clipping, use before an optimizer; upstream's faults by name.
+"""
 
 import warnings
 from pathlib import Path
@@ -26,8 +26,9 @@ from shardwise.zero import (
     convert_to_zero_v2,
     no_shard_zero_context,
 )
+from shardwise.zero.sharded_model.utils import col_model_deepcopy
 from tests.support.models import MODELS, make_batches
-from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.on_ranks import assert_refused, on_ranks, raises
 from tests.support.sets import full
 from tests.support.sharded_setup import (
     OFFLOAD,
@@ -204,8 +205,7 @@ def test_refusals() -> None:
 
 @on_ranks(2)
 def test_what_has_no_effect_is_said_once() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         model, _ = linear(reduce_scatter_bucket_size_mb=3, **OFFLOAD)
     model.close()
     first, second = (str(each.message) for each in caught if "no effect" in str(each.message))
@@ -217,8 +217,7 @@ def test_a_reused_shard_refuses_accumulation() -> None:
     model, optimizer = linear(reuse_fp16_shard=True)
     optimizer.backward(model(torch.ones(1, 4)).sum())
     (parameter,) = model.parameters()
-    with pytest.raises(RuntimeError, match="reuse_fp16_shard=True"):
-        optimizer.backward(model(torch.ones(1, 4)).sum())
+    raises(RuntimeError, "reuse_fp16_shard=True", lambda: optimizer.backward(model(torch.ones(1, 4)).sum()))
     # What was refused has changed nothing: the gradient is that of the first pass.
     assert parameter.grad is not None and float(parameter.grad.float().sum()) == 4.0
     optimizer.step()
@@ -241,8 +240,7 @@ def test_dump_memory_stats(shard: bool, tmp_path: Path) -> None:
         raise MemoryError
 
     handle = model.module.norm.register_forward_pre_hook(fail)
-    with pytest.raises(MemoryError):
-        model(*make_batches(MODELS["residual"], 2)[0][0][dist.get_rank()]["args"])
+    raises(MemoryError, None, lambda: model(*make_batches(MODELS["residual"], 2)[0][0][dist.get_rank()]["args"]))
     handle.remove()
     model.dump_memory_stats(tmp_path / "failed.log")
     train(Setting("residual"), make_batches(MODELS["residual"], 2, 2), model)
@@ -308,4 +306,91 @@ def test_fp32_and_convert_to_zero_v2() -> None:
     model.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     assert model.state_dict()["weight"].flatten().tolist() == [7.0] * 4 and optimizer.loss_scale == 1.0
+    model.close()
+
+
+# ---- use before and without an optimizer, state
+
+
+@on_ranks(2)
+def test_an_optimizer_may_come_after_use() -> None:
+    setting = SETTINGS["tied"]
+    steps = make_batches(MODELS["tied"], 2, STEPS)
+    model = built(setting)
+    batch = steps[0][0][dist.get_rank()]
+    with torch.no_grad():
+        before = float(MODELS["tied"].loss(model, batch))
+    state = model.state_dict()
+    model.load_state_dict(state)
+    train(setting, steps, model)
+    fresh = built(setting)
+    fresh.load_state_dict({name: value.half() for name, value in state.items()})
+    train(setting, steps, fresh)
+    assert_close(model.state_dict(), fresh.state_dict(), 0.0, "an optimizer after use")
+    assert float(MODELS["tied"].loss(model, batch).detach()) < before
+    for each in (model, fresh):
+        each.close()
+
+
+@on_ranks(2)
+def test_col_model_deepcopy() -> None:
+    model = built(SETTINGS["tied"])
+    train(SETTINGS["tied"], make_batches(MODELS["tied"], 2, 1), model)
+    other = MODELS["tied"].factory(seed=5)
+    col_model_deepcopy(model, other)
+    raises(ValueError, r"differs in \['bias'", lambda: col_model_deepcopy(model, nn.Linear(3, 3)))
+    copied = dict(other.named_parameters())
+    state = {name: value for name, value in model.state_dict().items() if name in copied}
+    assert_close({name: other.state_dict()[name] for name in state}, state, 0.0, "the copy")
+    assert other.state_dict()["head.weight"].dtype is torch.float32
+    model.close()
+
+
+@on_ranks(2)
+def test_defect_10_scaler_state_survives_a_resume() -> None:
+    setting = SETTINGS["tied"]
+    steps = make_batches(MODELS["tied"], 2, 4)
+    straight, first, again = (built(setting) for _ in range(3))
+    train(setting, steps, straight)
+    optimizers = [
+        ShardedOptimizerV2(model, adam(model), initial_scale=scale)
+        for model, scale in ((first, SCALE), (again, 2 * SCALE))
+    ]
+    for model, optimizer, part in zip((first, again), optimizers, (steps[:2], steps[2:]), strict=True):
+        if model is again:
+            again.load_state_dict(first.state_dict())
+            optimizer.load_state_dict(optimizers[0].state_dict())
+        for step in part:
+            optimizer.backward(MODELS["tied"].loss(model, step[0][dist.get_rank()]))
+            optimizer.step()
+    assert_close(again.state_dict(), straight.state_dict(), 0.0, "resumed")
+    assert [each.loss_scale for each in optimizers] == [SCALE] * 2
+    for each in (straight, first, again):
+        each.close()
+
+
+@on_ranks(2)
+def test_defect_5_shape_mismatch_is_not_skipped() -> None:
+    model, _ = linear()
+    with pytest.raises(RuntimeError, match=r"weight: \(1, 5\) instead of \(1, 4\)"):
+        model.load_state_dict({"weight": torch.zeros(1, 5)})
+    model.close()
+
+
+# ---- fp16
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("options", "cpu_offload"),
+    [({}, False), ({"bf16": True}, False), ({"bf16": True, **OFFLOAD}, True)],
+    ids=["defect_11", "defect_11_bf16", "defect_3_bf16_on_the_host"],
+)
+def test_clip_grad_norm_returns_the_unscaled_norm_and_clips(options: dict[str, Any], cpu_offload: bool) -> None:
+    model, optimizer = linear(optimizer={"initial_scale": 64.0, "cpu_offload": cpu_offload}, **options)
+    before = model.state_dict()["weight"].flatten()
+    optimizer.backward(model(torch.tensor([[1.0, 2.0, 2.0, 4.0]])).sum())
+    assert optimizer.clip_grad_norm(model, 0.5) == pytest.approx(5.0)
+    optimizer.step()
+    assert float((model.state_dict()["weight"].flatten() - before).norm()) == pytest.approx(0.5, rel=1e-5)
     model.close()

@@ -1,7 +1,5 @@
 """Every name of ColossalAI's table can be imported; those that cannot work say what to do when they are used."""
 
-from __future__ import annotations
-
 import pytest
 from packaging.version import Version
 

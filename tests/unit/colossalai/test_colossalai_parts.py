@@ -1,8 +1,13 @@
-"""What programs of ColossalAI train with, in one process: loggers, devices, seeds, wrappers, grids of ranks."""
+"""What programs of ColossalAI train with, in one process: loggers, devices, seeds, wrappers, grids of ranks.
 
-from __future__ import annotations
+What ColossalAI's names are given that they cannot take: each says what it was given, in words of its own.
+"""
 
+import inspect
 import random
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,10 @@ from shardwise.colossalai.shardformer.layer import FusedLinear1D_Row, FusedRMSNo
 from torch import nn
 
 from shardwise import colossalai
-from shardwise.colossalai import utils
-from tests.support.on_ranks import assert_refused
+from shardwise.colossalai import shardformer, utils
+from shardwise.compat import UnsupportedName, alias_table
+from shardwise.core.engine.module import ShardedModule
+from tests.support.on_ranks import assert_refused, raises
 
 
 def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,10 +52,8 @@ def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys:
     assert "test_colossalai_parts.py" in said and "to rank 0" in said and "WARNING" in said and "bad %s" in said
     assert "to another" not in said and "below" not in said
     assert (tmp_path / "logs" / "rank_0_run.log").read_text().count("\n") == 3
-    with pytest.raises(ValueError, match="LOUD"):
-        logger.set_level("LOUD")
-    with pytest.raises(ValueError, match="already"):
-        type(logger)("shardwise.test.loggers")
+    raises(ValueError, "LOUD", lambda: logger.set_level("LOUD"))
+    raises(ValueError, "already", lambda: type(logger)("shardwise.test.loggers"))
 
 
 def test_the_device_is_asked_by_one_interface() -> None:
@@ -70,8 +75,7 @@ def test_the_device_is_asked_by_one_interface() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype in (torch.bfloat16, torch.float32)
     if accelerator.name == "cpu":
         assert accelerator.current_device() == 0 and accelerator.get_version() == ""
-        with pytest.raises(AttributeError, match="get_device_capability"):
-            accelerator.get_device_capability()
+        raises(AttributeError, "get_device_capability", lambda: accelerator.get_device_capability())
 
 
 def test_seeds_start_all_random_numbers() -> None:
@@ -94,8 +98,7 @@ def test_lazy_models_have_the_values_of_ordinary_ones() -> None:
     with context:  # once more
         again = nn.Linear(2, 2)
     assert again.weight.is_meta
-    with pytest.raises(NotImplementedError, match="tensor_cls"):
-        LazyInitContext(tensor_cls=object())
+    raises(NotImplementedError, "tensor_cls", lambda: LazyInitContext(tensor_cls=object()))
 
 
 def test_grids_of_ranks_are_counted_with_the_last_axis_fastest() -> None:
@@ -155,8 +158,7 @@ def test_wrappers_are_what_boost_returns_and_can_be_derived_from(tmp_path: Path)
         wait()
     booster.load_model(other, tmp_path / "m.safetensors")
     torch.testing.assert_close(other.state_dict(), plain.state_dict(), rtol=0, atol=0)
-    with pytest.raises(AttributeError, match="save_lora_as_pretrained"):
-        booster.checkpoint_io.boost(plain)
+    raises(AttributeError, "save_lora_as_pretrained", lambda: booster.checkpoint_io.boost(plain))
 
 
 def test_models_of_torchs_ddp_are_saved_under_their_own_names(tmp_path: Path) -> None:
@@ -208,5 +210,71 @@ def test_a_computed_schedule_is_the_plugins_own() -> None:
 @pytest.mark.parametrize("layer", [FusedLinear1D_Row, FusedRMSNorm, PaddingLMHead])
 def test_layers_are_for_policies(layer: Any) -> None:
     assert issubclass(layer, ParallelModule)
-    with pytest.raises(NotImplementedError, match=f"{layer.__name__}.* makes no layer by itself"):
-        layer(4, 4)
+    raises(NotImplementedError, f"{layer.__name__}.* makes no layer by itself", lambda: layer(4, 4))
+
+
+NOT_OURS = {id(ShardedModule), id(nn.LayerNorm)}
+"""A plugin makes the one, for ``isinstance`` of programs; the other is torch's."""
+BARE = "^'(NoneType|object)' object|has no attribute|argument must be|argument after|not supported between"
+"""What Python says where something inside could not use a value."""
+
+
+def required(found: Any) -> list[inspect.Parameter]:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    seen = set[int]()
+    for module, entries in alias_table("colossalai").names.items():
+        if module.startswith("legacy"):
+            continue
+        home = import_module(".".join(filter(None, ("shardwise.colossalai", module))))
+        for name in entries:
+            try:
+                found = getattr(home, name)
+            except (UnsupportedName, ImportError):
+                continue
+            if callable(found) and id(found) not in seen | NOT_OURS and required(found):
+                seen.add(id(found))
+                yield f"{module}.{name}", found
+
+
+@pytest.mark.parametrize("value", [None, object()], ids=["none", "object"])
+def test_no_name_fails_inside_for_what_it_was_given(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+    tried, bare = 0, {}
+    for name, function in functions():
+        tried += 1
+        parameters = required(function)
+        args = [value for each in parameters if each.kind is not each.KEYWORD_ONLY]
+        try:
+            function(*args, **{each.name: value for each in parameters if each.kind is each.KEYWORD_ONLY})
+        except Exception as error:
+            if isinstance(error, TypeError | AttributeError) and re.search(BARE, str(error)):
+                bare[name] = repr(error)
+    assert tried > 40 and not bare, (tried, bare)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in shardformer.layer.__all__ if name[0].isupper()))
+def test_layers_by_themselves(name: str) -> None:
+    kind = getattr(shardformer.layer, name)
+    try:
+        make = kind.from_native_module
+    except UnsupportedName as error:
+        assert name in str(error)
+        return
+    raises(TypeError, r"module=None: give the layer, an nn\.Module", lambda: make(None, process_group=None))
+    layer = nn.LayerNorm(4)
+    if name in ("LayerNorm", "RMSNorm", "DropoutForParallelInput", "DropoutForReplicatedInput"):
+        assert make(layer, process_group=None) is layer
+        raises(NotImplementedError, "skip_bias_add=True is not available yet", lambda: make(layer, skip_bias_add=True))
+        return
+    raises(NotImplementedError, rf"{name}\.from_native_module\(LayerNorm\) makes no layer by itself", make, layer, None)
+    raises(NotImplementedError, rf"{name}\(\.\.\.\) makes no layer by itself: name the class in a", lambda: kind(4, 4))

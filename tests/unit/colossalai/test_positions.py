@@ -1,7 +1,5 @@
 """Arguments that are given by position go where ColossalAI 0.5.0 has them."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 from typing import Any
