@@ -502,7 +502,7 @@ class Booster:
             lr_scheduler: one, or a list of them, as in the save; ``None`` does not restore schedulers.
             tag: name of the checkpoint; the newest by default.
             resume: ``"auto"``: the newest complete one; damaged ones are skipped with a notice, and ``None`` is
-                returned if there is none, so that the same command starts and resumes a run.
+                returned without a checkpoint, so that the same command starts and resumes a run.
             strict: missing or unexpected names are errors. Different shapes always are.
             fit: see :class:`FitOptions`.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.core.base.validate import MOST_SEED, boolean, integer
 from shardwise.core.base.warnings import warn_user
 
-__all__ = ["check_numbers", "distributed_dataloader", "distributed_sampler", "is_dataloader", "require_map_style"]
+__all__ = ["distributed_dataloader", "is_dataloader"]
 
 
 def is_dataloader(value: object) -> bool:
@@ -20,70 +20,49 @@ def is_dataloader(value: object) -> bool:
     return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
-def check_numbers(batch_size: Any, seed: Any, num_workers: Any, **switches: Any) -> None:
-    """Check the arguments of a data loader.
-
-    Raises:
-        TypeError, ValueError: an argument is not a number or out of range, or one of ``switches`` is not a bool.
-    """
-    if batch_size is not None:
-        integer("batch_size", batch_size, 1, what="a number of samples")
-    integer("seed", seed, 0, MOST_SEED)
-    integer("num_workers", num_workers, 0, what="a number of processes")
-    for name, value in switches.items():
-        boolean(name, value)
-
-
-def distributed_sampler(
-    dataset: Dataset[Any],
-    replicas: tuple[int, int],
-    *,
-    shuffle: bool,
-    seed: int,
-    drop_last: bool,
-    cls: type[Any] | None = None,
-) -> Any:
-    """Return a sampler of class ``cls`` (default ``DistributedSampler``) for one rank.
-
-    Args:
-        dataset: a dataset with a length.
-        replicas: (this rank's index among the data-parallel ranks, their number).
-        shuffle: use another order in every epoch (``sampler.set_epoch``), derived from ``seed``.
-        seed: seed of the order; the same on every rank.
-        drop_last: drop the tail so that every rank has the same number of samples, instead of repeating some.
-        cls: called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
-            signature has them; a warning names those that it does not have.
-    """
-    rank, size = replicas
-    cls = DistributedSampler if cls is None else cls
-    accepted = inspect.signature(cls).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    options = {"seed": seed, "drop_last": drop_last}
-    missing = [name for name in options if not (anything or name in accepted)]
-    needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
-    if needed:
-        warn_user(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on")
-    options = {name: value for name, value in options.items() if name not in missing}
-    return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)
-
-
 def distributed_dataloader(
     dataset: Dataset[Any],
     batch_size: int,
-    replicas: tuple[int, int],
+    data_parallel: Callable[[], tuple[int, int]],
     *,
+    shuffle: bool,
     seed: int,
-    sampler: Any,
+    cls: type[Any] | None,
     options: dict[str, Any],
 ) -> DataLoader[Any]:
-    """Return a ``DataLoader`` over ``sampler``. ``batch_size`` is that of this rank.
+    """Return a ``DataLoader`` for one rank.
 
     Workers use a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs and a run
-    is reproducible. ``options`` are further arguments of ``DataLoader``.
+    is reproducible.
+
+    Args:
+        dataset: a map-style dataset.
+        batch_size: that of this rank.
+        data_parallel: returns this rank's index among the data-parallel ranks, and their number.
+        shuffle: use another order in every epoch (``sampler.set_epoch``), derived from ``seed``.
+        seed: seed of the order; the same on every rank.
+        cls: class of the sampler; ``None``: ``DistributedSampler``.
+        options: ``drop_last``, ``pin_memory``, ``num_workers`` and further arguments of ``DataLoader``.
 
     Raises:
-        ValueError: ``options`` has an argument that the sampler defines.
+        TypeError: the dataset is iterable-style, which no sampler can divide over ranks, or an argument has a wrong
+            type.
+        ValueError: ``options`` has an argument that the sampler defines, or a number is out of range.
     """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its own "
+            "__iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
+        )
+    if batch_size is not None:
+        integer("batch_size", batch_size, 1, what="a number of samples")
+    integer("seed", seed, 0, MOST_SEED)
+    integer("num_workers", options["num_workers"], 0, what="a number of processes")
+    for name in ("drop_last", "pin_memory"):
+        boolean(name, options[name])
+    boolean("shuffle", shuffle)
+    replicas = data_parallel()
+    sampler = _sampler(dataset, replicas, shuffle, seed, options["drop_last"], cls or DistributedSampler)
     clash = sorted({"sampler", "batch_sampler"} & options.keys())
     if clash:
         raise ValueError(
@@ -95,14 +74,21 @@ def distributed_dataloader(
     return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
 
 
-def require_map_style(dataset: Dataset[Any]) -> None:
-    """Check that a dataset is map-style.
+def _sampler(
+    dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, seed: int, drop_last: bool, cls: type[Any]
+) -> Any:
+    """Return a sampler of class ``cls``.
 
-    Raises:
-        TypeError: the dataset is iterable-style, which no sampler can divide over ranks.
+    It is called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
+    signature has them; a warning names those that it does not have.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its own "
-            "__iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
-        )
+    rank, size = replicas
+    accepted = inspect.signature(cls).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    options = {"seed": seed, "drop_last": drop_last}
+    missing = [name for name in options if not (anything or name in accepted)]
+    needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
+    if needed:
+        warn_user(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on")
+    options = {name: value for name, value in options.items() if name not in missing}
+    return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)

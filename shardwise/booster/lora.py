@@ -31,7 +31,7 @@ ENABLED = "_shardwise_lora"
 """Attribute of a model of :func:`with_adapter`; boost completes its optimizer."""
 
 _ADAPTED = re.compile(r"(?P<module>.*)\.lora_[A-Za-z_]+\.[^.]+(\..*)?")
-_KEPT = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\.(?P<rest>.*)")
+_MODULES_TO_SAVE = re.compile(r"(?P<module>.*)\.modules_to_save\.[^.]+\.(?P<rest>.*)")
 NEEDS = "quantize=True packs weights by bitsandbytes, with a configuration of accelerate's"
 
 
@@ -76,7 +76,7 @@ def with_adapter(
 
 def _adapts(name: str) -> list[str]:
     """Return possible names of the parameter that parameter ``name`` of an adapter changes or replaces."""
-    match = _KEPT.fullmatch(name)
+    match = _MODULES_TO_SAVE.fullmatch(name)
     if match is not None:
         return [f"{match['module']}.original_module.{match['rest']}"]
     adapted = _ADAPTED.fullmatch(name)

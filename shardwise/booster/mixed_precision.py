@@ -31,6 +31,29 @@ class MixedPrecision(ABC):
         """Return wrapped model, optimizer and criterion."""
 
 
+class AutocastPrecision(MixedPrecision):
+    """Runs model and criterion under ``torch.autocast`` with ``dtype``."""
+
+    dtype: torch.dtype
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        device = _device_type(model)
+        if optimizer is not None:
+            optimizer = self.wrap(optimizer, device)
+        if criterion is not None:
+            criterion = AutocastCriterion(criterion, device, self.dtype)
+        return AutocastModel(model, self.dtype), optimizer, criterion
+
+    def wrap(self, optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerWrapper:
+        """Return the optimizer with the methods of a boosted one."""
+        return optimizer if isinstance(optimizer, OptimizerWrapper) else OptimizerWrapper(optimizer)
+
+
 def _device_type(module: nn.Module) -> str:
     tensors = (*module.parameters(), *module.buffers())
     return tensors[0].device.type if tensors else "cpu"
@@ -155,7 +178,7 @@ class ScaledOptimizer(OptimizerWrapper):
             self.scaler.load_state_dict(state_dict["scaler"])
 
 
-class FP16TorchMixedPrecision(MixedPrecision):
+class FP16TorchMixedPrecision(AutocastPrecision):
     """fp16 autocast and ``torch.amp.GradScaler``. Source: torch.amp; Micikevicius et al., arXiv 1710.03740.
 
     Args:
@@ -164,6 +187,8 @@ class FP16TorchMixedPrecision(MixedPrecision):
         backoff_factor: the scale is multiplied by it after an overflow.
         growth_interval: in steps.
     """
+
+    dtype = torch.float16
 
     def __init__(
         self,
@@ -184,34 +209,14 @@ class FP16TorchMixedPrecision(MixedPrecision):
             "growth_interval": growth_interval,
         }
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
-        device = _device_type(model)
-        if optimizer is not None:
-            optimizer = ScaledOptimizer(optimizer, torch.amp.GradScaler(device, **self.scaler_arguments))
-        if criterion is not None:
-            criterion = AutocastCriterion(criterion, device, torch.float16)
-        return AutocastModel(model, torch.float16), optimizer, criterion
+    def wrap(self, optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerWrapper:
+        return ScaledOptimizer(optimizer, torch.amp.GradScaler(device_type, **self.scaler_arguments))
 
 
-class BF16MixedPrecision(MixedPrecision):
+class BF16MixedPrecision(AutocastPrecision):
     """bf16 autocast; bf16 has the range of fp32 and needs no loss scale."""
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            optimizer = OptimizerWrapper(optimizer)
-        if criterion is not None:
-            criterion = AutocastCriterion(criterion, _device_type(model), torch.bfloat16)
-        return AutocastModel(model, torch.bfloat16), optimizer, criterion
+    dtype = torch.bfloat16
 
 
 _REPLACED = {

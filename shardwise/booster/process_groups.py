@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -128,8 +129,7 @@ class ProcessGroupMesh:
         bases = [range(1) if each in axes else range(size) for each, size in enumerate(self._shape)]
         own = None
         for base in itertools.product(*bases):
-            places = self.get_coords_along_axis(base, axes, choices)
-            ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
+            ranks = self._ranks_along(base, axes, choices)
             if ranks not in self._groups:
                 self._groups[ranks] = made_together(ranks, backend)
             if self._rank in ranks:
@@ -142,10 +142,9 @@ class ProcessGroupMesh:
         indices_at_axis: Sequence[int] | Sequence[Sequence[int]] | None = None,
         backend: str | None = None,
     ) -> dist.ProcessGroup | None:
-        """Return this rank's group along the axes; created by :meth:`create_group_along_axis` if there is none."""
+        """Return this rank's group along the axes; created by :meth:`create_group_along_axis` at the first call."""
         indices = self._all_along(axis) if indices_at_axis is None else indices_at_axis
-        places = self.get_coords_along_axis(self.unravel(self._rank, self._shape), axis, indices)
-        ranks = tuple(sorted(self.ravel(place, self._shape) for place in places))
+        ranks = self._ranks_along(self.unravel(self._rank, self._shape), axis, indices)
         if self._rank in ranks and ranks in self._groups:
             return self._groups[ranks]
         return self.create_group_along_axis(axis, indices, backend)
@@ -167,6 +166,9 @@ class ProcessGroupMesh:
             if self._rank in ranks:
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+    def _ranks_along(self, *places: Any) -> Coordinate:
+        return tuple(sorted(self.ravel(place, self._shape) for place in self.get_coords_along_axis(*places)))
 
     def _all_along(self, axis: int | Sequence[int]) -> list[int] | list[list[int]]:
         if isinstance(axis, int):

@@ -50,7 +50,7 @@ class Runs:
         self._savers: WeakKeyDictionary[nn.Module, Checkpointer] = WeakKeyDictionary()
         self._all: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
         self._sharded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._beside: Ranks | None = None
+        self._own_ranks: Ranks | None = None
 
     def add(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, together: bool) -> None:
         """Add the result of boost. ``together``: on every rank, which is collective."""
@@ -62,10 +62,10 @@ class Runs:
         module = unwrap_model(model)
         if optimizer is not None:
             self._modules[unwrap_optimizer(optimizer)] = weakref.ref(module)
-        if together and (self._beside is None or self._beside.outdated):
+        if together and (self._own_ranks is None or self._own_ranks.outdated):
             # Created while all ranks are here. If a rank saves alone, it times out in this group and not in the
             # program's.
-            self._beside = Ranks(own=True)
+            self._own_ranks = Ranks(own=True)
         # created early, because it counts the updates
         self._savers[module] = Checkpointer(self._torch_run(module, optimizer))
         self._all.add(self._savers[module])
@@ -163,11 +163,11 @@ class Runs:
         with ExitStack() as stack:
             for each in [*map(_session, self._sharded), *self._savers.values()]:
                 stack.callback(each.close)
-            if self._beside is not None:
-                stack.callback(self._beside.close)
+            if self._own_ranks is not None:
+                stack.callback(self._own_ranks.close)
         self._sharded.clear()
 
     def _torch_run(self, module: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> TorchRun:
         if optimizer is None:
-            return TorchRun(module, ranks=self._beside)
-        return TorchRun(module, unwrap_optimizer(optimizer), getattr(optimizer, "scaler", None), self._beside)
+            return TorchRun(module, ranks=self._own_ranks)
+        return TorchRun(module, unwrap_optimizer(optimizer), getattr(optimizer, "scaler", None), self._own_ranks)

@@ -100,7 +100,7 @@ class GeminiDDP(ModelFront):
         fp8_communication: bool = False,
         use_fp8: bool = False,
     ) -> None:
-        given = dict(locals())
+        values = dict(locals())
         check_type("module", module, nn.Module, "an nn.Module")
         super().__init__()
         if mixed_precision not in PRECISIONS:
@@ -110,7 +110,7 @@ class GeminiDDP(ModelFront):
                 f"scatter_after_inference={scatter_after_inference} has no effect: shard_param_frac says what stays "
                 "gathered, after every pass"
             )
-        arguments = {name: given[name] for name in set(names_of(GeminiPlugin)) & given.keys() - {"chunk_init_device"}}
+        arguments = {name: values[name] for name in set(names_of(GeminiPlugin)) & values.keys() - {"chunk_init_device"}}
         own: dict[str, Any] = self.__dict__
         own["plugin"] = GeminiPlugin(
             **arguments,
@@ -209,11 +209,11 @@ class GeminiOptimizer(OptimizerFront):
         verbose: bool = False,
         **defaults: Any,
     ) -> None:
-        given = dict(locals())
+        values = dict(locals())
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module={module!r:.80}: give a GeminiDDP")
         for name, value in defaults.items():
-            near = difflib.get_close_matches(name, GIVEN, 1, 0.5)
+            near = difflib.get_close_matches(name, OPTIMIZER_ARGUMENTS, 1, 0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"give options of the {type(optim).__name__} to that"
             raise TypeError(f"{name}={value!r:.80} is no argument of GeminiOptimizer; {hint}")
         if tp_group is not None or params_info is not None:
@@ -221,12 +221,12 @@ class GeminiOptimizer(OptimizerFront):
                 f"tp_group={tp_group!r:.40}, params_info={params_info!r:.40}: leave them None; GeminiPlugin(tp_size=) "
                 "of the Booster cuts layers"
             )
-        arguments = {name: given[name] for name in set(names_of(GeminiPlugin)) & given.keys() - {"verbose"}}
+        arguments = {name: values[name] for name in set(names_of(GeminiPlugin)) & values.keys() - {"verbose"}}
         super().__init__(module.attach(optim, verbose=verbose or module.plugin.verbose, **arguments))
         self.module = module
 
 
-GIVEN = tuple(inspect.signature(GeminiOptimizer).parameters)[2:-1]
+OPTIMIZER_ARGUMENTS = tuple(inspect.signature(GeminiOptimizer).parameters)[2:-1]
 """Arguments of GeminiOptimizer after optimizer and model."""
 
 
@@ -243,5 +243,5 @@ class GeminiAdamOptimizer(GeminiOptimizer):
 
     def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
         check_type("model", model, GeminiDDP, "a GeminiDDP")
-        adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k not in GIVEN})
-        super().__init__(adam, model, **{k: v for k, v in defaults.items() if k in GIVEN})
+        adam = HybridAdam(model.parameters(), **{k: v for k, v in defaults.items() if k not in OPTIMIZER_ARGUMENTS})
+        super().__init__(adam, model, **{k: v for k, v in defaults.items() if k in OPTIMIZER_ARGUMENTS})

@@ -90,7 +90,7 @@ class Settings:
     def __getitem__(self, path: str) -> Any:
         return self.values.get(path, KEYS[path].default)
 
-    def given(self, path: str) -> bool:
+    def has(self, path: str) -> bool:
         """Return whether the configuration has a value for ``path``."""
         return path in self.values
 

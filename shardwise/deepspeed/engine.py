@@ -159,14 +159,14 @@ class DeepSpeedEngine(ModeOfModule):
         """Load a full state of the model; see :meth:`ShardedModule.load_state_dict`."""
         return self.session.module.load_state_dict(state_dict, strict, assign)
 
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> Any:
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **extra: Any) -> Any:
         """Load the entry ``module`` of a checkpoint, or a model's state itself, with :meth:`load_state_dict`.
 
         Raises:
             NotImplementedError: ``custom_load_fn`` and similar arguments.
         """
-        if any(others.values()):
-            raise NotImplementedError(f"{others!r:.80} is not available: give strict=False where names are missing")
+        if any(extra.values()):
+            raise NotImplementedError(f"{extra!r:.80} is not available: give strict=False where names are missing")
         as_mapping("checkpoint", checkpoint, "a checkpoint with an entry 'module', or a model's state by name")
         inner = checkpoint.get("module")
         return self.load_state_dict(inner if isinstance(inner, Mapping) else checkpoint, strict)

@@ -97,7 +97,7 @@ def initialize(
         )
     if dist_init_required is not False:
         init_distributed()
-    group, others = groups_of(mpu, model)
+    group, model_axis = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
     settings = read_config(with_asked_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))
     if mpu is not None and max(parallel_sizes(settings)) > 1:
@@ -112,7 +112,7 @@ def initialize(
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
         settings.findings.warn()
     _take_back(model)
-    mesh = mesh_of(plan, default_device(), group, others)
+    mesh = mesh_of(plan, default_device(), group, model_axis)
     with collectively(mesh.mesh_group, "opening the monitors"):  # a directory may be missing on the rank that writes
         monitor = Monitor(settings)
     session = build(model, chosen, plan, mesh)
@@ -163,20 +163,20 @@ def _with_mesh(config: Any, mesh_param: Any) -> Any:
 
 
 def _optimizer(
-    settings: Settings, model: nn.Module, given: OptimizerSource | None, parameters: Iterable[Any] | None
+    settings: Settings, model: nn.Module, source: OptimizerSource | None, parameters: Iterable[Any] | None
 ) -> torch.optim.Optimizer | None:
     name, findings = settings["optimizer.type"], settings.findings
-    if given is None and name is None:
+    if source is None and name is None:
         return None
     trained = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
-    if given is None:
+    if source is None:
         return make_optimizer(name, trained, settings["optimizer.params"] or {}, model, wide_states(settings))
     for path in ("optimizer.type", "optimizer.params"):
-        if settings.given(path):
+        if settings.has(path):
             findings.ignore(path, "an optimizer was given to initialize")
-    if not isinstance(given, torch.optim.Optimizer) and not callable(given):
-        raise TypeError(f"optimizer={short_repr(given)}: give a torch.optim.Optimizer, or a function that makes one")
-    made = given if isinstance(given, torch.optim.Optimizer) else given(trained)
+    if not isinstance(source, torch.optim.Optimizer) and not callable(source):
+        raise TypeError(f"optimizer={short_repr(source)}: give a torch.optim.Optimizer, or a function that makes one")
+    made = source if isinstance(source, torch.optim.Optimizer) else source(trained)
     if wide_states(settings) is False and getattr(made, "fp32_optimizer_states", False):
         raise AssertedError(
             f"bf16.bf16_optimizer_states={settings['bf16.bf16_optimizer_states']} with a {type(made).__name__} whose "
@@ -191,13 +191,13 @@ def _optimizer(
     return made
 
 
-def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, given: Any) -> Any:
+def _schedule(settings: Settings, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> Any:
     name = settings["scheduler.type"]
-    if given is not None:
+    if scheduler is not None:
         for path in ("scheduler.type", "scheduler.params"):
-            if settings.given(path):
+            if settings.has(path):
                 settings.findings.ignore(path, "a scheduler was given to initialize")
-        return given(optimizer) if callable(given) and not hasattr(given, "step") else given
+        return scheduler(optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
     if name is None:
         return None
     if optimizer is None:
@@ -245,7 +245,7 @@ def _end(session: Session) -> None:
 # ---- ``tp_model_init``: the tensor-parallel size of a model, which ``initialize`` applies.
 
 
-_ASKED: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_TP_SIZES: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: Any = None) -> Any:
@@ -263,7 +263,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     check_type("model", model, nn.Module, "the module that initialize will be given")
     if tp_group is not None:
         raise NotImplementedError(f"{tp_group=!r:.80} is not available; leave it out: neighbouring ranks form groups")
-    _ASKED[model] = integer("tp_size", tp_size, 1, what="a number of ranks,")
+    _TP_SIZES[model] = integer("tp_size", tp_size, 1, what="a number of ranks,")
     return model
 
 
@@ -273,11 +273,11 @@ def with_asked_size(config: Any, model: nn.Module) -> Any:
     Raises:
         ValueError: the configuration has another size, or parts of ``model`` have different ones.
     """
-    sizes = {_ASKED[module] for module in model.modules() if module in _ASKED}
+    sizes = {_TP_SIZES[module] for module in model.modules() if module in _TP_SIZES}
     if not sizes:
         return config
     settings = read_config(config)
-    if any(settings.given(path) for path in TENSOR_SIZES):
+    if any(settings.has(path) for path in TENSOR_SIZES):
         sizes.add(parallel_sizes(settings)[0])
     if len(sizes) > 1:
         raise ValueError(

@@ -21,7 +21,6 @@ from shardwise.plan import (
     ScalerPlan,
     ShardPlan,
     TierPlan,
-    usual_exchange,
 )
 from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.plan.precision import HALF_DTYPES
@@ -84,7 +83,7 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
     mesh = _mesh(s, data_ranks(s, world_size) * s["sequence_parallel_size"])
     shard_ranks = mesh.resolve(data_ranks(s, world_size) * s["sequence_parallel_size"]).dp_shard
     precision = _precision(s)
-    if not s.given("gradient_clipping"):
+    if not s.has("gradient_clipping"):
         s.findings.note(
             f"gradient_clipping is not given: gradients are clipped to norm {s['gradient_clipping']:g}, DeepSpeed's "
             "documented default (what releases before 0.19.8 did not do); 0.0 is off"
@@ -112,12 +111,9 @@ def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = 
         mesh=replace(mesh, tp=tensor, sp=sequence),
         shard=_shard(s, precision, numels),
         precision=precision,
-        grad=GradPlan(
-            max_norm=s["gradient_clipping"], norm_type=2.0, average="sum", update="step", over_ranks=over_ranks
-        ),
+        grad=GradPlan(max_norm=s["gradient_clipping"], over_ranks=over_ranks),
         comm=_comm(s, True if overlap is None else overlap, tiers),
         tiers=tiers,
-        verbose=False,
     )
 
 
@@ -129,8 +125,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
             "parameters on a disk are not; give device 'cpu' or 'none', or leave it False"
         )
     weights, gradients = QUANTIZED  # qwZ and qgZ of ZeRO++, in the number formats of its paper
-    return replace(
-        usual_exchange(),
+    return CommPlan(
         overlap=overlap,
         compress_weights="int8" if weights in quantized else None,
         compress_gradients="int4" if gradients in quantized else None,
@@ -144,7 +139,7 @@ def _set_aside(s: Settings) -> None:
 
     def ignore(paths: Sequence[str], reason: str) -> None:
         for path in paths:
-            if s.given(path):
+            if s.has(path):
                 s.findings.ignore(path, reason)
 
     stage = s.stage
@@ -290,7 +285,6 @@ def _precision(s: Settings) -> PrecisionPlan:
         reduce_dtype=s["communication_data_type"],
         accumulate_dtype=s["data_types.grad_accum_dtype"],
         cast_inputs=dtype is torch.float16 and s["fp16.auto_cast"],
-        output_dtype=None,
         scaler=_scaler(s),
     )
 
@@ -393,7 +387,7 @@ def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierP
     if params == "nvme":
         in_cpu, total = s[f"{PARAM}.max_in_cpu"] * shard_ranks, sum(numels or ())
         param_disk = 1.0 if not total else max(0.0, 1.0 - in_cpu / total)
-        if not numels and s.given(f"{PARAM}.max_in_cpu"):
+        if not numels and s.has(f"{PARAM}.max_in_cpu"):
             s.findings.note(f"{PARAM}.max_in_cpu: the model's size is not known here, so every parameter goes to nvme")
     state_disk = ratio if state == "nvme" else 0.0
     disk = _disk(s, [block for block, device in ((PARAM, params), (OPTIM, state)) if device == "nvme"])
@@ -403,11 +397,9 @@ def _tiers(s: Settings, shard_ranks: int, numels: Sequence[int] | None) -> TierP
         param_disk_fraction=param_disk,
         state_host_fraction=ratio if state == "cpu" else 0.0,
         state_disk_fraction=state_disk,
-        device_capacity_bytes=None,
         pin_memory=any(pinned),
         # ratio or max_in_cpu may leave nothing on the disk
         disk=disk if param_disk > 0.0 or state_disk > 0.0 else None,
-        auto=None,
     )
 
 

@@ -32,11 +32,11 @@ from shardwise.deepspeed.config import AssertedError
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
 from shardwise.session import Session
 
-__all__ = ["Found", "PartRun", "Saving", "WithoutFrozen", "frozen_ones_are_missing", "take_over"]
+__all__ = ["LoadedState", "PartRun", "Saving", "WithoutFrozen", "frozen_ones_are_missing", "take_over"]
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedState:
     """The path, client state and counters of a loaded checkpoint."""
 
     path: str
@@ -94,11 +94,11 @@ class Saving:
         writer.save(directory, tag, step=step, lr_schedulers=schedules, user_state=state)
         if directory == root:
 
-            def beside() -> None:
+            def write() -> None:
                 if self._run.rank == 0:
                     write_program(root)
 
-            agree(self._run.gather, f"write zero_to_fp32.py into {root}", beside)
+            agree(self._run.gather, f"write zero_to_fp32.py into {root}", write)
 
     def _without_frozen(self) -> Checkpointer:
         if self._trained is None:
@@ -108,7 +108,7 @@ class Saving:
 
     def load(
         self, root: str, tag: str | None, strict: bool, optimizer_states: bool, schedules: Sequence[Any]
-    ) -> Found | None:
+    ) -> LoadedState | None:
         """See :meth:`shardwise.deepspeed.engine.DeepSpeedEngine.load_checkpoint`."""
         root, tag = as_path("load_dir", root, "a directory"), None if tag is None else str(tag)
         path = self._run.find(root, tag, self._latest)
@@ -124,7 +124,7 @@ class Saving:
             restored = self._native.load(path, strict=strict, lr_schedulers=schedules)
             state = restored.user_state if restored is not None else None
             state = state if isinstance(state, Mapping) else {}
-            return Found(path, dict(state.get("client_state") or {}), dict(state.get("counters") or {}))
+            return LoadedState(path, dict(state.get("client_state") or {}), dict(state.get("counters") or {}))
         return take_over(self._session, path, strict, optimizer_states, schedules)
 
     def state_16bit(self, exclude_frozen: bool) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def take_over(
     optimizer_states: bool,
     schedules: Sequence[Any],
     check: Callable[[Any], None] | None = None,
-) -> Found:
+) -> LoadedState:
     """Load a checkpoint of DeepSpeed, or only the model of one of ours. Collective.
 
     ``check`` is called with the client state before the session changes; its error on one rank is raised on all.
@@ -173,17 +173,17 @@ def take_over(
     part: LoadPart = "all" if optimizer_states else "model"
     strict = strict and not any(run.everybody(frozen_ones_are_missing(session, path, part)))
 
-    def look() -> tuple[LoadPlan, _Rest]:
+    def look() -> tuple[LoadPlan, _SmallState]:
         match = LoadPlan(open_it(), run.local_state(), strict, part)
-        rest = _Rest(run, session, match, schedules, path, strict)
+        small = _SmallState(run, session, match, schedules, path, strict)
         if check is not None:
-            check(rest.found.client_state)
-        return match, rest
+            check(small.loaded.client_state)
+        return match, small
 
     with opening(run, path, lambda: open_checkpoint(path)) as open_it:
-        (match, rest), _ = agree(run.gather, f"load {path}", look, share=False)
-        load_into(run, match, path, rest.put_back)
-    return rest.found
+        (match, small), _ = agree(run.gather, f"load {path}", look, share=False)
+        load_into(run, match, path, small.put_back)
+    return small.loaded
 
 
 def _saved_schedules(match: LoadPlan, count: int) -> list[SavedScheduler]:
@@ -203,25 +203,25 @@ def _saved_schedules(match: LoadPlan, count: int) -> list[SavedScheduler]:
     return [SavedScheduler(saved_schedule)] * count if saved_schedule else []
 
 
-class _Rest:
+class _SmallState:
     """Buffers, schedules, options of param groups and the loss scale, checked before the session changes."""
 
     def __init__(
         self, run: PartRun, session: Session, match: LoadPlan, schedules: Sequence[Any], path: str, strict: bool
     ) -> None:
         self._run, self._match, self._session = run, match, session
-        with reading(f"what {path} holds beside tensors"):
+        with reading(f"what {path} holds besides tensors"):
             saved = _saved_schedules(match, len(schedules))
-            self.found = _found(path, match)
+            self.loaded = _loaded_state(path, match)
             records = [[group_options(group) for group in each["groups"]] for each in match.state.get("optimizers", [])]
         self._schedules = SchedulerLoadPlan(match, saved, schedules[: len(saved)], strict)
         self._groups: list[tuple[int, int, dict[str, Any]]] = []
         self._scale: dict[str, float] | None = None
         native = isinstance(match.source, NativeSource)  # only the model of a native checkpoint is loaded here
-        self._others = read_buffers_and_extra_state(run, match) if native else _buffers(match)
+        self._module_state = read_buffers_and_extra_state(run, match) if native else _buffers(match)
         if not native:
-            for index, taken in match.adopted.items():
-                self._match_groups(index, taken.options, lambda key, own: key in own and key != "params")
+            for index, adopted in match.adopted.items():
+                self._match_groups(index, adopted.options, lambda key, own: key in own and key != "params")
             with reading(f"the loss scale of {path}"):
                 self._scale = _scale(session, match)
         if self._schedules and match.part == "model":  # rates that a schedule has set are kept with the optimizers
@@ -229,15 +229,15 @@ class _Rest:
                 if len(session.optimizers[index].param_groups) == len(records[index]):
                     self._match_groups(index, records[index], lambda key, own: key == "lr")
 
-    def _match_groups(self, index: int, found: Sequence[Mapping[str, Any]], wanted: Callable[..., bool]) -> None:
-        groups = zip(self._session.optimizers[index].param_groups, found, strict=True)
-        for number, (own, saved) in enumerate(groups):
-            options = {key: value for key, value in saved.items() if wanted(key, own)}
+    def _match_groups(self, index: int, groups: Sequence[Mapping[str, Any]], loads: Callable[..., bool]) -> None:
+        own_groups = self._session.optimizers[index].param_groups
+        for number, (own, saved) in enumerate(zip(own_groups, groups, strict=True)):
+            options = {key: value for key, value in saved.items() if loads(key, own)}
             self._groups.append((index, number, checked_options(own, options, f"optimizer {index}, group {number}")))
 
     def put_back(self) -> None:
         """Change the session."""
-        self._match.local_state.put_others(self._others)
+        self._match.local_state.put_others(self._module_state)
         for index, number, options in self._groups:
             self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
@@ -274,18 +274,18 @@ def good_steps(since: int, window: int) -> int:
     return (since - 1) % window if since > 0 else -1
 
 
-def _found(path: str, match: LoadPlan) -> Found:
+def _loaded_state(path: str, match: LoadPlan) -> LoadedState:
     state = match.state
     ours = tree.decode(state["user_state"], StateTensors(match.source)) if "user_state" in state else None
     if isinstance(ours, Mapping):
-        return Found(path, dict(ours.get("client_state") or {}), dict(ours.get("counters") or {}))
+        return LoadedState(path, dict(ours.get("client_state") or {}), dict(ours.get("counters") or {}))
     other = state.get("other") or {}
     client = {
         k.removeprefix(CLIENT_STATE): tree.decode(v, None) for k, v in other.items() if k.startswith(CLIENT_STATE)
     }
     counters = {"global_steps": int(state.get("step", 0) or 0)}
     counters |= {key: int(tree.decode(other.get(key), None) or 0) for key in ("global_samples", "skipped_steps")}
-    return Found(path, client, counters)
+    return LoadedState(path, client, counters)
 
 
 # ---- Checkpoints under tensor parallelism: each model-parallel rank has its own directory, and all ranks agree.
@@ -384,7 +384,7 @@ class WithoutFrozen(PartRun):
         return TrainedOnly(self._session.values, self._session.optimizers)
 
 
-def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all") -> bool:
+def frozen_ones_are_missing(session: Session, path: str, part: LoadPart = "all") -> bool:
     """Return whether the checkpoint fits except for missing frozen parameters, which then keep their values."""
     local = WithoutFrozen(session).local_state()
     if not local.left_out:
@@ -394,7 +394,7 @@ def frozen_ones_are_missing(session: Session, path: str, wanted: LoadPart = "all
     except (CheckpointError, OSError, ValueError):
         return False  # loading reports the error on every rank
     try:
-        match = LoadPlan(source, PartRun(session).local_state(), False, wanted)
+        match = LoadPlan(source, PartRun(session).local_state(), False, part)
     except ValueError:
         return False
     finally:

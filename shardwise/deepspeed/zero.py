@@ -104,9 +104,9 @@ class Init:
             raise ValueError(f"zero.Init with groups of different ranks ({ranks}); give one group")
         group = next((groups[name] for name in ranks), None)
         self._group = None if group is dist.group.WORLD else group
-        given = config_dict_or_path if config_dict_or_path is not None else config
-        if given is not None:
-            tree = load_config(given)  # optimizer and scheduler may still contain "auto"
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if source is not None:
+            tree = load_config(source)  # optimizer and scheduler may still contain "auto"
             settings = read_config({key: each for key, each in tree.items() if key not in ("optimizer", "scheduler")})
             wide = number_format(settings) or torch.float32
             if enabled and dtype not in (None, wide):
@@ -273,16 +273,16 @@ def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
     """
     left = set(params)
     for session in reversed(list(_SESSIONS.values())):
-        held = left.intersection(map(id, session.params))
-        left -= held
-        if held and _counts(session):
-            yield session, held
+        sharded = left.intersection(map(id, session.params))
+        left -= sharded
+        if sharded and _counts(session):
+            yield session, sharded
 
 
 def session_of(param: nn.Parameter) -> Session | None:
     """Return the session of ``param``, or ``None``; see :func:`held_by_sessions`."""
-    found = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
-    session = next(found, None)
+    sessions = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
+    session = next(sessions, None)
     return session if session is not None and _counts(session) else None
 
 

@@ -72,7 +72,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: a directory of checkpoints.
         tag: name of the checkpoint; ``None``: the one that ``latest`` names, or the newest.
-        exclude_frozen_parameters: leave out parameters that were not trained.
+        exclude_frozen_parameters: leave out frozen parameters.
         lazy_mode: no effect: tensors are in memory.
 
     Raises:
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max_shard_size", default="5GB", help="largest file (%(default)s)")
     parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of torch files")
     parser.add_argument("-t", "--tag", help="which checkpoint; by default what latest names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what nobody trained")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
     options = parser.parse_args(arguments)
     try:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -402,18 +402,17 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         """
         session = self.session_of(model)
         if session is None:
-            state: dict[str, Any] = super().get_state_dict(model, unwrap)
-            return state
-        kept: dict[str, Any] = {}
-        given, copied = None, None
+            return cast("dict[str, Any]", super().get_state_dict(model, unwrap))
+        state: dict[str, Any] = {}
+        previous, copied = None, None
         for name, value in session.module.full_state():
             if not self.is_main_process:
                 continue
-            if value is not given:  # all names of a tied parameter follow each other
+            if value is not previous:  # all names of a tied parameter follow each other
                 # Copied, because parameters of one chunk share memory, which files of tensors do not allow.
-                given, copied = value, value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-            kept[name] = copied
-        return {name: kept[name] for name in session.module.state_layout() if name in kept}
+                previous, copied = value, value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+            state[name] = copied
+        return {name: state[name] for name in session.module.state_layout() if name in state}
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
@@ -532,11 +531,11 @@ def prepare(
         options: arguments of the accelerator.
     """
     accelerator = ShardwiseAccelerator(plan=plan, **options)
-    given = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]
-    made = accelerator.prepare(*given)
-    result = dict(zip(map(id, given), made if len(given) > 1 else (made,), strict=True))
-    others = (result.get(id(each)) for each in (optimizer, dataloader, scheduler))
-    return Prepared(accelerator, result[id(model)], *others)
+    objects = [each for each in (model, optimizer, dataloader, scheduler) if each is not None]
+    made = accelerator.prepare(*objects)
+    result = dict(zip(map(id, objects), made if len(objects) > 1 else (made,), strict=True))
+    prepared = (result.get(id(each)) for each in (optimizer, dataloader, scheduler))
+    return Prepared(accelerator, result[id(model)], *prepared)
 
 
 # ---- ``mixed_precision`` of accelerate as the number formats of a plan.
@@ -559,10 +558,10 @@ def with_precision(plan: Plan, mixed_precision: str | None) -> Plan:
     dtype = DTYPES.get(str(mixed_precision))
     if dtype is None:
         raise NotImplementedError(f"mixed_precision={mixed_precision!r} is not available: use 'bf16', 'fp16' or 'no'")
-    given = plan.precision.param_dtype
-    if given is not None and given != dtype:
-        raise ValueError(f"mixed_precision={mixed_precision!r} with a plan of {given}: give one of them")
-    if given == dtype:
+    own = plan.precision.param_dtype
+    if own is not None and own != dtype:
+        raise ValueError(f"mixed_precision={mixed_precision!r} with a plan of {own}: give one of them")
+    if own == dtype:
         return plan
     formats = replace(zero(1, dtype).precision, output_dtype=torch.float32)
     return replace(plan, precision=replace(formats, reduce_dtype=plan.precision.reduce_dtype))

@@ -32,23 +32,23 @@ def saving_hooks(accelerator: Any, sessions: Sequence[Session]) -> Iterator[None
     """
     models = list(accelerator._models)
 
-    def call(hooks: Sequence[Callable[..., None]], whole: list[Any], weights: list[Any], directory: str) -> None:
+    def call(hooks: Sequence[Callable[..., None]], plain_models: list[Any], weights: list[Any], directory: str) -> None:
         if not any(_counts(sessions, hooks)):
             return
         of = {id(session.module): accelerator.get_state_dict(session.module) for session in sessions}
-        given = {id(state): _outline(state) for state in of.values()}
-        of |= {id(model): state for model, state in zip(whole, weights, strict=True)}
-        kept = [of[id(model)] for model in models]
+        outlines = {id(state): _outline(state) for state in of.values()}
+        of |= {id(model): state for model, state in zip(plain_models, weights, strict=True)}
+        states = [of[id(model)] for model in models]
 
         def run() -> None:
             seen = [_own(sessions, model) for model in models]
             for hook in hooks:
-                hook(seen, kept, directory)
-            for state in kept:
-                _check(state, given, weights)
+                hook(seen, states, directory)
+            for state in states:
+                _check(state, outlines, weights)
 
         _agreed(sessions, "save_state", run, write_back=False)
-        _leave(weights, kept)
+        _leave(weights, states)
 
     with _in_place_of(accelerator, SAVING, call):
         yield
@@ -63,7 +63,7 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
     """
     models = list(accelerator._models)
 
-    def call(hooks: Sequence[Callable[..., None]], whole: list[Any], directory: str) -> None:
+    def call(hooks: Sequence[Callable[..., None]], plain_models: list[Any], directory: str) -> None:
         counts = _counts(sessions, hooks)
         if len(set(counts)) > 1:
             raise ValueError(
@@ -80,7 +80,7 @@ def loading_hooks(accelerator: Any, sessions: Sequence[Session], load: Callable[
                 hook(seen, directory)
 
         _agreed(sessions, "load_state", run, write_back=True)
-        _leave(whole, seen)
+        _leave(plain_models, seen)
 
     with _in_place_of(accelerator, LOADING, call):
         yield
@@ -129,10 +129,10 @@ def _outline(state: Mapping[str, Any]) -> dict[str, int]:
     return {name: id(value) for name, value in state.items()}
 
 
-def _check(state: Any, given: Mapping[int, Mapping[str, int]], whole: Sequence[Any]) -> None:
+def _check(state: Any, outlines: Mapping[int, Mapping[str, int]], plain_weights: Sequence[Any]) -> None:
     """Check that hooks did not change a sharded model's state, because the changes would not be saved."""
-    before = given.get(id(state))
-    if before is None and any(state is each for each in whole):
+    before = outlines.get(id(state))
+    if before is None and any(state is each for each in plain_weights):
         return
     if before is None or before != _outline(state):
         raise ValueError(

@@ -302,13 +302,13 @@ def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Mod
 
 
 def _with_whole(sync: Callable[..., None], session_of: Callable[[nn.Module], Session | None]) -> Callable[..., None]:
-    def mix(model: nn.Module, target_model: nn.Module, *rest: Any, **options: Any) -> None:
+    def mix(model: nn.Module, target_model: nn.Module, *arguments: Any, **options: Any) -> None:
         with ExitStack() as blocks:
             for each, changes in ((model, False), (target_model, True)):
                 session = session_of(each)
                 if session is not None:
                     blocks.enter_context(session.module.gathered(write_back=changes))
-            sync(model, target_model, *rest, **options)
+            sync(model, target_model, *arguments, **options)
 
     setattr(mix, ORIGINAL, sync)
     return mix

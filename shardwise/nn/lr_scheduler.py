@@ -52,12 +52,12 @@ def _after(total_steps: int, warmup_steps: int = 0) -> int:
     Raises:
         ValueError: there are none.
     """
-    rest = _steps("total_steps", total_steps) - _steps("warmup_steps", warmup_steps)
-    if rest < 1:
+    remaining = _steps("total_steps", total_steps) - _steps("warmup_steps", warmup_steps)
+    if remaining < 1:
         raise ValueError(
             f"total_steps={total_steps}, warmup_steps={warmup_steps}: leave at least one step after the warm-up"
         )
-    return rest
+    return remaining
 
 
 def _required(name: str, value: Any) -> Any:
@@ -71,7 +71,7 @@ class _WarmupLR(LRScheduler):
 
     # Private, so that the entries of a state are those that ColossalAI's states have, too.
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        self._rest = _after(total_steps, warmup_steps)
+        self._steps = _after(total_steps, warmup_steps)
         self._warmup = int(warmup_steps)
         super().__init__(optimizer, last_epoch)
 
@@ -124,7 +124,7 @@ class FlatAnnealingWarmupLR(_WarmupLR):
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def rate(self, lr: Any, step: int) -> Any:
-        return lr if step < self._flat else _cosine(lr, self._low, step - self._flat, max(1, self._rest - self._flat))
+        return lr if step < self._flat else _cosine(lr, self._low, step - self._flat, max(1, self._steps - self._flat))
 
 
 class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
@@ -162,7 +162,7 @@ class LinearWarmupLR(_WarmupLR):
     def get_lr(self) -> list[Any]:
         if self.last_epoch < self._warmup:
             return [(self.last_epoch + 1) / (self._warmup + 1) * lr for lr in self.base_lrs]
-        share = max(0.0, 1 - (self.last_epoch - self._warmup) / self._rest)
+        share = max(0.0, 1 - (self.last_epoch - self._warmup) / self._steps)
         return [share * lr for lr in self.base_lrs]
 
 
@@ -184,7 +184,7 @@ class PolynomialWarmupLR(_WarmupLR):
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def rate(self, lr: Any, step: int) -> Any:
-        return (lr - self._end) * (1 - min(step, self._rest) / self._rest) ** self._power + self._end
+        return (lr - self._end) * (1 - min(step, self._steps) / self._steps) ** self._power + self._end
 
 
 class PolynomialLR(PolynomialWarmupLR):

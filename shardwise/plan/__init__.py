@@ -20,7 +20,6 @@ from shardwise.plan.plan import (
     Plan,
     ShardPlan,
     replicated,
-    usual_exchange,
     zero,
 )
 from shardwise.plan.precision import PrecisionPlan, ScalerPlan
@@ -49,6 +48,5 @@ __all__ = [
     "TierPlan",
     "on_device",
     "replicated",
-    "usual_exchange",
     "zero",
 ]

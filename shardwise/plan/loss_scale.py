@@ -6,21 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.core.base.validate import integer, number
-from shardwise.plan import ScalerPlan
+from shardwise.plan.precision import ScalerPlan
 
 __all__ = ["TORCH_SCALER", "PublishedDefault", "ScalerArguments", "scaler_plan"]
 
 START_SCALE = 2.0**16
-TORCH_SCALER = ScalerPlan(
-    initial_scale=2.0**16,
-    min_scale=2.0**-24,
-    growth_factor=2.0,
-    backoff_factor=0.5,
-    growth_interval=2000,
-    hysteresis=1,
-    max_scale=2.0**64,
-)
-"""The defaults of ``torch.amp.GradScaler``."""
 
 
 class PublishedDefault(float):
@@ -73,3 +63,7 @@ def scaler_plan(arguments: Any) -> ScalerPlan:
         hysteresis=integer("hysteresis", arguments.hysteresis, 0, what="a number of overflows", floats=True),
         max_scale=float(arguments.max_scale),
     )
+
+
+TORCH_SCALER = scaler_plan(ScalerArguments(min_scale=2.0**-24, growth_interval=2000, hysteresis=1, max_scale=2.0**64))
+"""The defaults of ``torch.amp.GradScaler``."""

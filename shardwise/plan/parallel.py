@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardwise.core.base.validate import boolean, integer, require
 
-__all__ = ["MOST_MICROBATCHES", "MOST_STAGES", "PipelinePlan", "SequencePlan", "TensorPlan", "asked_of"]
+__all__ = ["MOST_MICROBATCHES", "MOST_STAGES", "PipelinePlan", "SequencePlan", "TensorPlan", "settings_of"]
 
 MOST_STAGES, MOST_MICROBATCHES = 1 << 8, 1 << 14
 """The most that the tags of a step's messages can tell apart."""
@@ -125,8 +125,8 @@ DIVIDES: dict[type, tuple[str, ...]] = {
 """Fields that divide work between ranks; the others describe the model or its output."""
 
 
-def asked_of(part: TensorPlan | PipelinePlan | SequencePlan) -> list[str]:
+def settings_of(part: TensorPlan | PipelinePlan | SequencePlan) -> list[str]:
     """Return the settings, such as ``"microbatches=4"``, that have no effect with one rank."""
     usual = {each.name: each.default for each in fields(part)}
-    given = {name: getattr(part, name) for name in DIVIDES[type(part)]}
-    return [f"{name}={value!r:.80}" for name, value in given.items() if value != usual[name]]
+    values = {name: getattr(part, name) for name in DIVIDES[type(part)]}
+    return [f"{name}={value!r:.80}" for name, value in values.items() if value != usual[name]]

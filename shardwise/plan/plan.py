@@ -31,9 +31,10 @@ from shardwise.core.base.validate import (
     require,
     short_repr,
 )
-from shardwise.plan.parallel import PipelinePlan, SequencePlan, TensorPlan, asked_of
-from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan, ScalerPlan
-from shardwise.plan.tiers import TierPlan, on_device
+from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
+from shardwise.plan.parallel import PipelinePlan, SequencePlan, TensorPlan, settings_of
+from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan
+from shardwise.plan.tiers import TierPlan
 
 __all__ = [
     "MOST_DIVISOR",
@@ -50,7 +51,6 @@ __all__ = [
     "Plan",
     "ShardPlan",
     "replicated",
-    "usual_exchange",
     "zero",
 ]
 
@@ -117,24 +117,24 @@ class MeshPlan:
                 f"{', '.join(f'{name}={size}' for name, size in sizes.items())}); choose sizes whose product is "
                 f"{world_size}"
             )
-        found = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
+        axes = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
         require(
-            prod(found.values()) == world_size,
-            f"{' x '.join(f'{name}={size}' for name, size in found.items())} is {prod(found.values())} ranks, but "
+            prod(axes.values()) == world_size,
+            f"{' x '.join(f'{name}={size}' for name, size in axes.items())} is {prod(axes.values())} ranks, but "
             f"there are {world_size}; choose sizes whose product is {world_size}, or -1 for one of them",
         )
-        among = found["dp_shard"] * found["dp_replicate"]
+        among = axes["dp_shard"] * axes["dp_replicate"]
         require(
             among % self.sp == 0,
             f"sp={self.sp} does not divide the {among} data-parallel ranks (of {world_size}); give a number that "
             f"divides {among}",
         )
         require(
-            not isinstance(self.secondary, int) or found["dp_shard"] % self.secondary == 0,
-            f"secondary={self.secondary} does not divide dp_shard={found['dp_shard']}; give a number that divides "
-            f"{found['dp_shard']}, or None",
+            not isinstance(self.secondary, int) or axes["dp_shard"] % self.secondary == 0,
+            f"secondary={self.secondary} does not divide dp_shard={axes['dp_shard']}; give a number that divides "
+            f"{axes['dp_shard']}, or None",
         )
-        return MeshPlan(**(vars(self) | found))
+        return MeshPlan(**(vars(self) | axes))
 
     def data_parallel(self, rank: int, world_size: int) -> tuple[int, int]:
         """Return a rank's data-parallel index and how many there are, for a data loader.
@@ -228,8 +228,8 @@ class ParamGroupPlan:
     Attributes:
         names: of modules, each with everything inside it, or of parameters. A parameter has the options of the longest
             name that matches.
-        reshard_after_forward: as in FSDP2. ``False``: stays gathered, so backward gathers nothing, whatever the budget
-            and the offloaded fraction. ``True``: freed after the forward pass of its module and gathered again by
+        reshard_after_forward: as in FSDP2. ``False``: stays gathered, so backward gathers nothing, for any budget and
+            offloaded fraction. ``True``: freed after the forward pass of its module and gathered again by
             backward, even where the budget would keep it.
     """
 
@@ -265,8 +265,8 @@ class ShardPlan:
 
     packing: Packing
     gathered_fraction: float
-    gathered_budget_bytes: int | None
-    prefetch: int
+    gathered_budget_bytes: int | None = None
+    prefetch: int = 0
     reduce: Literal["every", "last"]
     groups: tuple[ParamGroupPlan, ...] = ()
 
@@ -305,10 +305,10 @@ class GradPlan:
             choice also applies to ``.grad``, to norms and to ``max_norm``.
     """
 
-    max_norm: float
-    norm_type: float
-    average: Literal["sum", "mean", "tokens"]
-    update: Literal["step", "backward"]
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    average: Literal["sum", "mean", "tokens"] = "sum"
+    update: Literal["step", "backward"] = "step"
     over_ranks: Literal["mean", "sum"] = "mean"
 
     def __post_init__(self) -> None:
@@ -364,10 +364,10 @@ class CommPlan:
             declared capacity, otherwise 0.
     """
 
-    overlap: bool
-    shared_memory: bool | None
-    gather_on_use: bool
-    sync_init: bool
+    overlap: bool = True
+    shared_memory: bool | None = None
+    gather_on_use: bool = False
+    sync_init: bool = True
     same_order: bool | None = None
     wait_timeout_s: float = 60.0
     predivide: float = 1.0
@@ -422,7 +422,7 @@ class Plan:
     grad: GradPlan
     comm: CommPlan
     tiers: TierPlan
-    verbose: bool
+    verbose: bool = False
     tensor: TensorPlan = dataclasses.field(default_factory=TensorPlan)
     pipeline: PipelinePlan = dataclasses.field(default_factory=PipelinePlan)
     sequence: SequencePlan = dataclasses.field(default_factory=SequencePlan)
@@ -453,10 +453,10 @@ class Plan:
         )
         self._check_secondary()
         for axis, part in (("tp", self.tensor), ("pp", self.pipeline), ("sp", self.sequence)):
-            asked, size = asked_of(part), getattr(self.mesh, axis)
+            settings, size = settings_of(part), getattr(self.mesh, axis)
             require(
-                size > 1 or not asked,
-                f"{', '.join(asked)} with {axis}={size} has no effect; give {axis} > 1, or leave the default",
+                size > 1 or not settings,
+                f"{', '.join(settings)} with {axis}={size} has no effect; give {axis} > 1, or leave the default",
             )
 
     def _check_secondary(self) -> None:
@@ -507,13 +507,13 @@ class Plan:
 
     @classmethod
     def from_dict(cls, tables: Mapping[str, Any], where: str = "plan") -> Plan:
-        """Return the plan of ``tables``: all fields, or ``stage`` (0 to 3), ``dtype`` and the fields that differ.
+        """Return the plan of ``tables``: all parts, or ``stage`` (0 to 3), ``dtype`` and the fields that differ.
 
         Raises:
             ValueError: an unknown or missing field, or an invalid value; the message names it and ``where``.
         """
-        rest = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
-        stage, dtype = rest.pop("stage", None), rest.pop("dtype", None)
+        entries = dict(as_mapping(where, tables, "a dict of a plan's fields, such as {'stage': 3}"))
+        stage, dtype = entries.pop("stage", None), entries.pop("dtype", None)
         require(dtype is None or stage is not None, f"{where}: dtype={dtype!r} goes with stage = 0, 1, 2 or 3")
         base = None
         if stage is not None:
@@ -522,7 +522,7 @@ class Plan:
             cast = None if dtype in (None, "none") else getattr(torch, name, dtype)
             require(cast is None or cast in (torch.float32, *HALF_DTYPES), f"{where}: dtype={dtype!r}: give 'bfloat16'")
             base = replicated(cast) if stage == 0 else zero(stage, cast)
-        return plan_text.from_tables(cls, rest, where, base)
+        return plan_text.from_tables(cls, entries, where, base)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -546,50 +546,29 @@ class Plan:
         return list(plan_text.differences(ours, theirs))
 
 
-def usual_exchange() -> CommPlan:
-    """Return the default communication settings, which front-ends change by their arguments."""
-    return CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True)
-
-
 def zero(stage: Literal[1, 2, 3], param_dtype: torch.dtype | None = None, dp_replicate: int = 1) -> Plan:
     """Return the plan of ZeRO at ``stage`` over all ranks (with ``dp_replicate`` replicas: hybrid sharding).
 
     Stage 3 packs by module, keeps nothing gathered and prefetches one unit. fp16 gets the dynamic loss scale.
     """
     require(stage in (1, 2, 3), f"stage={stage!r}: give 1, 2 or 3")
-    scaler = ScalerPlan(
-        initial_scale=2.0**16,
-        min_scale=1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=1000,
-        hysteresis=2,
-        max_scale=2.0**32,
-    )
     packing: Packing = ByModule(unit_classes=()) if stage == 3 else ByNumel(chunk_numel=8 * 1024**2, min_chunks=8)
     return Plan(
         mesh=MeshPlan(dp_shard=-1, dp_replicate=dp_replicate),
         shard=ShardPlan(
             packing=packing,
             gathered_fraction=0.0 if stage == 3 else 1.0,
-            gathered_budget_bytes=None,
             prefetch=1 if stage == 3 else 0,
             reduce="last" if stage == 1 else "every",
         ),
         precision=PrecisionPlan(
             param_dtype=param_dtype,
-            buffer_dtype=None,
-            master_weights=True,
-            reduce_dtype=None,
-            accumulate_dtype=None,
             cast_inputs=param_dtype is not None,
-            output_dtype=None,
-            scaler=scaler if param_dtype is torch.float16 else None,
+            scaler=scaler_plan(ScalerArguments()) if param_dtype is torch.float16 else None,
         ),
-        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=usual_exchange(),
-        tiers=on_device(),
-        verbose=False,
+        grad=GradPlan(),
+        comm=CommPlan(),
+        tiers=TierPlan(),
     )
 
 

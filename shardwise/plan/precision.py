@@ -61,14 +61,14 @@ class PrecisionPlan:
         scaler: dynamic loss scale, or ``None``.
     """
 
-    param_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
-    master_weights: bool
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype | None
-    cast_inputs: bool
-    output_dtype: torch.dtype | None
-    scaler: ScalerPlan | None
+    param_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    master_weights: bool = True
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    cast_inputs: bool = False
+    output_dtype: torch.dtype | None = None
+    scaler: ScalerPlan | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "buffer_dtype", "reduce_dtype", "accumulate_dtype", "output_dtype"):

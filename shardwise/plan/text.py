@@ -45,16 +45,16 @@ def to_tables(part: Any, objects: bool = False) -> dict[str, Any]:
     Raises:
         ValueError: a field is such an object, and ``objects`` is False.
     """
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if dataclasses.is_dataclass(value):
             hint = get_type_hints(type(part))[field.name]
             kind = {"kind": type(value).__name__} if len(_classes(hint)) > 1 else {}
-            found[field.name] = kind | to_tables(value, objects)
+            tables[field.name] = kind | to_tables(value, objects)
         else:
-            found[field.name] = _plain(f"{type(part).__name__}.{field.name}", value, objects)
-    return found
+            tables[field.name] = _plain(f"{type(part).__name__}.{field.name}", value, objects)
+    return tables
 
 
 def _plain(name: str, value: Any, objects: bool) -> Any:
@@ -218,14 +218,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     form = _form(source)
     try:
         text = source.read_bytes().decode("utf-8")
-        found = tomllib.loads(text) if form == ".toml" else json.loads(text, object_pairs_hook=_once)
+        table = tomllib.loads(text) if form == ".toml" else json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as problem:
         raise ValueError(f"{source}: is not {form[1:].upper()}: {problem}") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise ValueError(
-            f"{source}: holds {short_repr(found)}, which is not a table of a plan's fields; give one, such as stage = 3"
+            f"{source}: holds {short_repr(table)}, which is not a table of a plan's fields; give one, such as stage = 3"
         )
-    return found
+    return table
 
 
 def _form(path: Path) -> str:
@@ -235,11 +235,11 @@ def _form(path: Path) -> str:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
-    return found
+    return table
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], path: str = "") -> Iterator[str]:

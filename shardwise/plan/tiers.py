@@ -95,14 +95,14 @@ class TierPlan:
         auto: place by the memory trace; ``None``: by the fixed fractions above.
     """
 
-    param_host_fraction: float
-    param_disk_fraction: float
-    state_host_fraction: float
-    state_disk_fraction: float
-    device_capacity_bytes: int | None
-    pin_memory: bool
-    disk: DiskPlan | None
-    auto: AutoPlan | None
+    param_host_fraction: float = 0.0
+    param_disk_fraction: float = 0.0
+    state_host_fraction: float = 0.0
+    state_disk_fraction: float = 0.0
+    device_capacity_bytes: int | None = None
+    pin_memory: bool = False
+    disk: DiskPlan | None = None
+    auto: AutoPlan | None = None
 
     def __post_init__(self) -> None:
         for kind in ("param", "state"):
@@ -131,13 +131,4 @@ class TierPlan:
 
 def on_device() -> TierPlan:
     """Return the plan that keeps everything on the device, without a limit."""
-    return TierPlan(
-        param_host_fraction=0.0,
-        param_disk_fraction=0.0,
-        state_host_fraction=0.0,
-        state_disk_fraction=0.0,
-        device_capacity_bytes=None,
-        pin_memory=False,
-        disk=None,
-        auto=None,
-    )
+    return TierPlan()

@@ -83,7 +83,7 @@ def _axis_over(config: ShardConfig, device: torch.device) -> Axis:
     ranks = ranks_of(NAME, process_group)
     if len(ranks) == 1:
         return Axis(LocalGroup("tensor", device))
-    everyone: ProcessGroup = group.WORLD  # type: ignore[assignment]
+    all_ranks: ProcessGroup = group.WORLD  # type: ignore[assignment]
     with on_device(device):
-        members = Members(process_group or everyone, NAME, "tensor")
+        members = Members(process_group or all_ranks, NAME, "tensor")
         return _OwnAxis(GroupMaker(device, None, members.timeout_s, members), ranks, config.fp8_communication)

@@ -209,7 +209,7 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         """Build models without memory until they are sharded."""
         live = live_session(self.lightning_module)
         if live is not None:
-            with deferred_init(), live.kept():
+            with deferred_init(), live.preserve():
                 yield
         else:
             with self._building():

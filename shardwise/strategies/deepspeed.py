@@ -162,7 +162,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         )
 
     def _completed(self, trainer: Any) -> dict[str, Any]:
-        return complete(self._given, self.arguments, self._facts(trainer), self._misconfiguration)
+        return complete(self._entries, self.arguments, self._facts(trainer), self._misconfiguration)
 
     def _read(self, trainer: Any) -> Settings:
         return read(self._completed(trainer), self.world_size)
@@ -196,7 +196,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         if self._clips_in_step and trainer.gradient_clip_val is not None:
             self._warn(
                 f"gradient_clip_val={trainer.gradient_clip_val} of Trainer is not applied: gradient_clipping="
-                f"{self._given[CLIPPING]} in the DeepSpeed config goes before it"
+                f"{self._entries[CLIPPING]} in the DeepSpeed config goes before it"
             )
         unused = scale_without_effect(self.arguments, self.config)
         if unused:
@@ -282,7 +282,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         """Complete the configuration with the data loader's batch size before the first step."""
         super().on_train_start()
         trainer = self.lightning_module.trainer
-        if self._given.get(MICRO) in (None, AUTO):
+        if self._entries.get(MICRO) in (None, AUTO):
             self._settings = self._read(trainer)
             self.config[MICRO] = self._shown[MICRO] = self._settings[MICRO]
         self._steps = int(trainer.global_step)
@@ -506,17 +506,17 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         Raises:
             MisconfigurationException: the configuration has such a key.
         """
-        steps = self._given.get(ACCUMULATION)
+        steps = self._entries.get(ACCUMULATION)
         if steps not in (None, AUTO, 1):
             raise self._misconfiguration(
                 f"gradient_accumulation_steps={steps!r} in the DeepSpeed config: under Fabric the program counts; "
                 "leave the key out, call fabric.backward(loss / n) n times and then optimizer.step()"
             )
         for key in ("optimizer", "scheduler"):
-            if self._given.get(key):
+            if self._entries.get(key):
                 raise self._misconfiguration(
-                    f"{key}={self._given[key]!r:.80} in the DeepSpeed config: under Fabric the program makes it; leave "
-                    "the key out, and give yours to fabric.setup"
+                    f"{key}={self._entries[key]!r:.80} in the DeepSpeed config: under Fabric the program makes it; "
+                    "leave the key out, and give yours to fabric.setup"
                 )
 
     # ---- the plan
@@ -525,7 +525,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         facts = TrainerFacts(accumulation=1, micro_batch=1, clip=0.0, precision=self.format.name)
         self._take_edits()
         self._check_given()
-        self._show(complete(self._given, self.arguments, facts, self._misconfiguration))
+        self._show(complete(self._entries, self.arguments, facts, self._misconfiguration))
         self._settings = read(self.config, self.world_size)
         return self._settings
 
@@ -555,7 +555,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     def _check_clipping(self, call: str) -> None:
         if self._clips_in_step:
             raise self._misconfiguration(
-                f"{call} beside gradient_clipping={self._given['gradient_clipping']} in the DeepSpeed config, which "
+                f"{call} and gradient_clipping={self._entries['gradient_clipping']} in the DeepSpeed config, which "
                 "clips in every step: leave one of them out"
             )
 

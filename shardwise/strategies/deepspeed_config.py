@@ -410,9 +410,9 @@ class ConfiguredByDeepSpeed:
         from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
         chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
         self._config_given = chosen is not None
-        self._given: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
-        read_given(self._given)  # raises errors now instead of when training begins
-        self._show(self._given)
+        self._entries: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
+        read_given(self._entries)  # raises errors now instead of when training begins
+        self._show(self._entries)
         self._settings: Settings | None = None
         self._reported: set[str] = set()
         for reason, names in without_effect(self.arguments, chosen).items():
@@ -430,7 +430,7 @@ class ConfiguredByDeepSpeed:
         """Apply the changes of ``config`` to the user's configuration."""
         edits = self._edits()
         if edits:
-            self._given = {name: value for name, value in {**self._given, **edits}.items() if value is not None}
+            self._entries = {name: value for name, value in {**self._entries, **edits}.items() if value is not None}
             self._shown = copy.deepcopy(self.config)
 
     @property
@@ -477,7 +477,7 @@ class ConfiguredByDeepSpeed:
     @property
     def _clips_in_step(self) -> bool:
         """Return True if the configuration has a clipping norm, which replaces the Trainer's."""
-        return self._given.get(CLIPPING) not in (None, AUTO)
+        return self._entries.get(CLIPPING) not in (None, AUTO)
 
     def _translated(self, settings: Settings, module: Any) -> tuple[Plan, Report]:
         numels = [param.numel() for param in module.parameters()]

@@ -470,7 +470,7 @@ class FabricSaving:
             if strict and missing:
                 raise ValueError(
                     f"the state asks for {', '.join(missing)}, which {path} does not have (it has "
-                    f"{', '.join(entries) or 'nothing beside the model'}); give strict=False to keep them as they are"
+                    f"{', '.join(entries) or 'nothing besides the model'}); give strict=False to keep them as they are"
                 )
 
         entries = dict(self._strategy.restore(session, path, strict, bool(optimizers), check))

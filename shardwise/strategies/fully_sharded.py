@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,14 +26,14 @@ from shardwise.plan import (
     ByModule,
     ByNumel,
     ByTensor,
+    CommPlan,
     GradPlan,
     MeshPlan,
     Packing,
     Plan,
     PrecisionPlan,
     ShardPlan,
-    on_device,
-    usual_exchange,
+    TierPlan,
 )
 from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
@@ -229,7 +229,6 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
         shard=ShardPlan(
             packing=_packing(arguments, dtype or torch.float32, units),
             gathered_fraction=0.0 if arguments.reshard_after_forward else 1.0,
-            gathered_budget_bytes=None,
             prefetch=1 if arguments.reshard_after_forward else 0,
             reduce="every",
         ),
@@ -238,20 +237,16 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
             buffer_dtype=dtype if dtype is torch.float64 else None,
             master_weights=number_format.masters or own_masters,
             reduce_dtype=torch.float32 if arguments.fp32_reduce_scatter else None,
-            accumulate_dtype=None,
             cast_inputs=dtype is not None,
-            output_dtype=None,
             scaler=TORCH_SCALER if number_format.scaled and dtype is torch.float16 else None,
         ),
-        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=usual_exchange(),
-        tiers=replace(
-            on_device(),
+        grad=GradPlan(),
+        comm=CommPlan(),
+        tiers=TierPlan(
             param_host_fraction=1.0 if host else 0.0,
             state_host_fraction=1.0 if grads_on_host else 0.0,
             pin_memory=host or grads_on_host,
         ),
-        verbose=False,
     )
 
 

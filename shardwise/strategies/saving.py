@@ -212,8 +212,8 @@ class Saving:
             return _read_file(path, weights_only, one_file)
         module = self._strategy.lightning_module
         fitting = module.trainer.state.fn.value == "fit"
-        anew = fitting and not self._strategy.broadcast(_has_optimizers(path))
-        if fitting and not anew:
+        without_optimizers = fitting and not self._strategy.broadcast(_has_optimizers(path))
+        if fitting and not without_optimizers:
             strict, configs = module.strict_loading, self._strategy.lr_scheduler_configs
             restored = session.checkpoints.load(
                 path, strict=strict, check=lambda state: check_schedulers(configs, unpack(state), strict)
@@ -227,9 +227,9 @@ class Saving:
             state = {}
         if not state:  # saved by a Booster or another library: only weights and optimizer state
             state = {"lr_schedulers": [], "epoch": 0, "global_step": 0}
-            if anew:
+            if without_optimizers:
                 warn_user(f"{path} holds weights only: optimizers and counters start from the beginning")
-        elif anew and "lr_schedulers" not in state:  # saved with save_weights_only
+        elif without_optimizers and "lr_schedulers" not in state:  # saved with save_weights_only
             state["lr_schedulers"] = []
             warn_user(f"{path} holds weights only: optimizers and schedulers start from the beginning")
         state.setdefault("pytorch-lightning_version", self._strategy.ns.version)

@@ -42,7 +42,7 @@ class Live:
         )
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def preserve(self) -> Iterator[None]:
         """Undo changes that hooks make to the modules inside; see :meth:`put_back`."""
         self.remember()
         yield

@@ -22,7 +22,7 @@ from shardwise.strategies.entries import left_out, unpack
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES
 
-__all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "to_single_file", "whole"]
+__all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "single_file_content", "to_single_file"]
 
 MODEL = "model/"
 VERSION = "pytorch-lightning_version"
@@ -46,7 +46,7 @@ def to_single_file(
         CheckpointDamage: a file is damaged.
         OSError: ``file`` cannot be written; an existing file is unchanged.
     """
-    content = whole(os.fspath(directory), optimizers)
+    content = single_file_content(os.fspath(directory), optimizers)
     with output_file(Path(file)) as unfinished:
         write_torch(unfinished, content)
     return content
@@ -71,7 +71,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     return to_single_file(directory, output_file)
 
 
-def whole(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
+def single_file_content(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
     """Return the content for :func:`to_single_file`; ``module_alone``: without the entries of a Fabric program."""
     source = open_checkpoint(directory)
     try:
@@ -141,7 +141,7 @@ class _Reader:
         place = os.fspath(path_or_url) if isinstance(path_or_url, (str, os.PathLike)) else None
         if not isinstance(place, str) or not os.path.isdir(place) or detect_format(place) != "native":
             return self._files(path_or_url, map_location, *args, **kwargs)
-        content = whole(place, self._optimizers, module_alone=not self._optimizers)
+        content = single_file_content(place, self._optimizers, module_alone=not self._optimizers)
         device = map_location.get("cpu") if isinstance(map_location, Mapping) else map_location
         if not isinstance(device, (str, torch.device)):  # a function of storages, which leaves CPU storages unchanged
             return content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +11,7 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     ByTensor,
+    CommPlan,
     GradPlan,
     MeshPlan,
     Packing,
@@ -19,7 +20,6 @@ from shardwise.plan import (
     PrecisionPlan,
     ShardPlan,
     TierPlan,
-    usual_exchange,
 )
 from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.plan.plan import MOST_DIVISOR
@@ -117,7 +117,7 @@ class ModelFacts:
         dtype: compute dtype of the model; ``None``: that of its parameters.
         itemsize: bytes per element of communicated gradients.
         packing: packing of sharded parameters; ``None`` if nothing is sharded.
-        kept: names of the parameters that stay replicated while others are sharded.
+        replicated: names of the parameters that stay replicated while others are sharded.
         params_on_host: parameters are in host memory between uses, and the device is another one.
         capacity_bytes: memory of the device.
     """
@@ -126,7 +126,7 @@ class ModelFacts:
     dtype: torch.dtype | None
     itemsize: int
     packing: Packing | None
-    kept: tuple[str, ...]
+    replicated: tuple[str, ...]
     params_on_host: bool
     capacity_bytes: int
 
@@ -136,7 +136,7 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
 
     Args:
         model: arguments of the model.
-        optimizer: arguments of the optimizer; ``None`` if there is none (yet).
+        optimizer: arguments of the optimizer; ``None`` before it exists.
         facts: facts of the run.
 
     Raises:
@@ -154,16 +154,14 @@ def to_plan(model: ModelArguments, optimizer: OptimizerArguments | None, facts: 
         precision=PrecisionPlan(
             param_dtype=facts.dtype,
             buffer_dtype=facts.dtype,
-            master_weights=True,
             reduce_dtype=torch.float32 if model.fp32_reduce_scatter and half else None,
             # A reduced shard is fp32, unless it must not be larger than the parameters' shard.
             accumulate_dtype=None if model.reuse_fp16_shard or not half else torch.float32,
             cast_inputs=facts.dtype is not None,
-            output_dtype=None,
             scaler=scaler_plan(optimizer) if optimizer is not None and facts.dtype is torch.float16 else None,
         ),
-        grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-        comm=replace(usual_exchange(), predivide=model.predivide(facts.ranks)),
+        grad=GradPlan(),
+        comm=CommPlan(predivide=model.predivide(facts.ranks)),
         tiers=_tiers(model, optimizer, facts),
         verbose=optimizer is not None and optimizer.verbose,
     )
@@ -174,14 +172,13 @@ def _shard(model: ModelArguments, facts: ModelFacts) -> ShardPlan:
         return ShardPlan(
             packing=facts.packing,
             gathered_fraction=0.0,
-            gathered_budget_bytes=None,
             prefetch=1,
             reduce="every",
-            groups=(ParamGroupPlan(names=facts.kept, reshard_after_forward=False),) if facts.kept else (),
+            groups=(ParamGroupPlan(names=facts.replicated, reshard_after_forward=False),) if facts.replicated else (),
         )
     bucket = int(model.reduce_scatter_bucket_size_mb * MIB) // facts.itemsize
     packing: Packing = ByNumel(chunk_numel=bucket, min_chunks=8) if bucket > 0 else ByTensor(persist_numel=0)
-    return ShardPlan(packing=packing, gathered_fraction=1.0, gathered_budget_bytes=None, prefetch=0, reduce="every")
+    return ShardPlan(packing=packing, gathered_fraction=1.0, reduce="every")
 
 
 def _tiers(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> TierPlan:
@@ -189,17 +186,13 @@ def _tiers(model: ModelArguments, optimizer: OptimizerArguments | None, facts: M
     margin = optimizer.gpu_margin_mem_ratio if optimizer is not None and offloads and model.traces else 0.0
     by_trace = model.tensor_placement_policy == "auto" or margin > 0.0
     on_host = facts.packing is not None and (facts.params_on_host or model.tensor_placement_policy == "cpu")
-    plan = TierPlan(
+    return TierPlan(
         param_host_fraction=1.0 if on_host and not by_trace else 0.0,
-        param_disk_fraction=0.0,
         state_host_fraction=1.0 if offloads and not by_trace else 0.0,
-        state_disk_fraction=0.0,
         device_capacity_bytes=facts.capacity_bytes if model.traces else None,
         pin_memory=on_host or offloads or by_trace,
-        disk=None,
-        auto=None,
+        auto=AutoPlan(margin_ratio=margin, **AUTO) if by_trace else None,
     )
-    return replace(plan, auto=AutoPlan(margin_ratio=margin, **AUTO)) if by_trace else plan
 
 
 def without_effect(model: ModelArguments, optimizer: OptimizerArguments | None, facts: ModelFacts) -> list[str]:

@@ -28,7 +28,7 @@ class ModelFront(ModuleFacade):
 
     @property
     def session(self) -> Session:
-        """Return the session of the model; created here if there is none yet, which is collective."""
+        """Return the session of the model; the first call creates it, which is collective."""
         own: dict[str, Any] = self.__dict__
         if own["_session"] is None:
             own["_session"] = self._build()

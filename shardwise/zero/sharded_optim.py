@@ -74,7 +74,7 @@ class ShardedOptimizerV2(OptimizerFront):
         mp_process_group: dist.ProcessGroup | None = None,
         verbose: bool = False,
     ) -> None:
-        given = dict(locals())
+        values = dict(locals())
         if not isinstance(sharded_model, ShardedModelV2):
             raise TypeError(f"sharded_model={sharded_model!r:.80}: give a ShardedModelV2")
         if isinstance(optimizer, ShardedOptimizerV2 | ShardedOptimizer) or not isinstance(
@@ -88,7 +88,7 @@ class ShardedOptimizerV2(OptimizerFront):
                 f"nvme_offload_fraction={fraction} of {type(optimizer).__name__} is not available here: use "
                 "cpu_offload=True, or GeminiPlugin of shardwise.booster"
             )
-        arguments = picked(OptimizerArguments, given)
+        arguments = picked(OptimizerArguments, values)
         inner = sharded_model.attach(optimizer, arguments, mp_process_group).optimizer
         if inner is None:
             raise RuntimeError(f"the session has no optimizer ({inner}); report this")

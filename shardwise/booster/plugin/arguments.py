@@ -120,7 +120,6 @@ def precision_plan(
         buffer_dtype=dtype,
         master_weights=master_weights,
         reduce_dtype=reduce_dtype,
-        accumulate_dtype=None,
         cast_inputs=cast_inputs and dtype is not None,
         output_dtype=output_dtype,
         scaler=scaler_plan(arguments) if precision == "fp16" else None,

@@ -16,13 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.booster.dataloader import (
-    check_numbers,
-    distributed_dataloader,
-    distributed_sampler,
-    require_map_style,
-)
-from shardwise.booster.interface import give_names
+from shardwise.booster.dataloader import distributed_dataloader
+from shardwise.booster.interface import ModelWrapper, give_names
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.runs import SESSION, remember_session
 from shardwise.core.base.validate import fraction as share
@@ -50,7 +45,7 @@ Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
 def start_ranks() -> torch.device:
-    """Return this process's device; create the process group from the launcher's variables if there is none."""
+    """Return this process's device; create the process group from the launcher's variables if it does not exist."""
     from shardwise.core.mesh.launch import init_distributed
 
     return init_distributed()
@@ -199,14 +194,9 @@ class Plugin(ABC):
             TypeError: the dataset has no length, or an argument has a wrong type.
             ValueError: ``kwargs`` has a sampler, or a number is out of range.
         """
-        require_map_style(dataset)
-        check_numbers(batch_size, seed, num_workers, shuffle=shuffle, drop_last=drop_last, pin_memory=pin_memory)
-        replicas = self.data_parallel()
-        sampler = distributed_sampler(
-            dataset, replicas, shuffle=shuffle, seed=seed, drop_last=drop_last, cls=distributed_sampler_cls
-        )
         options = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
-        return distributed_dataloader(dataset, batch_size, replicas, seed=seed, sampler=sampler, options=options)
+        sampling: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "cls": distributed_sampler_cls}
+        return distributed_dataloader(dataset, batch_size, self.data_parallel, **sampling, options=options)
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Call :meth:`prepare_dataloader`; published examples use this name."""
@@ -215,6 +205,18 @@ class Plugin(ABC):
 
 class DPPluginBase(Plugin):
     """Base of the plugins with data parallelism only, and of GeminiPlugin."""
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
+
+        Raises:
+            ValueError: ``model`` is not a boosted one.
+        """
+        if not isinstance(model, ModelWrapper):
+            raise ValueError(f"no_sync(model={type(model).__name__}): give the model that boost returned")
+        return model.no_sync()
 
 
 class ShardedPlugin(Plugin):

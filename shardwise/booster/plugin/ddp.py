@@ -104,15 +104,3 @@ class TorchDDPPlugin(DPPluginBase):
         if optimizer is not None:
             optimizer = OptimizerWrapper(optimizer)
         return boosted, optimizer
-
-    def no_sync(
-        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
-
-        Raises:
-            ValueError: ``model`` is not a boosted one.
-        """
-        if not isinstance(model, ModelWrapper):
-            raise ValueError(f"no_sync(model={type(model).__name__}): give the model that boost returned")
-        return model.no_sync()

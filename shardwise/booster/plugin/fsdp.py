@@ -6,7 +6,7 @@ Source: PyTorch FSDP, arXiv 2304.11277; ``torch.distributed.fsdp``. ``docs/boost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -237,18 +237,6 @@ class TorchFSDPPlugin(DPPluginBase):
             )
             if self.fp8_communication:
                 compress_unit(cast(FSDPModule, unit))
-
-    def no_sync(
-        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> AbstractContextManager[None]:
-        """Keep gradients of backward passes inside local; requires ``model``, the boosted model.
-
-        Raises:
-            ValueError: ``model`` is not a boosted one.
-        """
-        if not isinstance(model, TorchFSDPModel):
-            raise ValueError(f"no_sync(model={type(model).__name__}): give the model that boost returned")
-        return model.no_sync()
 
 
 def _sync_states(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from shardwise.plan import (
     AutoPlan,
     ByNumel,
     BySearch,
+    CommPlan,
     GradPlan,
     MeshPlan,
     Packing,
@@ -37,7 +38,6 @@ from shardwise.plan import (
     ShardPlan,
     TensorPlan,
     TierPlan,
-    usual_exchange,
 )
 from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
@@ -201,9 +201,6 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         with changed_model(model, kernels_of(self), None):
             return super().configure(model, optimizer)
 
-    def supported_precisions(self) -> list[str]:
-        return ["fp16", "bf16", "fp32"]
-
     def support_no_sync(self) -> bool:
         """Return False: chunks are reduced as soon as they are full, so full gradients are never kept."""
         return False
@@ -356,12 +353,9 @@ def _tiers(arguments: GeminiPlugin) -> TierPlan:
     host_is_used = auto is not None or param > 0 or state > 0
     return TierPlan(
         param_host_fraction=param,
-        param_disk_fraction=0.0,
         state_host_fraction=state,
-        state_disk_fraction=0.0,
         device_capacity_bytes=device_bytes(a.device_memory),
         pin_memory=a.pin_memory or (host_is_used and a.enable_async_reduce),
-        disk=None,
         auto=auto,
     )
 
@@ -390,7 +384,6 @@ def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
         shard=ShardPlan(
             packing=packing,
             gathered_fraction=gathered_fraction,
-            gathered_budget_bytes=None,
             prefetch=a.max_prefetch if _nothing_ahead(a) is None else 0,
             reduce="every",
         ),
@@ -400,8 +393,8 @@ def to_plan(arguments: GeminiPlugin, world_size: int | None = None) -> Plan:
             master_weights=a.master_weights,
             output_dtype=torch.float32 if a.force_outputs_fp32 else None,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
-        comm=replace(usual_exchange(), overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
+        comm=CommPlan(overlap=a.enable_async_reduce, compress="fp8" if a.fp8_communication else None),
         tiers=tiers,
         verbose=a.verbose,
         tensor=TensorPlan(sequence=sequence.between_layers),

@@ -23,14 +23,14 @@ from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, integer, number, refuse, short_repr
 from shardwise.plan import (
     ByNumel,
+    CommPlan,
     GradPlan,
     MeshPlan,
     PipelinePlan,
     Plan,
     ShardPlan,
     TensorPlan,
-    on_device,
-    usual_exchange,
+    TierPlan,
 )
 from shardwise.plan.loss_scale import scaler_plan
 from shardwise.shardformer import GradientCheckpointConfig, Policy
@@ -342,20 +342,16 @@ def to_plan(arguments: HybridParallelPlugin) -> Plan:
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=_bucket_numel(a), min_chunks=8),
             gathered_fraction=1.0,
-            gathered_budget_bytes=None,
-            prefetch=0,
             reduce="every" if a.zero_stage == 2 else "last",
         ),
         precision=precision_plan(a.precision, a, master_weights=True, reduce_dtype=dtype),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
-        comm=replace(
-            usual_exchange(),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
+        comm=CommPlan(
             overlap=a.overlap_communication,
             gather_on_use=a.overlap_allgather and a.zero_stage > 0,
             compress="fp8" if a.fp8_communication else None,
         ),
-        tiers=replace(
-            on_device(),
+        tiers=TierPlan(
             state_host_fraction=1.0 if a.cpu_offload else 0.0,
             pin_memory=a.cpu_offload,
             device_capacity_bytes=device_bytes(a.device_memory),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from shardwise.booster.plugin.arguments import check_types, precision_plan
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.validate import MOST_NUMEL, integer, number, short_repr
-from shardwise.plan import ByNumel, GradPlan, MeshPlan, Plan, ShardPlan, on_device, usual_exchange
+from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, TierPlan
 from shardwise.plan.loss_scale import PublishedDefault, scaler_plan
 
 __all__ = ["LowLevelZeroPlugin", "to_plan"]
@@ -112,8 +112,6 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
         shard=ShardPlan(
             packing=ByNumel(chunk_numel=max(1, int(a.reduce_bucket_size_in_m * 1024 * 1024)), min_chunks=8),
             gathered_fraction=1.0,
-            gathered_budget_bytes=None,
-            prefetch=0,
             reduce="last" if a.stage == 1 else "every",
         ),
         precision=precision_plan(
@@ -123,15 +121,13 @@ def to_plan(arguments: LowLevelZeroPlugin) -> Plan:
             reduce_dtype=a.communication_dtype,
             cast_inputs=a.cast_inputs,
         ),
-        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, average="sum", update=a.update),
-        comm=replace(
-            usual_exchange(),
+        grad=GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
+        comm=CommPlan(
             overlap=a.overlap_communication,
             gather_on_use=a.overlap_allgather,
             compress="fp8" if a.fp8_communication else None,
         ),
-        tiers=replace(
-            on_device(),
+        tiers=TierPlan(
             state_host_fraction=1.0 if a.cpu_offload else 0.0,
             pin_memory=a.cpu_offload,
             device_capacity_bytes=device_bytes(a.device_memory),

@@ -40,11 +40,11 @@ def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Se
     """
     if group is None:
         return
-    given = ranks_of(argument, group)
-    if given != tuple(ranks):
+    members = ranks_of(argument, group)
+    if members != tuple(ranks):
         raise ValueError(
-            f"{argument} has ranks {list(given)}, and {owner} those of {list(ranks)}: give the same group to both, or "
-            "None here"
+            f"{argument} has ranks {list(members)}, and {owner} those of {list(ranks)}: give the same group to both, "
+            "or None here"
         )
 
 
@@ -118,14 +118,14 @@ class ShardedModelV2(ModelFront):
     # ---- the session
 
     def attach(
-        self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments, others: dist.ProcessGroup | None = None
+        self, optimizer: torch.optim.Optimizer, arguments: OptimizerArguments, mp_group: dist.ProcessGroup | None = None
     ) -> Session:
-        """Shard the model with its optimizer. Collective over the model's ranks, and over the ranks of ``others``.
+        """Shard the model with its optimizer. Collective over the model's ranks, and over the ranks of ``mp_group``.
 
         Args:
             optimizer: a plain one.
             arguments: arguments of the sharded optimizer.
-            others: the model-parallel ranks with other parts of the model (``mp_process_group``).
+            mp_group: the model-parallel ranks with other parts of the model (``mp_process_group``).
 
         Raises:
             RuntimeError: it has an optimizer already.
@@ -133,8 +133,8 @@ class ShardedModelV2(ModelFront):
         to_plan(self.arguments, arguments, self._facts)  # raises errors before anything is changed
         self._drop_session()
         self._tell(arguments)
-        if others is not None and ranks_of("mp_process_group", others) != (dist.get_rank(),):
-            self._own_mesh().join_model_parallel(others)
+        if mp_group is not None and ranks_of("mp_process_group", mp_group) != (dist.get_rank(),):
+            self._own_mesh().join_model_parallel(mp_group)
         return self._build(optimizer, arguments)
 
     def _tell(self, optimizer: OptimizerArguments | None) -> None:
@@ -274,7 +274,7 @@ def _facts(
         dtype=first.dtype,
         itemsize=4 if fp32 or first.dtype is None else first.dtype.itemsize,
         packing=strategy.packing(module) if sharded else None,
-        kept=tuple(name for name, mark in marks.items() if not mark.param_is_sharded) if sharded else (),
+        replicated=tuple(name for name, mark in marks.items() if not mark.param_is_sharded) if sharded else (),
         params_on_host=first.target_device.type == "cpu" and device.type != "cpu",
         capacity_bytes=_capacity_bytes(device),
     )

@@ -382,7 +382,7 @@ def of_deepspeed(directory: str) -> None:
     own = fabric(of_config, FABRIC)
     model = net()
     model, optimizer = own.setup(model, adam(model.parameters()))
-    with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) beside gradient_clipping=0.1")):
+    with pytest.raises(Exception, match=re.escape("clip_gradients(max_norm=1.0) and gradient_clipping=0.1")):
         own.clip_gradients(model, optimizer, max_norm=1.0)
     assert of_config.session.plan.grad.max_norm == 0.1
     of_config.config["gradient_accumulation_steps"] = 2
