@@ -117,7 +117,7 @@ class ModelFacts:
         dtype: compute dtype of the model; ``None``: that of its parameters.
         itemsize: bytes per element of communicated gradients.
         packing: packing of sharded parameters; ``None`` if nothing is sharded.
-        kept: names of the parameters that stay replicated while others are sharded.
+        replicated: names of the parameters that stay replicated while others are sharded.
         params_on_host: parameters are in host memory between uses, and the device is another one.
         capacity_bytes: memory of the device.
     """

@@ -166,7 +166,7 @@ def plan(
     model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, ranks: int = 2, **facts: Any
 ) -> Plan:
     given = {"ranks": ranks, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
-    given |= {"kept": (), "params_on_host": False, "capacity_bytes": 2**30}
+    given |= {"replicated": (), "params_on_host": False, "capacity_bytes": 2**30}
     options = None if optimizer is None else OptimizerArguments(**optimizer)
     return to_plan(ModelArguments(**(model or {})), options, ModelFacts(**(given | facts)))
 
@@ -259,7 +259,7 @@ def test_wrong_optimizer_arguments(ratio: float) -> None:
 )
 def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said: str | None) -> None:
     given = {"ranks": 2, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
-    given |= {"kept": (), "params_on_host": False, "capacity_bytes": 2**30, **facts}
+    given |= {"replicated": (), "params_on_host": False, "capacity_bytes": 2**30, **facts}
     options = None if optimizer is None else OptimizerArguments(**optimizer)
     found = without_effect(ModelArguments(**model), options, ModelFacts(**given))
     assert len(found) == (said is not None)
