@@ -27,14 +27,3 @@ def test_parts_run_every_test_once(tmp_path: Path) -> None:
         assert len(chosen) < 40 or tests.expects_s >= 0.7 * len(chosen), part
         taken += chosen
     assert len(expected) > 400 and sorted(taken) == sorted(expected)
-
-
-SLOW = ("test_auto_gives_the_bits_of_fixed_homes_on_the_host", "test_the_margin_holds_optimizer_state")
-
-
-@pytest.mark.full
-def test_some_run_on_a_cpu(tmp_path: Path) -> None:
-    way = ("--device", "cpu", "--every", "16", "--but", *SLOW, "test_torchrun_with_one_process")
-    status, shown = finished("tests.gpu", *way, log=tmp_path / "some")
-    counts = dict(reversed(part.split()) for part in shown.splitlines()[-1].split(", "))
-    assert status == 0 and int(counts["passed"]) > 15 and "failed" not in counts, shown
