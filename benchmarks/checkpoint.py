@@ -44,8 +44,8 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x.sum()
-        for layer in self.layers:
-            total = total + layer.weight[0].sum() + layer.bias.sum()
+        for parameter in self.layers.parameters():  # of a weight, the first row
+            total = total + (parameter[0] if parameter.dim() > 1 else parameter).sum()
         return total
 
 
@@ -92,7 +92,9 @@ def stream(path: Path, nbytes: int) -> tuple[float, float]:
 
 def dcp(folder: Path, sizes: list[tuple[int, ...]]) -> tuple[float, float]:
     """The same tensors as DTensors sharded over their first dimension."""
-    import torch.distributed.checkpoint as torch_dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save as save_state
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -103,13 +105,13 @@ def dcp(folder: Path, sizes: list[tuple[int, ...]]) -> tuple[float, float]:
             state[f"{index}.{kind}"] = distribute_tensor(torch.randn(size), mesh, [Shard(0)])
 
     def save() -> None:
-        writer = torch_dcp.FileSystemWriter(folder, sync_files=True, overwrite=True)
-        torch_dcp.save(state, storage_writer=writer)
+        writer = FileSystemWriter(folder, sync_files=True, overwrite=True)
+        save_state(state, storage_writer=writer)
 
     written = timed(save)
     if dist.get_rank() == 0:
         drop_cache(folder)
-    return written, timed(lambda: torch_dcp.load(state, checkpoint_id=folder))
+    return written, timed(lambda: load(state, checkpoint_id=folder))
 
 
 def flush(folder: Path) -> None:

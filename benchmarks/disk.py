@@ -29,7 +29,7 @@ from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "disk.md"
-FIO = {
+FIO: dict[str, dict[str, object]] = {
     "psync": {"ioengine": "psync"},
     "psync x4": {"ioengine": "psync", "numjobs": 4},
     "libaio 8": {"ioengine": "libaio", "iodepth": 8},
@@ -188,7 +188,7 @@ class Work:
         self._matrix = torch.full((256, 256), 1 / 256)
         self.count = 0
 
-    def __call__(self, _: Tensor) -> None:
+    def __call__(self, tile: Tensor) -> None:
         for _ in range(self.count):
             self._matrix = torch.mm(self._matrix, self._matrix)
 

@@ -261,7 +261,8 @@ def _run_deepspeed(case: Case, size: Size) -> Result:
     with deepspeed.zero.Init(config_dict_or_path=settings):
         model = _model(size, case.checkpointing)
     engine, *_ = deepspeed.initialize(model=model, config=settings)
-    parameters = sum(p.ds_numel for p in model.parameters())
+    weights: Any = list(model.parameters())
+    parameters: int = sum(p.ds_numel for p in weights)
 
     def step(index: int) -> float:
         loss = engine(*(part.to(engine.device) for part in batch(size, 0, index)))

@@ -28,7 +28,7 @@ from shardwise.session import build
 __all__ = ["Found", "ModelDisk", "measure"]
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "inside" / "offload.md"
-SHARES = {
+SHARES: dict[str, dict[str, Any]] = {
     "state on disk": {"state_disk_fraction": 1.0},
     "parameters and state on disk": {"state_disk_fraction": 1.0, "param_disk_fraction": 1.0},
 }

@@ -32,7 +32,7 @@ from benchmarks.training import machine
 from shardwise.core.comm import Group
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
-from tests.support.alike import alike_mesh
+from tests.support.alike import Transport, alike_mesh
 
 __all__ = ["PLANS", "Row", "grows", "main", "measure", "slope", "table"]
 
@@ -158,7 +158,7 @@ def _calls(session: Session, x: Tensor) -> int:
     return count
 
 
-def measure(name: str, blocks: int, ranks: int, transport: str, times: bool = True) -> Row:
+def measure(name: str, blocks: int, ranks: int, transport: Transport, times: bool = True) -> Row:
     """A rank in the middle. Without ``times`` only what is counted, in one step."""
     torch.manual_seed(0)
     plan, x = plan_of(name, ranks), torch.randn(2, WIDTH)

@@ -119,9 +119,9 @@ def files_of(ranks: int, blocks: int, folder: Path) -> Files:
     wanted = 0
     for name, first, numel in _held(other, ranks * 3 // 8):
         for kind in KINDS:
-            pieces = source.manifest.pieces[kind.format(name)]
-            index = bisect_right(pieces, first, key=lambda piece: piece.start) - 1
-            wanted += bisect_right(pieces, first + numel - 1, key=lambda piece: piece.start) - index
+            of_kind = source.manifest.pieces[kind.format(name)]
+            index = bisect_right(of_kind, first, key=lambda piece: piece.start) - 1
+            wanted += bisect_right(of_kind, first + numel - 1, key=lambda piece: piece.start) - index
     find_s = time.perf_counter() - start
     source.close()
     return Files(ranks, count, len(json.dumps(own)), len(content), assemble_s, read_s, wanted, find_s)

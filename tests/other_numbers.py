@@ -73,7 +73,7 @@ def shift_seeds() -> None:
     def manual_seed(seed: int) -> torch.Generator:
         return seed_all(int(seed) + by)
 
-    torch.Generator, torch.manual_seed = Generator, manual_seed  # type: ignore[misc, assignment]
+    torch.Generator, torch.manual_seed = Generator, manual_seed  # type: ignore[misc]
     worker._SEED += by
 
 

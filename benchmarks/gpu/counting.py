@@ -121,7 +121,7 @@ def kernels_of(step: Callable[[], None], device: torch.device) -> Kernels:
     found = Kernels([], [], [], [])
     shortest = BIG_BYTES / 64e9 * 1e6
     for event in profile.events():
-        if event.device_type != torch.autograd.DeviceType.CUDA:
+        if event.device_type.name != "CUDA":
             continue
         name, span = event.name.lower(), (float(event.time_range.start), float(event.time_range.end))
         if "nccl" in name:

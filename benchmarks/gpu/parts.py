@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.gpu.driver import OUT, Part
 from benchmarks.gpu.results import Facts
@@ -39,20 +40,21 @@ class GpuTests:
 MANY, EARLY = ("test_fp32",), ("test_updates_during_backward_change_no_bit",)
 FIRST_TESTS = {
     "branches": GpuTests(20),
-    "devices": GpuTests(6, 80.0),  # thirteen programs, each of which imports torch
+    "devices": GpuTests(6, 80.0),  # fourteen programs, each of which imports torch
     "running_ahead": GpuTests(14, 20.0),  # the GPU sleeps
-    "counts": GpuTests(27, 10.0),  # the profiler starts
-    "launch": GpuTests(2, 20.0),
-    "memory_and_streams": GpuTests(12, 10.0),
+    "counts": GpuTests(32, 15.0),  # the profiler starts
+    "launch": GpuTests(2),
+    "memory_and_streams": GpuTests(8, 10.0),
     "packed_weights": GpuTests(12, 20.0),
     "trace": GpuTests(4, 10.0),
-    "zero": GpuTests(12),
+    "axes": GpuTests(10, 25.0),  # models on both sides
     "tiers": GpuTests(76),
-    "parity": GpuTests(132, but=MANY),
+    "parity": GpuTests(164, 15.0, but=MANY),
     "auto_and_early": GpuTests(72, but=EARLY),
 }
 """What would stop a run first, what would make it slow or too large next, then numbers of every kind."""
 LATER_TESTS = {
+    "interfaces": GpuTests(14, 60.0),  # imports of the other libraries
     "parity fp32": GpuTests(180, only=MANY),
     "auto_and_early updates": GpuTests(120, only=EARLY),
     "adam": GpuTests(78),
@@ -94,7 +96,7 @@ def _training(system: str, size: str, facts: Facts) -> Part:
     """``state on the host`` in every system where it does not fit on the device."""
     needed = STATE_BYTES * PARAMETERS[size] + ROOM_BYTES
     offload = needed > facts.device_bytes
-    command = ("-m", "benchmarks.gpu.train", "--system", system, "--size", size, "--json", OUT)
+    command: tuple[str, ...] = ("-m", "benchmarks.gpu.train", "--system", system, "--size", size, "--json", OUT)
     skip = ""
     if offload:
         command += ("--offload", "--steps", "3")
@@ -149,13 +151,13 @@ def _largest(share: float, before: str) -> Part:
 
 def _stand_in(directory: str) -> list[Part]:
     """The same commands on a CPU with tiny models: whether everything runs, and no figure that means anything."""
-    quick = {"expects_s": 5.0, "limit_s": USUAL_S}
+    quick: dict[str, Any] = {"expects_s": 5.0, "limit_s": USUAL_S}
     files = dict.fromkeys(name.split()[0] for name in (*FIRST_TESTS, *LATER_TESTS))
     found = [_test(name, "cpu", "--every", "40", **quick) for name in files]
     for system in (*FIRST, *LATER, *DEEPSPEED):
-        command = ("-m", "benchmarks.gpu.train", "--system", system, "--size", "tiny", "--device", "cpu")
+        training = ("-m", "benchmarks.gpu.train", "--system", system, "--size", "tiny", "--device", "cpu")
         needs = ("deepspeed",) if system.startswith("ds") else ()
-        found.append(Part(f"training tiny {system}", (*command, "--steps", "2", "--json", OUT), 5.0, USUAL_S, needs))
+        found.append(Part(f"training tiny {system}", (*training, "--steps", "2", "--json", OUT), 5.0, USUAL_S, needs))
     found.append(_adam("cpu", "1e6", "2"))
     tiny = ("--device", "cpu", "--size", "tiny", "--micro-batch", "1", "--repeats", "1", "--steps", "1")
     for update in ("step", "backward"):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.counting import allocator_queries, host_waits
@@ -81,7 +82,8 @@ def measure(system: str, size_name: str, device_type: str, steps: int, offload: 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     step = SYSTEMS[system](model, job)
     del model
-    given = tuple(part.to(device) for part in batch(size, 0, 0))
+    tokens, targets = batch(size, 0, 0)
+    given = tokens.to(device), targets.to(device)
     built = time.perf_counter() - began
     losses = [float(step(*given)) for _ in range(WARM_UP)]
     if device.type == "cuda":
@@ -91,7 +93,6 @@ def measure(system: str, size_name: str, device_type: str, steps: int, offload: 
     losses.append(float(step(*given)))
     if not losses[-1] < losses[0]:
         raise RuntimeError(f"{system} {size_name}: the loss does not fall on a text that is repeated: {losses}")
-    tokens = given[0].numel()
     found: dict[str, Any] = {
         "system": system,
         "size": size_name,
@@ -100,8 +101,8 @@ def measure(system: str, size_name: str, device_type: str, steps: int, offload: 
         "versions": versions,
         "build_seconds": built,
         "step_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "model_flops_per_second": 6 * parameters * tokens / seconds,
+        "tokens_per_second": tokens.numel() / seconds,
+        "model_flops_per_second": 6 * parameters * tokens.numel() / seconds,
         "peak_device_bytes": peak,
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": losses,
@@ -114,7 +115,8 @@ def measure(system: str, size_name: str, device_type: str, steps: int, offload: 
 
 def _host(step: Step, size: Size, device: torch.device, count: int) -> dict[str, Any]:
     """Seconds of the host for a step, and what in a step it waits for."""
-    given = tuple(part.to(device) for part in batch(replace(size, **TINY), 0, 0))
+    tokens, targets = batch(replace(size, **TINY), 0, 0)
+    given = tokens.to(device), targets.to(device)
     step(*given)
     found: dict[str, Any] = {
         "host_seconds": statistics.median(_seconds(step, given, count, device) for _ in range(SEVERAL)),
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     found = measure(options.system, options.size, options.device, options.steps, options.offload)
     options.json.write_text(json.dumps(found))
     print(found["line"], flush=True)

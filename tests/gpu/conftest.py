@@ -1,6 +1,6 @@
 """``python -m pytest tests/gpu``: skipped without a GPU. One GPU is enough; two or more use NCCL between them.
 
-``--gpu-device cpu`` runs what does not need CUDA itself on the CPU, so that these tests can be tried without a GPU.
+``--gpu-device cpu`` runs what does not need CUDA itself on the CPU. So does ``make test-full`` without a GPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="device of the tests in tests/gpu")
+    parser.addoption("--gpu-device", choices=("cuda", "cpu"), help="device of the tests in tests/gpu")
+
+
+def _device_type(config: pytest.Config) -> str:
+    stand_in = "cpu" if config.getoption("--full", False) and not torch.cuda.is_available() else "cuda"
+    return str(config.getoption("--gpu-device", None) or stand_in)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything here ``gpu``, and skip it where there is none."""
-    device_type = config.getoption("--gpu-device", "cuda")
+    device_type = _device_type(config)
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -55,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def device_type(request: pytest.FixtureRequest) -> str:
     """``cuda``, or ``cpu`` if that was asked for."""
-    return request.config.getoption("--gpu-device", "cuda")
+    return _device_type(request.config)
 
 
 def _pool(ranks: int, device_type: str) -> RankPool:
@@ -77,6 +82,13 @@ def one_rank(device_type: str) -> Iterator[RankPool]:
 def two_ranks(device_type: str) -> Iterator[RankPool]:
     """Two ranks: with a GPU each over NCCL, or sharing one over gloo."""
     with _pool(2, device_type) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def four_ranks(device_type: str) -> Iterator[RankPool]:
+    """Four ranks, as :func:`two_ranks`."""
+    with _pool(4, device_type) as pool:
         yield pool
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.gpu.counting import kernels_of
+from shardwise.core.optim.lamb import Lamb
+from shardwise.core.optim.muon import MuonWithAuxAdam
+from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
@@ -56,6 +59,32 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return Lamb(model.parameters(), lr=1e-2, eps=1e-2)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon for matrices, Adam for the rest."""
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == flag] for flag in (True, False))
+    groups = ({"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False, "lr": 1e-2, "eps": 1e-2})
+    return MuonWithAuxAdam(groups)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """On a CPU without code generation, which takes a compiler there."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="inductor" if next(model.parameters()).is_cuda else "aot_eager")
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": adamw, "lamb": lamb, "muon": muon}
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "": lambda model: None,
+    "fp8": multiply_in_8_bits,
+    "compile": compile_blocks,
+    "graphs": lambda model: [block.compile(mode="reduce-overhead") for block in model.blocks],  # type: ignore[union-attr]
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One training run on the ranks of a pool."""
@@ -66,6 +95,9 @@ class Setting:
     dtype: torch.dtype = torch.float32
     micro_batches: int = 1
     side_stream: bool = False
+    optimizer: str = "adamw"
+    change: str = ""
+    """What becomes of the model before it is sharded: a key of :data:`CHANGES`."""
 
 
 @dataclass
@@ -109,6 +141,7 @@ def train(setting: Setting) -> Run:
     """Train as the plan says, optionally on a stream that is not the default one."""
     device = device_of_rank(setting.device_type)
     model = MODELS[setting.model].factory(setting.dtype)
+    CHANGES[setting.change](model)
     if device.type == "cuda" and setting.side_stream:
         side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):
@@ -117,7 +150,7 @@ def train(setting: Setting) -> Run:
 
 
 def _build_and_train(model: nn.Module, setting: Setting, device: torch.device) -> Run:
-    session = build(model, adamw(model), setting.plan, device=device)
+    session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan, device=device)
     try:
         return _train(session, setting, device)
     finally:
@@ -140,7 +173,13 @@ def plain(setting: Setting, world_size: int) -> PlainRun:
         param_dtype=precision.param_dtype,
         loss_scale=precision.scaler.initial_scale if precision.scaler else 1.0,
     )
-    run = train_plain(lambda: case.factory(setting.dtype).to(device), loss, adamw, batches, recipe)
+
+    def factory() -> nn.Module:
+        model = case.factory(setting.dtype).to(device)
+        CHANGES[setting.change if setting.change == "fp8" else ""](model)
+        return model
+
+    run = train_plain(factory, loss, OPTIMIZERS[setting.optimizer], batches, recipe)
     run.gradients = [_on_cpu(step) for step in run.gradients]
     run.masters = [_on_cpu(step) for step in run.masters]
     # Modules on a CUDA device do not travel between processes here, and nobody needs them.
@@ -205,50 +244,6 @@ def measure_memory(plan: Plan, width: int, depth: int) -> Peak:
     session.close()
     session.mesh.close()
     return peak
-
-
-def trace_overlap(plan: Plan, width: int, depth: int) -> tuple[float, float]:
-    """(microseconds of NCCL kernels, of those that ran beside another kernel) in one step. CUDA with NCCL only."""
-    device = device_of_rank("cuda")
-    model = Stack(width, depth)
-    session = build(model, adamw(model), plan, device=device)
-    rows = torch.randn(2048, width, device=device)
-
-    def step() -> None:
-        session.backward(session.module(rows).float().square().mean())
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    kernels = kernels_of(step, device)
-    session.close()
-    session.mesh.close()
-    comm = kernels.gathers + kernels.reductions
-    return sum(end - start for start, end in comm), kernels.hidden(comm)
-
-
-def forward_backward_without_sync(plan: Plan) -> list[float]:
-    """The engine must not make the host wait for the GPU in forward and backward. CUDA only; one rank. The losses."""
-    losses = []
-    device = device_of_rank("cuda")
-    model = Stack(64, 4)
-    session = build(model, adamw(model), plan, device=device)
-    rows = torch.randn(8, 64, device=device)
-    for index in range(3):
-        torch.cuda.synchronize(device)
-        torch.cuda.set_sync_debug_mode("error" if index else "default")
-        try:
-            loss = session.module(rows).float().square().mean()
-            session.backward(loss)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        losses.append(float(loss.detach()))
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-    session.close()
-    session.mesh.close()
-    return losses
 
 
 def overflow_then_train(device_type: str) -> tuple[list[bool], list[float], str | None]:

@@ -58,13 +58,10 @@ def exchanges(plan: Plan, depth: int, device_type: str) -> list[int]:
     return found
 
 
-PLANS = {"ddp": replicated(), "zero2": zero(2), "zero3": zero(3)}
-
-
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3"])
 def test_exchanges_do_not_grow_with_the_model(pool: RankPool, device_type: str, plan: str) -> None:
     """Where ranks need not agree on gathers, a step has a few: which gradients there are, and the norm."""
-    few, many = (pool.run(exchanges, PLANS[plan], depth, device_type, timeout=120.0) for depth in (6, 12))
+    few, many = (pool.run(exchanges, HERE[plan], depth, device_type, timeout=120.0) for depth in (6, 12))
     assert few == many
     for counts in few:
         assert len(set(counts)) == 1, "each step has as many"
@@ -126,6 +123,23 @@ def test_the_host_does_not_wait_in_passes_with_offload(one_rank: RankPool, plan:
     assert control == 1 and found == 0
 
 
+# ---- kernels of an update
+
+
+def update_kernels(plan: Plan) -> int:
+    """Of ``step()`` for 64 layers, without copies."""
+    device = device_of_rank("cuda")
+    with training(plan, 64, 64, device) as session:
+        session.backward(session.module(torch.randn(8, 64, device=device)).float().square().mean())
+        return len(kernels_of(session.optimizer.step, device).compute)
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("plan", HERE)
+def test_an_update_launches_fewer_kernels_than_there_are_layers(one_rank: RankPool, plan: str) -> None:
+    assert 0 < one_rank.run(update_kernels, HERE[plan], timeout=120.0)[0] < 64
+
+
 # ---- questions to the allocator
 
 
@@ -163,7 +177,7 @@ def test_nobody_asks_the_allocator_without_a_capacity(one_rank: RankPool) -> Non
 
 @dataclass(frozen=True)
 class Shown:
-    """Gathers of one step: how many there were, and how many nothing hid."""
+    """Gathers of one step: how many there were, and how many of them and of reductions nothing hid."""
 
     gathers: int
     exposed: int
@@ -177,25 +191,17 @@ def shown(plan: Plan, width: int, depth: int, rows: int) -> Shown:
         one_step(session, given)
         kernels = kernels_of(lambda: one_step(session, given), device)
     spans = kernels.gathers if session.mesh.size > 1 else kernels.uploads
-    return Shown(len(spans), kernels.exposed(spans))
+    return Shown(len(spans), kernels.exposed(spans + kernels.reductions))
 
 
 @pytest.mark.gpus(1)
-@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_uploads_hide_behind_compute(one_rank: RankPool, prefetch: int) -> None:
-    """A layer computes several times as long as its 16 MiB travel; forward's first and backward's first may show."""
+    """A layer computes several times as long as its 16 MiB travel; forward's first and backward's first may show.
+    Without prefetch they show."""
     plan = tiered(zero(3), (1.0, 0.0), (0.0, 0.0), None).but(prefetch=prefetch)
     (found,) = one_rank.run(shown, plan, 2048, 12, 16384, timeout=120.0)
-    assert found.gathers >= 12, found
-    assert found.exposed <= 2, found
-
-
-@pytest.mark.gpus(1)
-def test_uploads_without_prefetch_show(one_rank: RankPool) -> None:
-    """The count can fail."""
-    plan = tiered(zero(3), (1.0, 0.0), (0.0, 0.0), None).but(prefetch=0)
-    (found,) = one_rank.run(shown, plan, 2048, 12, 16384, timeout=120.0)
-    assert found.exposed >= 6, found
+    assert found.gathers >= 12 and (found.exposed <= 2 if prefetch else found.exposed >= 6), found
 
 
 @pytest.mark.gpus(2)
@@ -205,4 +211,4 @@ def test_gathers_over_nccl_hide_behind_compute(two_ranks: RankPool, same_order: 
     plan = replace(zero(3), tiers=on_device()).but(same_order=same_order, prefetch=1)
     for found in two_ranks.run(shown, plan, 2048, 12, 16384, timeout=120.0):
         assert found.gathers >= 12, found
-        assert found.exposed <= 2, found
+        assert found.exposed <= 4, found  # the first gathers of both passes, the last reductions

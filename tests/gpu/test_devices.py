@@ -81,7 +81,7 @@ def started(code: list[str], environment: Mapping[str, str]) -> tuple[list[str],
     done = subprocess.run(
         [sys.executable, *code],
         cwd=ROOT,
-        env=kept | environment,
+        env={**kept, **environment},
         capture_output=True,
         encoding="utf-8",
         timeout=100,
@@ -123,6 +123,15 @@ def test_one_process_trains_on_its_gpu(given: str) -> None:
         words, said = started([TRAIN, given], environment)
         assert words[-3] == "cuda", said
         assert float(words[-1]) < float(words[-2])
+
+
+def test_torchrun_with_one_process(device_type: str) -> None:
+    """init_distributed chooses NCCL and the GPU."""
+    # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1"]
+    words, said = started([*torchrun, TRAIN, device_type], {})
+    assert words[-4:-2] == (["nccl", "cuda"] if device_type == "cuda" else ["gloo", "cpu"]), said
+    assert float(words[-1]) < float(words[-2])
 
 
 def test_without_a_gpu_the_cpu_is_taken() -> None:

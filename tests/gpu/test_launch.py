@@ -1,18 +1,11 @@
-"""torchrun, NCCL and one GPU: what a user's script does first."""
+"""NCCL's own collectives, with one rank and with several."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from shardwise.testing import RankPool
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def nccl_collectives() -> None:
@@ -57,24 +50,3 @@ def nccl_collectives() -> None:
 @pytest.mark.gpus(1)
 def test_native_collectives(pool: RankPool) -> None:
     pool.run(nccl_collectives, timeout=120.0)
-
-
-def test_torchrun_with_one_process(device_type: str) -> None:
-    """init_distributed chooses NCCL and the GPU; the loss falls."""
-    # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    command += ["--nproc-per-node=1", str(Path(__file__).with_name("train_one_gpu.py")), device_type]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    backend, device, first, last = done.stdout.split()[-4:]
-    assert (backend, device) == (("nccl", "cuda") if device_type == "cuda" else ("gloo", "cpu"))
-    assert float(last) < float(first)

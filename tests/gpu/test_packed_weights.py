@@ -36,6 +36,7 @@ def trained(device_type: str, bits: int, stage: int | None, where: str) -> tuple
         losses = train(model, lambda loss: loss.backward(), update)
         return losses, {name: value.cpu() for name, value in model.state_dict().items()}, 0
     session = build(model, optimizer, zero(stage), device=device)  # type: ignore[arg-type]
+    assert session.optimizer is not None
     step = session.optimizer
     losses = train(session.module, session.backward, update)
     state, held = session.module.state_dict(), session.memory().parameters_bytes

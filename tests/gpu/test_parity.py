@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -71,6 +72,35 @@ def test_accumulation_and_clipping(pool: RankPool, device_type: str, plan: str) 
     check(pool, Setting(model="gpt", plan=chosen, device_type=device_type, micro_batches=3), 1e-5)
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_optimizers_of_whole_tensors(pool: RankPool, device_type: str, plan: str, optimizer: str) -> None:
+    setting = Setting(model="gpt", plan=PLANS[plan](), device_type=device_type, optimizer=optimizer)
+    check(pool, setting, 1e-4)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+@pytest.mark.parametrize("change", ["compile", pytest.param("graphs", marks=pytest.mark.gpus(1))])
+def test_compiled_blocks(pool: RankPool, device_type: str, plan: str, change: str) -> None:
+    """As the same blocks in eager mode. CUDA graphs are made of parameters that stay gathered."""
+    chosen = PLANS["zero1" if change == "graphs" and plan == "zero3" else plan]()
+    check(pool, Setting(model="gpt", plan=chosen, device_type=device_type, change=change), 1e-5)
+
+
+def test_products_in_8_bits(pool: RankPool, device_type: str) -> None:
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that multiplies in 8 bits: Ada, Hopper or later")
+    plan = zero(3, torch.bfloat16)
+    check(pool, Setting(model="gpt", plan=plan, device_type=device_type, change="fp8"), 0.2)
+
+
+@pytest.mark.parametrize("bits", ["fp8", "int8"])
+def test_exchange_in_8_bits(two_ranks: RankPool, device_type: str, bits: Any) -> None:
+    """A value is off by a part of the largest of its block, which may be another tensor's."""
+    plan = zero(3).but(compress_weights=bits, compress_gradients=bits, shared_memory=False)
+    check(two_ranks, Setting(model="gpt", plan=plan, device_type=device_type), 0.5)
+
+
 def test_without_overlap_is_the_same(two_ranks: RankPool, device_type: str) -> None:
     """Prefetch and early reduction move work, not results."""
     together, apart = (
@@ -82,7 +112,7 @@ def test_without_overlap_is_the_same(two_ranks: RankPool, device_type: str) -> N
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_on_a_side_stream(pool: RankPool, device_type: str, stage: int) -> None:
+def test_on_a_side_stream(pool: RankPool, device_type: str, stage: Literal[2, 3]) -> None:
     """The caller's current stream is the one that the engine orders its work against."""
     setting = Setting(model="gpt", plan=zero(stage), device_type=device_type, side_stream=True)
     check(pool, setting, 1e-5)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import split_batch
-from shardwise.plan import MeshPlan, PipelinePlan, Plan, TensorPlan, replicated, zero
+from shardwise.plan import MeshPlan, PipelinePlan, Plan, SequencePlan, TensorPlan, replicated, zero
 from shardwise.session import Session, build
 from tests.support.engine_setup import adam
 from tests.support.tensor_cases import CASES
 from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 
+CPU = torch.device("cpu")
 STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
 EXACT, SINGLE = 1e-11, 1e-6
 """Of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32; there twice what one process is off
@@ -48,6 +49,14 @@ LAYOUTS: dict[str, tuple[int, Plan]] = {
     "tp2pp2dp2 zero1": (8, _plan(zero(1), tp=2, pp=2)),
 }
 """Ranks and plan, by name."""
+SHARED: dict[str, tuple[int, Plan]] = {
+    "sp2 all_to_all": (2, zero(1).but(sp=2)),
+    "sp2 ring": (2, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
+    "sp4 ring": (4, zero(1).but(sp=4, sequence=SequencePlan(mode="ring_attn"))),
+    "sp4 rings of 2": (4, zero(1).but(sp=4, sequence=SequencePlan(mode="ring_attn", inner_ring=2))),
+    "hybrid shard": (4, zero(3, dp_replicate=2)),
+}
+"""Layouts of ``tests/gpu`` in addition."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ def _case(architecture: str, padded: bool, staged: bool) -> Case:
     return replace(case, config=config, padded=padded)
 
 
-def _batch(case: Case, step: int, rank: int) -> dict[str, Tensor]:
+def _batch(case: Case, step: int, rank: int, device: torch.device = CPU) -> dict[str, Tensor]:
     """Another one for each step and data-parallel rank, of the case's kind."""
     batch = case.batch()
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -96,7 +105,7 @@ def _batch(case: Case, step: int, rank: int) -> dict[str, Tensor]:
     for name in ("pixel_values", "input_features"):
         if name in batch:
             batch[name] = torch.randn(batch[name].shape, generator=generator, dtype=torch.float64)
-    return batch
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def _cast(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -107,15 +116,15 @@ def _numbers(dtype: torch.dtype) -> Any:
     return Exact() if dtype == torch.float64 else nullcontext()
 
 
-def _plain(case: Case, dtype: torch.dtype, replicas: int, staged: bool, limit: float) -> Training:
-    model = case.made().to(dtype)
+def _plain(case: Case, dtype: torch.dtype, replicas: int, staged: bool, limit: float, device: torch.device) -> Training:
+    model = case.made().to(device, dtype)
     optimizer = adam(model, LR)
     first: tuple[float, dict[str, Tensor]] = (0.0, {})
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for rank in range(replicas):
-            batch = _cast(_batch(case, step, rank), dtype)
+            batch = _cast(_batch(case, step, rank, device), dtype)
             parts = [(each.kwargs, each.share) for each in split_batch(batch, MICROBATCHES, None)]
             for kwargs, share in parts if staged else [(batch, 1.0)]:
                 with _numbers(dtype):
@@ -141,7 +150,7 @@ def _divided(session: Session, case: Case, dtype: torch.dtype) -> Training:
     mesh, optimizer = session.mesh, session.optimizer
     first: tuple[float, dict[str, Tensor]] = (0.0, {})
     for step in range(STEPS):
-        batch = _cast(_batch(case, step, mesh.rank), dtype)
+        batch = _cast(_batch(case, step, mesh.rank // mesh.sequence.size, mesh.device), dtype)
         if session.pipeline is not None:
             with _numbers(dtype):
                 outcome = session.pipeline.step(batch, lambda out, _: loss_of(out), train=True)
@@ -182,34 +191,34 @@ def _judged(found: Training, expected: Training, tolerance: float) -> tuple[floa
         if not abs(one - other) <= (tolerance if what == "loss" else 10 * tolerance) * abs(other):
             wrong.append(f"{what} {one!r}, not {other!r}")
     for name, value in plain_values.items():
-        gap = float((values[name].double() - value.double()).abs().max()) if name in values else float("nan")
-        if exact and not gap <= 1e-9 * max(float(value.abs().max()), 1e-2):
-            wrong.append(f"{name} after {STEPS} steps: {gap:.1e}")
+        off = float((values[name].double() - value.double()).abs().max()) if name in values else float("nan")
+        if exact and not off <= 1e-9 * max(float(value.abs().max()), 1e-2):
+            wrong.append(f"{name} after {STEPS} steps: {off:.1e}")
     return error, "; ".join(wrong[:4])
 
 
-def measured(architecture: str, layouts: list[str], dtypes: list[str]) -> list[Found]:
+def measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device = CPU) -> list[Found]:
     """What each of ``layouts``, which have the same number of ranks, makes of the architecture. On all of these; the
     first one compares."""
-    return list(_measured(architecture, layouts, dtypes))
+    return list(_measured(architecture, layouts, dtypes, device))
 
 
-def _measured(architecture: str, layouts: list[str], dtypes: list[str]) -> Iterator[Found]:
-    order = sorted(CASES)
+def _measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device) -> Iterator[Found]:
+    order, known = sorted(CASES), LAYOUTS | SHARED
     plain: dict[Any, Training] = {}
     with ExitStack() as meshes:
         made: dict[MeshPlan, Mesh] = {}
         for layout in layouts:
-            padded = (list(LAYOUTS).index(layout) + order.index(architecture)) % 2 == 0
+            padded = (list(known).index(layout) + order.index(architecture)) % 2 == 0
             for kind in dtypes:
-                plan, dtype = LAYOUTS[layout][1], getattr(torch, kind)
+                plan, dtype = known[layout][1], getattr(torch, kind)
                 padded_here = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
                 staged = plan.mesh.pp > 1
                 case = _case(architecture, padded_here, staged)
                 limit = _limit(case)
                 mesh = made.get(plan.mesh)
                 if mesh is None:
-                    mesh = made[plan.mesh] = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+                    mesh = made[plan.mesh] = Mesh.create(plan.mesh, device, plan.comm)
                     meshes.callback(mesh.close)
                 model = case.made().to(dtype)
                 try:
@@ -222,10 +231,10 @@ def _measured(architecture: str, layouts: list[str], dtypes: list[str]) -> Itera
                 error_, wrong = 0.0, ""
                 if mesh.is_rank0:
                     wanted = {"float64": EXACT} if kind == "float64" else {"float64": EXACT, kind: SINGLE}
-                    key = (padded_here, staged, mesh.size)
+                    key = (padded_here, staged, mesh.size // mesh.sequence.size)
                     for each in wanted:
                         if (each, *key) not in plain:
-                            plain[each, *key] = _plain(case, getattr(torch, each), mesh.size, staged, limit)
+                            plain[each, *key] = _plain(case, getattr(torch, each), key[-1], staged, limit, device)
                     expected, tolerance = plain[kind, *key], wanted[kind]
                     if kind != "float64":
                         tolerance = max(tolerance, 2 * _rounded(expected, plain["float64", *key]))

@@ -117,7 +117,7 @@ def away_from_zero(model: nn.Module) -> nn.Module:
     """Vectors that start at zero would hold the steps alone, which are as exact as gradients in fp32 are."""
     with torch.no_grad():
         for vector in (p for p in model.parameters() if p.dim() == 1):
-            vector += 0.1 * torch.randn(vector.shape)
+            vector.add_(0.1 * torch.randn(vector.shape))
     return model
 
 

@@ -77,11 +77,11 @@ def quiet(ns: Namespace = LIGHTNING) -> None:
 
 
 def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
-    """A Trainer over all ranks of the pool, on CPUs; ``strategy`` is a name or an instance."""
+    """A Trainer over all ranks of the pool, on their device; ``strategy`` is a name or an instance."""
     quiet(ns)
     environment = _environment(ns)()
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": "auto",
         "devices": dist.get_world_size(),
         "max_epochs": 1,
         "logger": False,
@@ -95,11 +95,11 @@ def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
 
 
 def fabric(strategy: Any, ns: Namespace, **arguments: Any) -> Any:
-    """A Fabric over all ranks of the pool, on CPUs, launched; ``ns`` is one of Fabric's own."""
+    """A Fabric over all ranks of the pool, on their device, launched; ``ns`` is one of Fabric's own."""
     quiet(ns)
     plugins = [_environment(ns)(), *arguments.pop("plugins", [])]
     made = ns.load("Fabric")(
-        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), plugins=plugins, **arguments
+        strategy=strategy, accelerator="auto", devices=dist.get_world_size(), plugins=plugins, **arguments
     )
     made.launch()
     return made

@@ -20,8 +20,8 @@ def base(folder: str) -> str:
 
     where = Path(folder, "base")
     if not where.exists():
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER}
+        heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER}
         torch.manual_seed(0)
         model = LlamaForCausalLM(
             LlamaConfig(**sizes, **heads, num_hidden_layers=LAYERS, max_position_embeddings=LENGTH)

@@ -354,7 +354,7 @@ class Adapted(Case):
 
 
 def adapted(rate: float = 0.0) -> list[Case]:
-    config = {
+    config: dict[str, Any] = {
         "pad_token_id": PAD,
         "n_embd": 24,
         "n_layer": 2,
@@ -362,7 +362,7 @@ def adapted(rate: float = 0.0) -> list[Case]:
         "vocab_size": VOCABULARY,
         "use_cache": False,
     }
-    still = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    still: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     return [
         Adapted("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language, True, rate),
         Adapted("GPT2LMHeadModel", transformers.GPT2Config(**config, **still), language, False, rate),

@@ -34,6 +34,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.engine.casts import cast_floats, map_tensors
+from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
 from shardwise.shardformer import ShardConfig, changes
 from shardwise.shardformer.changes import Kernels, changed_model, kernels_of
@@ -93,6 +94,16 @@ def test_a_layer_and_its_gradients(shape: tuple[int, ...]) -> None:
     for found, plain, term in zip((of_x, of_weight), exact, terms, strict=True):
         assert ((found - plain).abs() <= (2**-3 + 2**-4 + 2**-7) * term + 1e-4).all()
         assert not torch.equal(found, plain)
+
+
+def test_scale_and_codes_are_one_graph() -> None:
+    """A compiler can fuse them, and backward takes the scale that forward found."""
+    traced: Any = torch.compile(float8._quantized, backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(33, 17).to(dtype)
+        codes, scale = scaled(x, VALUES)
+        for found in (traced(x, VALUES, None), scaled(x, VALUES, scale)):
+            assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(found[1], scale)
 
 
 def test_an_overflow_reaches_the_loss_scale() -> None:

@@ -188,17 +188,6 @@ def test_parts_run_every_test_once(tmp_path: Path) -> None:
     assert len(expected) > 400 and sorted(taken) == sorted(expected)
 
 
-SLOW = ("test_auto_gives_the_bits_of_fixed_homes_on_the_host", "test_the_margin_holds_optimizer_state")
-
-
-@pytest.mark.full
-def test_some_run_on_a_cpu(tmp_path: Path) -> None:
-    way = ("--device", "cpu", "--every", "16", "--but", *SLOW, "test_torchrun_with_one_process")
-    status, shown = finished("tests.gpu", *way, log=tmp_path / "some")
-    counts = dict(reversed(part.split()) for part in shown.splitlines()[-1].split(", "))
-    assert status == 0 and int(counts["passed"]) > 15 and "failed" not in counts, shown
-
-
 @pytest.mark.full
 def test_every_system_takes_steps() -> None:
     given = ["--ranks", "2", "--blocks", "2", "--rounds", "1"]

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed import distributed_c10d
 from torch.nn.modules.module import _IncompatibleKeys
@@ -221,6 +221,13 @@ def never_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo.decorators import skip  # this import takes as long as that of torch
 
     return skip(call)
+
+
+def makes_cuda_graphs(module: nn.Module) -> bool:
+    """Return True if ``torch.compile`` was asked for CUDA graphs of the module, as by ``mode="reduce-overhead"``."""
+    calls = module._compiled_call_impl, module.forward  # of module.compile(), and of torch.compile(module)
+    configs: list[Any] = [getattr(call, "get_compiler_config", dict)() or {} for call in calls]
+    return any(config.get("triton.cudagraphs") for config in configs)
 
 
 # ---- torch.func

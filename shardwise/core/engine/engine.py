@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.core.base.events import Events
+from shardwise.core.base.torch_internals import makes_cuda_graphs
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.description import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
@@ -73,7 +74,8 @@ class Engine:
 
     Raises:
         ValueError: an optimizer cannot be sharded, has a tensor that is not a parameter of the model, or shares
-            one with another optimizer; or the ranks have different arguments. Nothing was changed.
+            one with another optimizer; a module makes CUDA graphs of parameters that are gathered for each use; or the
+            ranks have different arguments. Nothing was changed.
         PeerError: another rank cannot build. Nothing was changed.
     """
 
@@ -88,6 +90,12 @@ class Engine:
         limited = ledger.capacity_bytes is not None
         self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, foreseen) if limited else None
         self.pool = self._make_pool()
+        if self.pool.has_transient and (graphs := [n for n, m in model.named_modules() if makes_cuda_graphs(m)]):
+            raise ValueError(
+                f"module {graphs[0]!r} is compiled into CUDA graphs, which replay fixed addresses; this plan gathers "
+                "parameters to new ones at each use. Compile it with mode='default' or 'max-autotune-no-cudagraphs', "
+                "or keep parameters gathered (stage 0, 1 or 2)"
+            )
         self.guards = Guards(model, params, chunks, layout, self.pool, Broken(storage.roll_back), staged)
         self.grads = Gradients(self.shards, self.pool, self.guards.broken, self.meter, self.events)
         self.values = Values(self.shards, self.pool, self.guards, self.grads, self.meter)
@@ -232,16 +240,9 @@ def _make_shards(
         check_shardable(model)
         partition = Partition(model, optimizers, plan, mesh)
         _check_whole_tensors(optimizers, whole_tensor_optimizers, partition, plan, mesh)
-        layout = make_layout(
-            partition.facts,
-            model,
-            plan.shard.packing,
-            mesh.shard.size,
-            mesh.replicate.size,
-            plan.shard.groups,
-            whole_tensor_optimizers,
-            uneven=mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None,
-        )
+        uneven = mesh.shard.uneven and not plan.comm.compressed and plan.mesh.secondary is None
+        packing, sizes, groups = plan.shard.packing, (mesh.shard.size, mesh.replicate.size), plan.shard.groups
+        layout = make_layout(partition.facts, model, packing, *sizes, groups, whole_tensor_optimizers, uneven=uneven)
     model_id = mesh.register_model(type(model).__name__)
     report = search_report(layout)
     if plan.verbose and report is not None and mesh.is_rank0:

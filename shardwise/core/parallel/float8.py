@@ -6,6 +6,9 @@ optimizers and messages between ranks keep their dtypes.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,36 +35,51 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-def scaled(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """Quantize ``x`` to 8 bits. The scale is the smallest power of two for which the largest value fits.
+def scaled(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Scaled:
+    """Quantize ``x`` to 8 bits. The scale is the smallest power of two for which the largest value fits, unless given.
 
     The relative error of a value is at most 2**-4 (e4m3) or 2**-3 (e5m2); values below 2**-17 or 2**-31 of the largest
     are lost. A matrix with an infinity or a NaN gets the scale NaN, so that its products show the overflow.
     """
-    largest = x.detach().abs().amax().float()
-    mantissa, exponent = torch.frexp(largest)  # mantissa in [0.5, 1)
-    k = (exponent - (EXPONENTS[dtype] + 1) + (mantissa > 0.875)).clamp(-126, 126)
-    scale = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), k), torch.nan)
-    return Scaled((x.float() * (1 / scale)).to(dtype), scale)
+    quantize = _quantized if torch.compiler.is_compiling() else _quantizer(x.device.type)
+    return Scaled(*quantize(x.detach(), dtype, scale))
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
-    """Compute ``a @ b.T`` of ``[m, k]`` and ``[n, k]``: ``[m, n]`` in ``dtype``."""
-    whole = ScalingType.TensorWise
-    left, right = _padded(a.codes), _padded(b.codes).t()
-    out = functional.scaled_mm(left, right, a.scale, whole, b.scale, whole, output_dtype=dtype)
+def _quantized(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if scale is None:
+        largest = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
+        # In the bits of an fp32 number: what is above 1.75 * 2**n is carried to 2**(n + 1).
+        bits = largest.view(torch.int32).clamp(min=(EXPONENTS[dtype] + 1) << 23)
+        rounded = (bits + (0x1FFFFF - (EXPONENTS[dtype] << 23))) & 0x7F800000
+        scale = torch.add(rounded.view(torch.float32), largest, alpha=0)  # NaN where that is not finite
+    # A power of two is exact in bf16; its reciprocal may be above the largest number of fp16.
+    return (x.float() if x.dtype == torch.float16 else x).mul(scale.reciprocal()).to(dtype), scale
+
+
+@functools.cache
+def _quantizer(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function itself, or one kernel for the scale and one for the codes where ``torch.compile`` works."""
+    if device_type == "cuda":
+        with contextlib.suppress(Exception):  # no Triton, or no C compiler for it; then the kernels stay separate
+            fused: Callable[..., Any] = torch.compile(_quantized, dynamic=True, fullgraph=True)
+            fused(torch.ones(SMALLEST, SMALLEST, device=device_type), VALUES, None)
+            return fused
+    return _quantized
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Compute ``a @ b.T`` of ``[m, k]`` and ``[n, k]``: ``[m, n]`` in ``dtype``. ``fast``: a GPU sums in fewer bits."""
+    left, right, whole = _padded(a.codes), _padded(b.codes).t(), ScalingType.TensorWise
+    out = functional.scaled_mm(left, right, a.scale, whole, b.scale, whole, output_dtype=dtype, use_fast_accum=fast)
     return out[: a.codes.shape[0], : b.codes.shape[0]]
 
 
 def _padded(codes: Tensor) -> Tensor:
     """Pad with zeros to multiples of :data:`SMALLEST`; the result is contiguous."""
-    rows, columns = codes.shape
-    more = (-rows % SMALLEST, -columns % SMALLEST)
-    if more == (0, 0):
+    more = [-size % SMALLEST for size in codes.shape]
+    if not any(more):
         return codes.contiguous()
-    whole = codes.new_zeros((rows + more[0], columns + more[1]), dtype=torch.uint8)
-    whole[:rows, :columns] = codes.view(torch.uint8)
-    return whole.view(codes.dtype)
+    return functional.pad(codes.view(torch.uint8), (0, more[1], 0, more[0])).view(codes.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,32 +95,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias if bias is None else bias.to(dtype)
     if x.numel() == 0 or x.dtype == torch.float64 or weight.numel() == 0:
         return functional.linear(x, weight, bias)
-    y: Tensor = _Float8Linear.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
-    y = y.reshape(*x.shape[:-1], y.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
+    y: Tensor = _Float8Linear.apply(rows, weight).view(*x.shape[:-1], len(weight))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
-# Backward quantizes the weight again instead of saving its codes: a gathered weight is freed between forward and
-# backward, and the codes would stay in memory.
+# Backward quantizes the weight again, by the scale of forward, instead of saving its codes: a gathered weight is freed
+# between forward and backward, and the codes would stay in memory.
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.dtypes = x.dtype, weight.dtype
-        values = scaled(x, VALUES)
-        ctx.save_for_backward(values.codes, values.scale, weight)
-        return product(values, scaled(weight, VALUES), x.dtype)
+        values, weights = scaled(x, VALUES), scaled(weight, VALUES)
+        ctx.save_for_backward(*values, weight, weights.scale)
+        return product(values, weights, x.dtype, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        codes, scale, weight = ctx.saved_tensors
+        codes, scale, weight, of_forward = ctx.saved_tensors
         gradients = scaled(grad, GRADIENTS)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = product(gradients, _turned(scaled(weight, VALUES)), ctx.dtypes[0])
-        if ctx.needs_input_grad[1]:
-            of_weight = product(_turned(gradients), _turned(Scaled(codes, scale)), ctx.dtypes[1])
-        return of_x, of_weight
+        (to_x, to_weight), needs = ctx.dtypes, ctx.needs_input_grad
+        of_x = product(gradients, _turned(scaled(weight, VALUES, of_forward)), to_x) if needs[0] else None
+        return of_x, product(_turned(gradients), _turned(Scaled(codes, scale)), to_weight) if needs[1] else None
 
 
 def _turned(x: Scaled) -> Scaled:
@@ -111,7 +126,6 @@ def _turned(x: Scaled) -> Scaled:
 
 # ---- layers of a model
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMED = 3
 """Number of layers that the warning names."""
 
@@ -124,23 +138,13 @@ class _Float8Layer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         bases = type(self).__bases__
-        if bases[0] in (_LinearForward, _Conv1DForward) and type(self) is mixed_class(bases[1], *bases):
-            return _blank, bases, vars(self)
+        if bases[0] is _Float8Layer and type(self) is mixed_class(bases[1], *bases):
+            return _blank, bases[1:], vars(self)
         return object.__reduce_ex__(self, protocol)
 
-
-class _LinearForward(_Float8Layer):
-    """The forward pass of an ``nn.Linear`` in 8 bits."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class _Conv1DForward(_Float8Layer):
-    """The forward pass of transformers' ``Conv1D``, whose weight is ``[in, out]``, in 8 bits."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.t(), self.bias)
+        """Multiply in 8 bits. The weight of transformers' ``Conv1D`` is ``[in, out]``."""
+        return linear(x, self.weight if isinstance(self, nn.Linear) else self.weight.t(), self.bias)
 
 
 def multiply_in_8_bits(model: nn.Module) -> list[str]:
@@ -161,18 +165,18 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
     """
     changed, skipped, before = [], [], False
     for name, module in model.named_modules():
-        kind = _kind(module)
         before |= isinstance(module, _Float8Layer)
-        if kind is None:
+        if not _can_multiply(module):
             continue
         weight = module._parameters.get("weight")
-        if weight is None or weight.dtype not in DTYPES or min(weight.shape) < SMALLEST:
+        known = weight is not None and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if not known or min(weight.shape) < SMALLEST:
             skipped.append(name)
         elif hasattr(type(module), "multiply"):  # a layer cut by tensor parallelism
             vars(module)["multiply"] = linear
             changed.append(name)
         else:
-            module.__class__ = mixed_class(type(module), kind, type(module))
+            module.__class__ = mixed_class(type(module), _Float8Layer, type(module))
             changed.append(name)
     if skipped or not (changed or before):
         names = ", ".join(skipped[:NAMED]) + (", ..." if len(skipped) > NAMED else "")
@@ -184,19 +188,17 @@ def multiply_in_8_bits(model: nn.Module) -> list[str]:
     return changed
 
 
-def _kind(module: nn.Module) -> type[nn.Module] | None:
+def _can_multiply(module: nn.Module) -> bool:
     own = type(module)
     if "forward" in vars(module) or issubclass(own, _Float8Layer):
-        return None
+        return False
     weight: Any = module._parameters.get("weight")
     cut = hasattr(own, "multiply")
     if isinstance(module, nn.Linear):
-        return _LinearForward if cut or own.forward is nn.Linear.forward else None
-    if weight is None or weight.dim() != 2 or not (cut or own.__name__ == "Conv1D"):
-        return None
-    return _Conv1DForward if hasattr(module, "nf") else None
+        return cut or own.forward is nn.Linear.forward
+    return weight is not None and weight.dim() == 2 and (cut or own.__name__ == "Conv1D") and hasattr(module, "nf")
 
 
-def _blank(kind: type[nn.Module], own: type[nn.Module]) -> nn.Module:
+def _blank(own: type[nn.Module]) -> nn.Module:
     """Unpickle a changed layer."""
-    return object.__new__(mixed_class(own, kind, own))
+    return object.__new__(mixed_class(own, _Float8Layer, own))

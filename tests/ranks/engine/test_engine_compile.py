@@ -131,6 +131,28 @@ def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str], de
             check([result[way]], result["none"], f"{name}, {way}, {backend}", rtol=1e-9)
 
 
+def refusal(plan: Plan, way: str) -> str:
+    """What is said of a block that ``torch.compile`` makes CUDA graphs of."""
+    model = seeded(lambda: TinyGpt(depth=2))
+    if way == "blocks":
+        model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
+    else:
+        model.blocks[1].compile(mode="reduce-overhead")
+    try:
+        with sharded(model, adam(model), plan):
+            return ""
+    except ValueError as error:
+        assert all(param.numel() for param in model.parameters()), "nothing has changed"
+        return str(error)
+
+
+@pytest.mark.parametrize("way", WAYS[::2])
+def test_cuda_graphs_need_parameters_that_stay(way: str) -> None:
+    for text in run_ranks(2, refusal, PLANS["zero3"], way):
+        assert text.startswith("module 'blocks.1' is compiled into CUDA graphs") and "mode='default'" in text
+    assert run_ranks(2, refusal, PLANS["zero2"], way) == ["", ""]
+
+
 # ---- parameters of modules that are not called
 
 

@@ -30,6 +30,7 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from shardwise.core.mesh import default_device
 from shardwise.plan import zero
 from shardwise.strategies.namespace import FABRIC, LIGHTNING
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
@@ -133,7 +134,9 @@ def batches(step: int, passes: int, rank: int = 0, ranks: int = 1) -> list[Batch
 
 
 def own_batches(step: int, passes: int) -> list[Batch]:
-    return batches(step, passes, dist.get_rank(), dist.get_world_size())
+    """On the device that a front-end takes by itself."""
+    device, own = default_device(), batches(step, passes, dist.get_rank(), dist.get_world_size())
+    return [(inputs.to(device), target.to(device)) for inputs, target in own]
 
 
 def evaluation_batch() -> Batch:
@@ -401,7 +404,7 @@ class ShardedModel(FrontEnd):
 
     def setup(self, optimizer: torch.optim.Optimizer) -> None:
         strategy = TensorShardStrategy()
-        with ZeroInitContext("cpu", strategy, shard_param=True):
+        with ZeroInitContext(default_device(), strategy, shard_param=True):
             self.net = Net(seed=9 if self.program.load else 3)
         self.module = ShardedModelV2(self.net, strategy)
         self.optimizer = ShardedOptimizerV2(self.module, adam(self.module), initial_scale=64.0)
@@ -464,7 +467,10 @@ class Accelerate(FrontEnd):
 
         precision = "fp16" if self.program.half else "no"
         self.accelerator = ShardwiseAccelerator(
-            plan=zero(3), mixed_precision=precision, cpu=True, gradient_accumulation_steps=self.program.passes
+            plan=zero(3),
+            mixed_precision=precision,
+            cpu=not torch.cuda.is_available(),
+            gradient_accumulation_steps=self.program.passes,
         )
         self.module, self.optimizer = self.accelerator.prepare(self.net, optimizer)
 
@@ -625,7 +631,7 @@ class HuggingFaceTrainer(FrontEnd):
             eval_on_start=self.program.evaluate,
             save_strategy="steps" if self.program.save else "no",
             save_steps=steps,
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             report_to="none",
             disable_tqdm=True,
             remove_unused_columns=False,

@@ -50,7 +50,7 @@ def run(name: str, program: Program, folder: str) -> Result:
         front_end.close()
 
 
-def run_and_check(name: str, program: Program, folder: str, expected: Result) -> None:
+def run_and_check(name: str, program: Program, folder: str, expected: Result, tolerance: float = TOLERANCE) -> None:
     kind = FRONT_ENDS[name]
     program = replace(program, half=program.half or kind.always_half)
     with kind.context(), warnings.catch_warnings(action="ignore"):
@@ -59,7 +59,7 @@ def run_and_check(name: str, program: Program, folder: str, expected: Result) ->
                 run(name, program, folder)
             program = replace(program, failure=None)
         result = run(name, program, folder)
-    tolerance = HALF_TOLERANCE if program.half else TOLERANCE
+    tolerance = HALF_TOLERANCE if program.half else tolerance
     check(result.weights, expected.weights, tolerance)
     for output, unsharded in zip(result.outputs, expected.outputs, strict=True):
         check({"output": output}, {"output": unsharded.chunk(dist.get_world_size())[dist.get_rank()]}, 10 * tolerance)
@@ -67,7 +67,7 @@ def run_and_check(name: str, program: Program, folder: str, expected: Result) ->
 
 def check(tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert tensors.keys() == expected.keys()
-    differences = {name: float((value - expected[name]).abs().max()) for name, value in tensors.items()}
+    differences = {name: float((value.cpu() - expected[name]).abs().max()) for name, value in tensors.items()}
     assert all(difference <= tolerance for difference in differences.values()), differences
 
 
