@@ -59,6 +59,7 @@ class Task:
     Attributes:
         cwd: the caller's working directory.
         sys_path: the caller's ``sys.path``.
+        start_method: the caller's ``multiprocessing.get_start_method(allow_none=True)``.
         function: pickled, by name.
         arguments: from :func:`dump`.
         label: ``module:function``, for messages.
@@ -67,6 +68,7 @@ class Task:
 
     cwd: str
     sys_path: list[str]
+    start_method: str | None
     function: bytes
     arguments: bytes
     label: str
@@ -107,7 +109,8 @@ def make_task(fn: Callable[..., object], args: tuple[object, ...]) -> Task:
             "cannot import it from; move it into a file"
         )
     file = getattr(sys.modules.get(module), "__file__", None)
-    return Task(os.getcwd(), list(sys.path), function, arguments, label, file)
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    return Task(os.getcwd(), list(sys.path), start_method, function, arguments, label, file)
 
 
 def _find(task: Task) -> Any:
@@ -175,11 +178,13 @@ def reset_state() -> None:
 
 
 def _leave_with_parent(directory: str) -> None:
-    """End this rank with its parent, so that it does not hang in a collective, and remove the pool's directory."""
+    """End this rank and what its tasks started with its parent, and remove the pool's directory."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
         shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(ProcessLookupError):  # it has no process group of its own
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
 
@@ -258,6 +263,8 @@ def _perform(task: Task, garbage: _Garbage) -> Outcome:
         if task.sys_path != sys.path:
             sys.path[:] = task.sys_path
             importlib.invalidate_caches()
+        # Not the pool's: every data loader of a rank would start another server, which imports torch again.
+        multiprocessing.set_start_method(task.start_method, force=True)
         function = _find(task)
         garbage.collect()
         arguments = load(task.arguments)

@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import random
-import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,8 +97,9 @@ def saving(what: object) -> Iterator[None]:
     except PARSING as error:
         if isinstance(error, MemoryError):
             raise
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {_short(error)}"
-        why = re.sub(r"; load another copy$", "", text)
+        why = f"{type(error).__name__}: {_short(error)}"
+        if isinstance(error, CheckpointError):
+            why = error.problem if isinstance(error, CheckpointDamage) else str(error)
         raise CheckpointError(f"{what} is not saved, because no load would accept it: {why}") from error
 
 

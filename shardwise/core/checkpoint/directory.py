@@ -62,7 +62,7 @@ def scan(root: str) -> list[CheckpointEntry]:
         try:
             entries.append(CheckpointEntry(tag, path, read_head(path)))
         except CheckpointDamage as error:
-            entries.append(CheckpointEntry(tag, path, None, str(error)))
+            entries.append(CheckpointEntry(tag, path, None, error.problem))
         except FileNotFoundError:
             continue  # another process removed it meanwhile
     return sorted(entries, key=_age, reverse=True)

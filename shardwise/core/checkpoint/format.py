@@ -292,8 +292,8 @@ def _check_last_line(content: bytes, path: str) -> None:
     body = content[: content.rfind(b"\n", 0, -1) + 1]
     if not body or content[len(body) :] != _last_line(body):
         raise CheckpointDamage(
-            f"{path}: its {len(content)} bytes do not match its checksum, so it is damaged; load "
-            "another checkpoint (tag='auto' finds the newest complete one)"
+            f"{path}: its {len(content)} bytes do not match its checksum, so it is damaged",
+            "load another checkpoint (tag='auto' finds the newest complete one)",
         )
 
 
@@ -319,7 +319,7 @@ def read_content(directory: str) -> tuple[bytes, str]:
     except (FileNotFoundError, NotADirectoryError):
         if has_pieces(directory):
             raise CheckpointDamage(
-                f"{path} is missing, and the files that it describes exist; load another checkpoint"
+                f"{path} is missing, and the files that it describes exist", "load another checkpoint"
             ) from None
         raise FileNotFoundError(
             f"{directory} is not a checkpoint directory: it has no {MANIFEST}; check the path"

@@ -83,7 +83,7 @@ def restore(
                 raise
             skipped.append(path)
             if rank == 0:
-                print(f"checkpoint skipped: {str(error).partition('; load another')[0]}", flush=True)
+                print(f"checkpoint skipped: {error.problem}", flush=True)
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             if not begun or path in begun:
                 raise
@@ -96,9 +96,7 @@ def restore(
     if skipped:
         listed = ", ".join(skipped)
         changed = f" (some values of {', '.join(begun)} were already loaded)" if begun else ""
-        raise CheckpointDamage(
-            f"every checkpoint in {root} is damaged ({listed}), see the notices above{changed}; load another copy"
-        )
+        raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}), see the notices above{changed}")
     return None
 
 
@@ -290,7 +288,7 @@ def _candidates(root: str, tag: str | None) -> list[str]:
             raise FileNotFoundError(f"no checkpoint in {root}; {ADVICE} ({error})") from error
     broken = [each for each in entries if each.head is None]
     if broken:
-        raise CheckpointDamage(f"{broken[0].damage}; name another tag, or use tag='auto' to skip it")
+        raise CheckpointDamage(broken[0].damage, "name another tag, or use tag='auto' to skip it")
     return [entries[0].path]
 
 

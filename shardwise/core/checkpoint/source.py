@@ -110,11 +110,17 @@ class OpenSource(CheckpointSource, Protocol):
 class CheckpointDamage(CheckpointError):
     """Bytes of a checkpoint are missing or differ from those that were written; the message names file and tensor.
 
-    The message ends with the advice to load another copy, unless it has more specific advice.
+    Args:
+        problem: what is damaged.
+        advice: what to do.
     """
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message if "; load another" in message else f"{message}; load another copy")
+    def __init__(self, problem: str, advice: str = "load another copy") -> None:
+        super().__init__(problem, advice)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
 
 
 class StateTensors(Mapping[str, torch.Tensor]):

@@ -6,6 +6,7 @@ The pool of ranks for real: results, failures of every kind, reuse, and nothing 
 """
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -229,6 +230,11 @@ def observe() -> tuple[torch.Tensor, float, bool, int]:
     return torch.rand(3), random.random(), torch.is_grad_enabled(), torch.get_num_threads()
 
 
+def load_batches() -> tuple[str | None, list[float]]:
+    loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+    return multiprocessing.get_start_method(allow_none=True), [batch[0].item() for batch in loader]
+
+
 def leave_group() -> None:
     dist.destroy_process_group()
 
@@ -369,6 +375,12 @@ def test_state_does_not_leak_between_tasks(pool: RankPool) -> None:
         assert torch.equal(a[0], b[0])
         assert a[1:] == b[1:] == (a[1], True, 1)
     assert first[0][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("method", [None, "fork"])
+def test_data_loaders_start_workers_as_in_the_caller(pool: RankPool, method: str | None) -> None:
+    with mock.patch("multiprocessing.get_start_method", lambda allow_none=False: method):
+        assert pool.run(load_batches) == [(method, [0.0, 2.0, 4.0])] * 2
 
 
 def test_lost_process_group_is_made_again(pool: RankPool) -> None:

@@ -72,18 +72,19 @@ def test_a_module_that_pytest_imports_by_its_file(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, threading, time
+import os, signal, subprocess, threading, time
 from shardwise.testing import RankPool
 
-def pid():
-    return os.getpid()
+def pids():
+    child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return f"{os.getpid()} {child.pid}"
 
 def hang():
     time.sleep(300)
 
 if __name__ == "__main__":
     pool = RankPool(2)
-    print(*pool.run(pid), pool._directory, sep="\\n", flush=True)
+    print(*pool.run(pids), pool._directory, sep="\\n", flush=True)
     threading.Thread(target=pool.run, args=(hang,), daemon=True).start()
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -94,5 +95,5 @@ def test_ranks_leave_when_the_caller_is_killed(tmp_path: Path) -> None:
     done = run_script(tmp_path / "killed.py", KILLED)
     assert done.returncode == -signal.SIGKILL, done.stderr
     *pids, directory = done.stdout.splitlines()
-    assert gone(tuple(map(int, pids)))
+    assert gone(tuple(map(int, " ".join(pids).split()))), "ranks, and what their tasks started"
     assert not Path(directory).exists()

@@ -116,7 +116,7 @@ def _native_directory(path: Path) -> Path:
     if newest is None:
         raise FileNotFoundError(f"{path} has no complete checkpoint; check the path")
     if newest.head is None:  # it is unknown which checkpoint is the newest
-        raise CheckpointDamage(f"{newest.damage}; name one of the checkpoints in {path}")
+        raise CheckpointDamage(newest.damage, f"name one of the checkpoints in {path}")
     return Path(newest.path)
 
 

@@ -84,7 +84,7 @@ class NativeSource:
         # Finding the tensors of a file needs a pass over all pieces.
         problems = [f"{problem} (it holds {self._first_in(number)})" for problem, number in wrong if problem]
         if problems:
-            raise CheckpointDamage(f"{'; '.join(problems)}; load another checkpoint")
+            raise CheckpointDamage("; ".join(problems), "load another checkpoint")
 
     # ---- CheckpointSource
 
@@ -187,7 +187,8 @@ class NativeSource:
             if hexadecimal(header.data) != info.header_checksum:
                 raise CheckpointDamage(
                     f"{path}: the header ({info.header_bytes} bytes, which name {self._first_in(file)} and others) is "
-                    "not what was written; load another checkpoint"
+                    "not what was written",
+                    "load another checkpoint",
                 )
         return self._files[file]
 
@@ -209,7 +210,7 @@ class NativeSource:
             except OSError as error:
                 raise CheckpointDamage(f"{self._path(file)}: {what} cannot be read: {error.strerror}") from error
             if done == 0:
-                raise CheckpointDamage(f"{self._path(file)} ends before {what}; load another checkpoint")
+                raise CheckpointDamage(f"{self._path(file)} ends before {what}", "load another checkpoint")
             at += done
 
     def _read_all(self, parts: Iterable[Part]) -> None:
@@ -260,7 +261,8 @@ class NativeSource:
         end = piece.offset + place.nbytes
         return CheckpointDamage(
             f"{self._path(piece.file)}: bytes {piece.offset} to {end} (elements {piece.start} to "
-            f"{piece.start + piece.numel} of {name}) are not what was written; load another checkpoint"
+            f"{piece.start + piece.numel} of {name}) are not what was written",
+            "load another checkpoint",
         )
 
     def _cached(self, name: str, piece: PieceInfo, nbytes: int, before: PieceInfo | None) -> Bytes:
