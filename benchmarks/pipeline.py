@@ -88,7 +88,7 @@ class Slow(Passes):
     def __init__(self, time_s: float) -> None:
         self._time_s = time_s
 
-    def whole(self, output: Tensor, grad: Tensor | None) -> None:
+    def full(self, output: Tensor, grad: Tensor | None) -> None:
         super().whole(output, grad)
         time.sleep(self._time_s)
 
