@@ -40,8 +40,8 @@ PROGRAM = "the host waits for processes, threads or files"
 BEGINS = "begins a second operation, which begins later without it"
 TAKES_BACK = "takes back what passes have left; the update that follows waits for gathers itself"
 SENT = "what was sent is the wire's until it is through, and nobody writes to it: memory is let go of, losses are told"
-BOUND = (
-    "bounds memory: the block of what is on its way serves nobody else before it has landed, which who reads waits for"
+DROPPED = (
+    "of gradients that are dropped on their way to the host: the program may assign others to the same memory next"
 )
 SEEN = "the host has seen that it is done, and is told here what was lost"
 MESSAGES = "of groups of CPU ranks, and of the host's own small messages"
@@ -57,7 +57,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/offload.py", "", "", DISK),
-    ("core/update/masters.py", "", "", DISK),
+    ("core/update/masters.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
     ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),
@@ -75,8 +75,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
-    ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
-    ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
+    ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("core/engine/full_values.py", "WhenAsked.", "", "of groups in shared memory, which have no device but the CPU"),
 )

@@ -87,6 +87,7 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts")]
     found += [Scenario(2, "renewed", name) for name in READS]
     found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads")]
+    found += [Scenario(2, "train", "few_chunks", ("branches",))]
     found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
     found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
     found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]
