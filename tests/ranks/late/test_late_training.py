@@ -104,6 +104,7 @@ BESIDE = [scenario for scenario in scenarios() if scenario.function in OTHERS]
 QUICK = (
     "discarded (1 rank)",
     "failed gather (1 rank)",
+    "messages over gloo (2 ranks)",
     "renewed, state (2 ranks)",
     "parts of sequences, ring (2 ranks)",
 )
