@@ -89,7 +89,7 @@ class Slow(Passes):
         self._time_s = time_s
 
     def full(self, output: Tensor, grad: Tensor | None) -> None:
-        super().whole(output, grad)
+        super().full(output, grad)
         time.sleep(self._time_s)
 
     def weights(self, later: WeightGradients) -> None:

@@ -38,7 +38,7 @@ PROGRAM = "the host waits for processes, threads or files"
 BEGINS = "begins a second operation, which would otherwise begin later"
 TAKES_BACK = "releases memory of passes; the update that follows waits for gathers itself"
 SENT = "the transport owns sent memory until delivery, and nothing writes to it: the call releases it or reports a loss"
-BOUND = "limits memory: a buffer is not reused while a copy uses it; readers wait for the copy"
+DROPPED = "gradients that are dropped on their way to the host: the program may assign others to the same memory next"
 SEEN = "the host knows that it is done; the call reports a loss"
 MESSAGES = "groups of CPU ranks, and small messages between hosts"
 ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
@@ -53,7 +53,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/offload.py", "", "", DISK),
-    ("core/update/masters.py", "", "", DISK),
+    ("core/update/masters.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
     ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),
@@ -71,8 +71,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
-    ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", BOUND),
-    ("core/grads/offload.py", "GradOffload.begin", "_adding[0].land", BOUND),
+    ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
 )

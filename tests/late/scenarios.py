@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.late_setup import Found
 
 HOMES = {
-    "late_axes": ("axis_of_parts", "parts_of_sequences", "waited_elsewhere"),
+    "late_axes": ("axis_of_parts", "messages_over_gloo", "parts_of_sequences", "waited_elsewhere"),
     "late_places": ("discarded", "disk", "failed_gather", "loaded_over", "program_waits", "renewed", "traced_graph"),
     "late_stages": ("stages",),
 }
@@ -84,7 +84,9 @@ def scenarios() -> list[Scenario]:
     found += [Scenario(1, "train_and_save", "host")]
     found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts")]
     found += [Scenario(2, "renewed", name) for name in READS]
-    found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads")]
+    found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads", "ring over gloo")]
+    found += [Scenario(2, "messages_over_gloo"), Scenario(3, "messages_over_gloo")]
+    found += [Scenario(2, "train", "few_chunks", ("branches",))]
     found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
     found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
     found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]

@@ -24,9 +24,9 @@ from tests.support.late_setup import GPU, TOLERANCE, Found, there
 
 
 @contextmanager
-def _joined(seed: int) -> Iterator[tuple[LateDevice, Group, P2PChannel]]:
-    """This rank's late device, a group of all and a wire between them."""
-    with on_ranks(seed) as device, ExitStack() as undo:
+def _joined(seed: int, over_gloo: bool = False) -> Iterator[tuple[LateDevice, Group, P2PChannel]]:
+    """This rank's late device, a group of all and a wire between them; over gloo, as of ranks that share a GPU."""
+    with on_ranks(seed, over_gloo) as device, ExitStack() as undo:
         maker = GroupMaker(GPU, None, 60.0)
         undo.callback(maker.close)
         ranks = [list(range(dist.get_world_size()))]
@@ -96,15 +96,33 @@ def waited_elsewhere(name: str, seed: int) -> Found:
     return found_by(device, wrong)
 
 
+def messages_over_gloo(name: str, seed: int) -> Found:
+    """Messages in 8 bits and described ones between ranks that share a GPU, written over once they are sent."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    with _joined(seed, over_gloo=True) as (device, _, wire):
+        x = there(_numbers(3, 40, of=rank)) * 2
+        wire.compressed().send(x, after, 0, 0, "numbers")
+        wire.send(x, after, 1, 1, "described numbers", described=True)
+        x.zero_()
+        found = wire.compressed().receive((x.shape, x.dtype), before, 0, 0, "numbers")
+        described, expected = wire.receive_described(before, 1, 1, "described numbers"), _numbers(3, 40, of=before) * 2
+        wire.settle()
+        assert described is not None
+        wrong = off(name, described, expected)
+        wrong += [] if torch.allclose(found.cpu(), expected, 0.1, 0.1) else [f"{name}, 8 bits: {found.cpu()}"]
+    return found_by(device, wrong)
+
+
 def parts_of_sequences(name: str, seed: int) -> Found:
     """Attention of parts of a sequence, by a ring or by heads, with its gradients."""
     ranks, rank, length = dist.get_world_size(), dist.get_rank(), 12
-    with _joined(seed) as (device, group, wire):
-        axis, parts = SequenceAxis(group, wire), Parts(length, ranks, zigzag=name == "ring")
+    with _joined(seed, over_gloo="gloo" in name) as (device, group, wire):
+        axis, parts = SequenceAxis(group, wire), Parts(length, ranks, zigzag="ring" in name)
         whole = [_numbers(2, 4, length, 8, of=at).requires_grad_() for at in range(3)]
         weight = _numbers(2, 4, length, 8, of=9)
         q, k, v = (there(parts.take(x.detach(), 2, rank)).requires_grad_() for x in whole)
-        if name == "ring":
+        if "ring" in name:
             found = ring_attention(Rotation(axis, parts, ranks), (q, k, v), SequenceMask(length, True), 0.4)
         else:
 

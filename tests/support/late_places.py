@@ -28,10 +28,10 @@ from tests.support.tier_setup import with_tiers
 
 
 @contextmanager
-def on_ranks(seed: int) -> Iterator[LateDevice]:
-    """This rank's late device, with collectives where there are several ranks."""
+def on_ranks(seed: int, over_gloo: bool = False) -> Iterator[LateDevice]:
+    """This rank's late device, with collectives where there are several ranks, unless they are gloo's."""
     with late_device(seed + 4 * dist.get_rank(), check=False) as device, ExitStack() as undo:
-        if dist.get_world_size() > 1:
+        if dist.get_world_size() > 1 and not over_gloo:
             undo.callback(late_collectives(device))
         yield device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from shardwise.core.base.device import (
     SideCopy,
     behind_current,
     copy_ahead,
+    current_stream,
     on_stream,
     page_locked,
     record_event,
+    recorded,
     side_stream,
     synchronize,
     wait_event,
@@ -50,6 +52,7 @@ PLANS: dict[str, Plan] = {
     "ddp": replicated(),
     "zero1": zero(1),
     "zero2": zero(2),
+    "few_chunks": zero(2).but(packing=ByNumel(chunk_numel=150)),
     "zero3": zero(3),
     "ahead": zero(3).but(prefetch=2),
     "state_host": zero(3).but(tiers=_tiers(0.0, 1.0)),
@@ -72,6 +75,26 @@ PLANS: dict[str, Plan] = {
 }
 
 
+class Branches(nn.Module):
+    """Branches of one input, each on a stream of its own on a GPU. Autograd uses these streams for gradients, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for layer in self.layers:
+            with another_stream() if x.is_cuda else nullcontext():
+                made.append(layer(x))
+            if x.is_cuda:
+                recorded(made[-1], current_stream(GPU))
+        return torch.stack(made).sum(0)
+
+
+CASES = MODELS | {"branches": replace(MODELS["mlp"], name="branches", build=lambda _: Branches())}
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
@@ -90,10 +113,13 @@ def there(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one run: what differs from plain PyTorch, and which works are not ordered."""
+    """Of one run: what differs from plain PyTorch, and which works are not ordered; thread and line of the host's waits
+    in passes and in steps, after the first step."""
 
     wrong: list[str]
     races: list[str]
+    in_passes: list[tuple[str, str]] = field(default_factory=list)
+    in_steps: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -103,14 +129,14 @@ class Found:
 
 def reference(plan: Plan, model: str, ranks: int) -> PlainRun:
     """Plain PyTorch, on the CPU."""
-    case = MODELS[model]
+    case = CASES[model]
     recipe = PlainRecipe(max_norm=plan.grad.max_norm)
     return train_plain(case.factory, case.loss, adamw, _batches(plan, model, ranks), recipe)
 
 
 def _batches(plan: Plan, model: str, ranks: int) -> Any:
     passes = 1 if plan.grad.update == "backward" else PASSES
-    return make_batches(MODELS[model], ranks, STEPS, passes)
+    return make_batches(CASES[model], ranks, STEPS, passes)
 
 
 def train(
@@ -125,27 +151,33 @@ def train(
     Args:
         name: of :data:`PLANS`.
         seed: of the device; each rank has another.
-        model: of :data:`~shardwise.testing.MODELS`.
+        model: of :data:`CASES`.
         changing: the program goes to another stream for each pass, which waits for the one before.
         then: is called after each step, and at the end with the plain run, and tells what is wrong.
     """
-    plan, case, ranks, rank = PLANS[name], MODELS[model], dist.get_world_size(), dist.get_rank()
+    plan, case, ranks, rank = PLANS[name], CASES[model], dist.get_world_size(), dist.get_rank()
     plan = plan.but(same_order=False) if model == "mixture" else plan  # its ranks take different branches
     with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
         if ranks > 1:
             undo.callback(late_collectives(device))
         module = case.factory()
         session = build(module, adamw(module), plan, device=GPU)
-        losses, wrong = [], list[str]()
+        losses, wrong, waits = [], list[str](), device.schedule.host_waits_at
+        in_passes, in_steps = list[tuple[str, str]](), list[tuple[str, str]]()
         try:
             for index, step in enumerate(_batches(plan, model, ranks)):
                 for micro in step:
                     with another_stream() if changing else nullcontext():
-                        loss = case.loss(session.module, there(micro[rank]))
+                        batch = there(micro[rank])
+                        waits.clear()
+                        loss = case.loss(session.module, batch)
                         session.backward(loss)
+                        in_passes += waits if index else []  # the first loss is looked at
                         losses.append(loss.detach())
                         del loss
+                waits.clear()
                 session.optimizer.step()
+                in_steps += waits
                 session.optimizer.zero_grad()
                 if then is not None:
                     wrong += then(session, index, None)
@@ -162,7 +194,8 @@ def train(
     pairs = enumerate(zip(told, expected, strict=True))
     wrong += [f"loss {index}: {one} for {other}" for index, (one, other) in pairs if not abs(one - other) <= far]
     wrong += differing(kept, run.parameters[-1], far)
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    races = [str(race) for race in device.races]
+    return Found(wrong=wrong, races=races, in_passes=in_passes, in_steps=in_steps)
 
 
 @contextmanager

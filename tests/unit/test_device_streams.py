@@ -9,7 +9,7 @@ import torch
 from cuda_setup import FakeArray, FakeCuda, Stream
 
 from shardwise.core.base.device import make_current, numbered, on_device, side_stream
-from shardwise.core.comm import Buffer, LocalGroup
+from shardwise.core.comm import DONE, Buffer, LocalGroup
 from shardwise.core.grads.grads import GradRing
 from shardwise.core.memory.disk.store import BufferPool
 from shardwise.core.memory.host import HostArena, host_block
@@ -49,6 +49,16 @@ def test_an_upload_waits_for_whoever_used_the_memory_before(cuda: FakeCuda) -> N
     before = cuda.stream_of(1).given[-1]
     _, _, _, side = _upload(cuda)
     assert side.comes_after(before)
+
+
+def test_a_gather_over_several_ranks_begins_on_the_stream_of_its_upload(cuda: FakeCuda) -> None:
+    streams, group, side = list[object](), LocalGroup("two", torch.device("meta")), side_stream(torch.device("cuda:0"))
+    group.size, main = 2, cuda.stream_of(0)
+    group._all_gather = lambda *_: streams.append(cuda.stream_of(0)) or DONE  # type: ignore[method-assign, func-returns-value]
+    main.given.append("reads the array that was there")
+    source = MemorySource(Buffer(torch.zeros(3)), Tier.HOST, cast(Any, side))
+    source.gather(group, torch.empty(6, device="meta"))
+    assert streams == [side] != [main] and cast(Stream, side).comes_after(main.given[-1])
 
 
 def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -> None:

@@ -187,7 +187,7 @@ def runs_ahead(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _current_stream(device: torch.device) -> torch.cuda.Stream:
+def current_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream that this thread's operations on a GPU's tensors run on."""
     return runtime().current_stream(device)
 
@@ -205,20 +205,20 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object
 @contextlib.contextmanager
 def behind_current(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
     """Send a GPU's work to ``stream`` inside the block, after the work that is in its current stream by now."""
-    stream.wait_stream(_current_stream(device))
+    stream.wait_stream(current_stream(device))
     with runtime().on_stream(stream):
         yield
 
 
 def record_event(device: torch.device) -> torch.cuda.Event:
     """Return an event that completes when the GPU's current stream has done its work so far."""
-    event: torch.cuda.Event = _current_stream(device).record_event()
+    event: torch.cuda.Event = current_stream(device).record_event()
     return event
 
 
 def wait_event(device: torch.device, event: torch.cuda.Event) -> None:
     """Make later work of the GPU's current stream wait for ``event``; the host does not wait."""
-    _current_stream(device).wait_event(event)
+    current_stream(device).wait_event(event)
 
 
 def synchronize(device: torch.device) -> None:
@@ -322,7 +322,7 @@ class Lent:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._tensors, self._owner = tensors, _current_stream(tensors[0].device)
+        self._tensors, self._owner = tensors, current_stream(tensors[0].device)
 
     def drop(self) -> None:
         """Drop the memory; the current stream has waited for its users.
@@ -330,7 +330,7 @@ class Lent:
         If the current stream is not the one that the memory was allocated on, the allocator is made to wait for it.
         """
         for tensor in self._tensors:
-            if (current := _current_stream(tensor.device)) != self._owner:
+            if (current := current_stream(tensor.device)) != self._owner:
                 recorded(tensor, current)
         self._tensors = ()
 
@@ -358,7 +358,7 @@ class SideCopy:
 
     def __init__(self, source: Tensor, out: Tensor, stream: torch.cuda.Stream) -> None:
         self._out, self._source = out, source
-        self._owner = _current_stream(out.device)
+        self._owner = current_stream(out.device)
         stream.wait_stream(self._owner)  # for earlier users of this memory
         with runtime().on_stream(stream):
             copy_ahead(out, source)
@@ -370,7 +370,7 @@ class SideCopy:
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the copy; the host does not wait."""
-        reader = _current_stream(self._out.device)
+        reader = current_stream(self._out.device)
         reader.wait_event(self._event)
         if reader != self._owner:  # the program has changed streams: the owner reuses the memory after this stream
             recorded(self._out, reader)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.core.base.device import copy_ahead, page_locked
 from shardwise.core.comm.block_formats import GRADIENTS, VALUES, BlockFormat
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
@@ -57,7 +58,7 @@ class Message:
 
     Attributes:
         what: for errors.
-        arrived: called when the message is there; again by the next wait after an interrupt.
+        arrived: called in order when the message is there; again by the next wait after an interrupt.
     """
 
     def __init__(self, work: dist.Work | None, what: str) -> None:
@@ -65,7 +66,7 @@ class Message:
         self._failed: RuntimeError | None = None
         self._waited = False
         self.what = what
-        self.arrived: Callable[[], None] = lambda: None
+        self.arrived = list[Callable[[], object]]()
 
     def wait(self, at_most: timedelta | None = None) -> None:
         """Return when it is through.
@@ -84,7 +85,8 @@ class Message:
                 self._failed = error
         if self._failed is not None:
             raise _lost(self.what, self._failed) from self._failed
-        self.arrived()
+        for each in self.arrived:
+            each()
         self._work = None
 
     def finished(self) -> bool:
@@ -169,6 +171,8 @@ class P2PChannel:
         self._connected: set[tuple[int, int, int]] = set()
         self._formats: tuple[BlockFormat, ...] = ()
         self.device = device
+        # gloo sends host memory only: ranks that share a GPU send and receive copies in page-locked memory.
+        self._copies = self._ways == 1 and device.type == "cuda"
         self.traffic = Traffic()
 
     def compressed(self) -> P2PChannel:
@@ -237,8 +241,9 @@ class P2PChannel:
 
     def _start(self, sent: SendHandle, x: Tensor, peer: int, lane: int, tag: int, what: str) -> None:
         self.traffic.add("send", x.nbytes)
-        link = self._link(lane, peer > self._rank)
-        sent.add(link.send(x.view(-1), peer, tag, what), x)
+        if self._copies:
+            x = page_locked(x.shape, x.dtype).copy_(x)  # the host waits
+        sent.add(self._link(lane, peer > self._rank).send(x.view(-1), peer, tag, what), x)
 
     def _link(self, lane: int, upwards: bool) -> Link:
         return self._links[lane * self._ways + (upwards and self._ways > 1)]
@@ -264,18 +269,21 @@ class P2PChannel:
             x: of the shape and dtype that the peer sends.
             peer, lane, tag, what: as for :meth:`send`.
         """
-        link, format_ = self._link(lane, peer < self._rank), self._format(x.shape, x.dtype, lane)
-        if format_ is None:
-            return link.receive(x.view(-1), peer, tag, what)
-        written = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
-        message = link.receive(written, peer, tag, what)
-        message.arrived = partial(format_.read, written.view(1, -1), x.view(1, -1))
+        format_, sent = self._format(x.shape, x.dtype, lane), x
+        if format_ is not None:
+            sent = torch.empty(format_.row_bytes(x.numel()), dtype=torch.uint8, device=self.device)
+        place = page_locked(sent.shape, sent.dtype) if self._copies else sent
+        message = self._link(lane, peer < self._rank).receive(place.view(-1), peer, tag, what)
+        if self._copies:
+            message.arrived.append(partial(copy_ahead, sent, place))
+        if format_ is not None:
+            message.arrived.append(partial(format_.read, sent.view(1, -1), x.view(1, -1)))
         return message
 
     def receive_described(self, peer: int, lane: int, tag: int, what: str) -> Tensor | None:
         """Receive a described tensor; ``None`` after :meth:`send_nothing`."""
         header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-        self._link(lane, peer < self._rank).receive(header, peer, tag + (1 << 30), f"the shape of {what}").wait()
+        self.begin_receive(header, peer, lane, tag + (1 << 30), f"the shape of {what}").wait()
         like = _described(header)
         return None if like is None else self.receive(like, peer, lane, tag, what)
 

@@ -65,7 +65,7 @@ class StateAccounts:
 
     def scratch_bytes(self, tier: Tier) -> int:
         """Return the scratch bytes of updates in ``tier``."""
-        return sum(ask(tier) for ask in self._scratch)
+        return sum(ask(tier) for ask in self._scratch) + self._storage.upload_slots.bytes(tier)
 
 
 class HeldBuffers:
@@ -149,7 +149,8 @@ class MemoryReport:
     buffers_bytes: int
     """The model's buffers."""
     scratch_bytes: int
-    """Gradients in the update's dtype, of one call of the optimizer; kept between steps."""
+    """Gradients in the update's dtype, of one call of the optimizer, and 8 MiB for updated weights on their way from
+    the host to a GPU; kept between steps."""
     waiting_bytes: int
     """Host memory for parameters whose update, on a disk, is made during backward; they count from ``step()`` on."""
     by_tier: dict[str, dict[str, int]]

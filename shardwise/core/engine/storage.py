@@ -25,7 +25,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
 from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
-from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.masters import ChunkState, UploadSlots
 from shardwise.plan import Plan
 
 __all__ = ["CommDtypes", "Storage"]
@@ -48,6 +48,7 @@ class Storage:
         store: this rank's file on the disk, or ``None``.
         comm_dtypes: chunks that are quantized for communication.
         new_shards: by chunk index, host memory for parameters that are updated on a disk before ``step()``.
+        upload_slots: copy updated masters on the host to shards on the device.
 
     Raises:
         DiskError: on every rank, if one cannot open its file or reserve space.
@@ -79,7 +80,7 @@ class Storage:
         # Host memory is page-locked for the GPU that copies from it.
         self._pin_for = mesh.device if plan.tiers.pin_memory and mesh.device.type == "cuda" else None
         self._rings: dict[Tier, GradRing] = {}
-        self._uploads = side_stream(mesh.device)
+        self._uploads, self.upload_slots = side_stream(mesh.device), UploadSlots()
         try:
             self._open_store()
             self._arena = HostArena(sum(each.arena_bytes for each in table), self._pin_for)
@@ -135,7 +136,7 @@ class Storage:
         if group is not None:
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
-                    shard.copy_(master)
+                    self.upload_slots.copy(shard, master)
                 group.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:

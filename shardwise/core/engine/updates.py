@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,11 +24,10 @@ from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.memory.disk.store import DiskError
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
-from shardwise.core.optim.nested_state import mapped, tensors_of
+from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyObserver, EarlyUpdates
-from shardwise.core.update.masters import ChunkState
 from shardwise.core.update.tiles import (
     ParamShard,
     TileStepper,
@@ -86,11 +84,14 @@ class StateOffload:
         tiles = [tile for tile in self._tiles if tile.state.tier is Tier.DEVICE]
         if not tiles:
             return 0
-        self._host_before = [inner for inner in self._inner(tiles) if inner.device != tiles[0].chunk.device]
-        sizes = [HostArena.rounded(value.nbytes) for value in self._values(tiles)]
+        device = tiles[0].chunk.device
+        self._host_before = [each for each in self._tensors(tiles) if each.device != device]
+        masters = [tile.state.master for tile in tiles if tile.state.master is not None]
+        values = {id(each): each.nbytes for each in [*masters, *self._tensors(tiles)]}
+        size = sum(map(HostArena.rounded, values.values()))
         arena, start = self._arena, 0
-        if arena is None or sum(sizes) > arena.numel():
-            arena = host_block(sum(sizes), tiles[0].chunk.device if pin else None)
+        if arena is None or size > arena.numel():
+            arena = host_block(size, device if pin else None)
         self._arena = arena if pin else None
 
         def copied(value: torch.Tensor) -> torch.Tensor:
@@ -100,59 +101,48 @@ class StateOffload:
             return place.copy_(value.reshape(-1)).view(value.shape)
 
         self._moved = tiles
-        self._replace(tiles, copied, Tier.HOST)
-        return sum(sizes)
+        self.move(tiles, copied, Tier.HOST)
+        return size
 
     def reload(self) -> None:
         """Move it back to the device."""
         if self._moved:
-            device = self._moved[0].chunk.device
-            self._replace(self._moved, lambda value: value.to(device, copy=True), Tier.DEVICE)
+            self.move_to_device(self._moved)
             self._moved, self._host_before = [], []
 
-    def _values(self, tiles: Sequence[UpdateTile]) -> Iterator[torch.Tensor]:
-        for state in {id(tile.state): tile.state for tile in tiles}.values():
-            if state.master is not None:
-                yield state.master
-        for own, key in self._elements(tiles):
-            yield own[key]
-        yield from self._inner(tiles)
+    def move_to_device(self, tiles: Sequence[UpdateTile]) -> None:
+        """Move masters and state of ``tiles``, all those of their chunks, to the device."""
+        # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
+        self.move(tiles, lambda value: value.to(tiles[0].chunk.device, copy=True), Tier.DEVICE)
 
-    def _elements(self, tiles: Sequence[UpdateTile]) -> Iterator[tuple[dict[str, Any], str]]:
-        """Element-wise state: of the shape of its piece."""
-        for tile in tiles:
-            for piece in tile.pieces:
-                own = self._optimizer.state.get(piece.value, {})
-                for key, value in own.items():
-                    if isinstance(value, torch.Tensor) and value.shape == piece.value.shape:
-                        yield own, key
-
-    def _inner(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
-        """Tensors in lists, tuples and dicts of state, each once, without counts (of no dimension) and without those
-        that were on the host before."""
-        skipped = {id(each) for each in self._host_before}
-        entries = [self._optimizer.state.get(piece.value, {}) for tile in tiles for piece in tile.pieces]
-        values = [value for own in entries for value in own.values() if not isinstance(value, torch.Tensor)]
-        inner = (each for value in values for each in tensors_of(value) if each.dim())
-        return list({id(each): each for each in inner if id(each) not in skipped}.values())
+    def _tensors(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
+        """Return state of more than one element, each tensor once, without what was on the host before."""
+        found = dict[int, torch.Tensor]()
+        for piece in (piece for tile in tiles for piece in tile.pieces):
+            for each in tensors_of([*self._optimizer.state.get(piece.value, {}).values()]):
+                if each.shape == piece.value.shape or each.numel() > 1:
+                    found[id(each)] = each
+        for each in self._host_before:
+            found.pop(id(each), None)
+        return list(found.values())
 
     @torch.no_grad()
-    def _replace(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
-        by_state: dict[int, list[UpdateTile]] = {}
-        for tile in tiles:
-            by_state.setdefault(id(tile.state), []).append(tile)
-        for own in by_state.values():
-            state = own[0].state
-            if state.master is not None:
-                state.master = copied(state.master)
-                for piece in (piece for tile in own for piece in tile.pieces):
-                    point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
-        for entry, key in list(self._elements(tiles)):
-            entry[key] = copied(entry[key])
-        for inner in self._inner(tiles):
-            point(inner, copied(inner))  # in place, since it stands in a list or tuple
-        for own in by_state.values():
-            own[0].state.home = replace(own[0].state.home, state=tier)
+    def move(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:
+        """Replace masters and state of ``tiles``, all those of their chunks, by copies in ``tier``."""
+        for state in {id(tile.state): tile.state for tile in tiles}.values():
+            state.master = copied(state.master) if state.master is not None else None
+            state.home = replace(state.home, state=tier)
+        new = {id(each): copied(each) for each in self._tensors(tiles)}
+        for master, piece in [(tile.state.master, piece) for tile in tiles for piece in tile.pieces]:
+            if master is not None:
+                point(piece.value, master[piece.start : piece.end].view(piece.value.shape))
+            entry = self._optimizer.state.get(piece.value, {})
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    entry[key] = new.get(id(value), value)
+                    continue
+                for inner in [each for each in tensors_of(value) if id(each) in new]:
+                    point(inner, new[id(inner)])  # in place, since it stands in a list or tuple
         self._changed()
 
 
@@ -213,7 +203,7 @@ class TileUpdates:
         self._params_on_disk = [tile for tile in in_memory if tile.chunk.source.tier is Tier.DISK]
         """Tiles with state in memory and parameters on a disk."""
         self._updates_early = plan.grad.update == "backward"
-        self.stepper = TileStepper(optimizer, self.tiles, shards.name)
+        self.stepper = TileStepper(optimizer, self.tiles, shards.name, storage.upload_slots)
         self._tells = self.stepper.foreign or index in shards.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
         self._calls = UpdateCalls(together=not self.stepper.foreign)
@@ -302,30 +292,15 @@ class TileUpdates:
             itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
             size = state.chunk.shard_numel * itemsize + sum(value.nbytes for value in tensors_of(entries))
             if moved + size <= room_bytes:
-                self._move(state, own)
+                if state.master is None:  # from here on these are masters of their own
+                    state.master, state.dtype = state.chunk.shard, state.chunk.spec.dtype
+                self.offload_state.move_to_device(own)
                 grads.move_to_device(storage.ring(Tier.DEVICE) if early else None)
                 moved += size
         if moved and early:
             storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
         self._calls.forget()
         self.stepper.state_changed()
-
-    @torch.no_grad()
-    def _move(self, state: ChunkState, tiles: Sequence[UpdateTile]) -> None:
-        chunk = state.chunk
-        with chunk.opened() as shard:
-            # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
-            values = state.master if state.master is not None else shard
-            state.master = values.to(chunk.device, copy=True)
-        # From here on these are masters of their own, also where the shard itself was updated before.
-        state.dtype = state.master.dtype
-        state.home = replace(state.home, state=Tier.DEVICE)
-        for tile in tiles:
-            for piece in tile.pieces:
-                entry = self.optimizer.state.get(piece.value, {})
-                point(piece.value, state.master[piece.start : piece.end].view(piece.value.shape))
-                move = partial(_moved, elements=piece.value.shape, device=chunk.device)
-                entry.update({key: mapped(value, move) for key, value in entry.items()})
 
     @contextmanager
     def replacing_state(self) -> Iterator[None]:
@@ -462,10 +437,3 @@ def _shards() -> Iterator[Callable[[UpdateTile], torch.Tensor]]:
 
     with stack:
         yield shard_of
-
-
-def _moved(value: Any, elements: torch.Size, device: torch.device) -> Any:
-    """Return a tensor on ``device``, unless it is a count."""
-    if isinstance(value, torch.Tensor) and (value.shape == elements or value.numel() > 1):
-        return value.to(device, copy=True)
-    return value

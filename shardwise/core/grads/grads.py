@@ -11,7 +11,6 @@ from enum import Enum, auto
 
 import torch
 
-from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.states import Table
 from shardwise.core.base.tensors import ordinary_tensors
@@ -200,15 +199,14 @@ class ChunkGrads:
 
     def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
         """Make ``memory`` the gradient shard, which is complete once ``land`` has returned."""
-        # An earlier copy has landed: its result has been read, or dropped.
+        # A copy of an earlier result lands before: both are on one stream.
         self._reduced, self._arrival = memory, land
 
     def land(self) -> None:
         """Wait for the copy to the host that is under way, if any."""
         if self._arrival is not None:
-            with deferred_interrupts("a copy of gradients"):  # a sum must be neither lost nor added twice
-                arrival, self._arrival = self._arrival, None
-                arrival()
+            self._arrival()
+            self._arrival = None
 
     def own_memory(self) -> torch.Tensor:
         """Return the long-lived private memory of the gradient shard."""

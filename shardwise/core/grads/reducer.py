@@ -11,12 +11,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.base.device import on_stream, record_event, side_stream, wait_event
+from shardwise.core.base.device import (
+    behind_current,
+    current_stream,
+    on_stream,
+    record_event,
+    recorded,
+    side_stream,
+    wait_event,
+)
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.torch_internals import labelled
@@ -299,7 +308,6 @@ class Reducer:
         self.piggybacks: list[Piggyback] = []
         self.states, self.mesh, self._ledger = list(states), mesh, ledger
         self.keep_unsharded, self.overlap = plan.shard.reduce == "last", plan.comm.overlap
-        self._agrees = mesh.size > 1
         self._predivide, self._exchange_bytes = plan.comm.predivide, plan.comm.exchange_bytes
         self._scale = self._predivide / (mesh.size if plan.grad.over_ranks == "mean" else mesh.sequence.size)
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
@@ -312,6 +320,8 @@ class Reducer:
         """Whether results are dropped at once; by chunk, the replicas' buffers."""
         self._buckets, self._sizes = self._exchange_memory()
         self._side_stream = side_stream(mesh.device) if self._sizes[1] else None
+        self._stream: Any = None
+        """Of this pass; see :meth:`_on_one_stream`."""
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.account("gradients", lambda: self.bytes(Tier.DEVICE))
 
@@ -355,7 +365,7 @@ class Reducer:
 
     def begin(self, count: int) -> None:
         """Begin reductions in the shared order until ``count`` have begun."""
-        with deferred_interrupts(REDUCTION):
+        with deferred_interrupts(REDUCTION), self._on_one_stream():
             while self.begun < count:
                 state = self._order[self.begun]
                 self._reduce(state, state.filled)
@@ -365,6 +375,26 @@ class Reducer:
         """Copy the gradient of slot ``index`` into the bucket; in a reduced pass (``sync``) reduce complete chunks."""
         self._waits.begin()
         self._reduces = sync
+        with self._on_one_stream(grad):
+            self._add(state, index, grad, sync)
+
+    def _on_one_stream(self, *used: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a block whose work goes to the stream of the pass's first gradient, behind the current stream's.
+
+        Autograd accumulates a gradient on the stream where forward used its parameter. Buckets are freed, written and
+        reduced on one stream, so a reduction waits for all of a chunk's gradients. ``used`` is kept for that stream.
+        """
+        if self.mesh.device.type != "cuda":
+            return nullcontext()
+        current = current_stream(self.mesh.device)
+        self._stream = self._stream or current
+        if current == self._stream:
+            return nullcontext()
+        for tensor in used:
+            recorded(tensor, self._stream)
+        return behind_current(self.mesh.device, self._stream)
+
+    def _add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
         if not state.launched:
             if state.bucket is None:
                 self._assign_bucket(state)
@@ -386,7 +416,8 @@ class Reducer:
             if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):
                 return
             state.become(Reduction.DEPOSITED)
-            self._advance()
+            with self._on_one_stream():
+                self._advance()
 
     def _before_write(self, state: ChunkGrads) -> None:
         state.claim()
@@ -611,7 +642,7 @@ class Reducer:
                 state.filled.clear()
                 if state.launched:
                     state.become(Reduction.EMPTY)
-        self.begun, self._reduces = 0, False
+        self.begun, self._reduces, self._stream = 0, False, None
         self._waits.end_pass()
         self._arrivals.clear()
 
@@ -676,7 +707,7 @@ class Reducer:
         """Return for each chunk in the shared order whether any rank used it in this pass, and whether any rank has
         overflow for it."""
         counts, mask = list(map(float, self.counts.unreduced())), used_mask(self._order)
-        if self._agrees:
+        if self.mesh.size > 1:
             compared = [number for each in self.piggybacks for number in each.piggyback_on_pass()]
             votes = self._summarize(compared + counts, "which parameters had gradients", flags=mask)
             first = len(compared)
@@ -695,7 +726,7 @@ class Reducer:
         if chunks not in self._orders:
             position = {s.spec.index: i for i, s in enumerate(self.states)}
             order = [float(position[s.spec.index]) for s in dict.fromkeys([*self._arrivals, *self._order])]
-            if self._agrees:
+            if self.mesh.size > 1:
                 order = self._broadcast(order, "the order of reduction")
             if len(self._orders) == MAX_ORDERS:
                 self._orders.pop(next(iter(self._orders)))
@@ -713,5 +744,5 @@ class Reducer:
     def bytes(self, tier: Tier) -> int:
         """Return the bytes of gradient memory in ``tier``: exchange buffers, private memory and gradient shards."""
         exchanged = [*self._buckets.arrays(), *(buffer.local for buffer in self._replica.values())]
-        further = {Tier.DEVICE: self._announced_bytes, Tier.HOST: self._offload.bytes()}
-        return further.get(tier, 0) + gradient_bytes(self.states, exchanged, tier)
+        announced = self._announced_bytes if tier is Tier.DEVICE else 0
+        return announced + gradient_bytes(self.states, exchanged, tier)

@@ -177,7 +177,7 @@ class EarlyUpdates:
             tiles = self._tiles.get(index)
             memory = self._new_shards.get(index) if tiles is None else tiles[0].state.master
             if memory is not None:
-                chunk.shard.copy_(memory)
+                self._stepper.slots.copy(chunk.shard, memory)
 
     def lose(self) -> None:
         """Give up what was updated: no step will follow."""

@@ -8,21 +8,27 @@ move no version (through ``.data``) are lost.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from shardwise.core.base.device import copy_ahead, is_page_locked, record_event
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.memory.disk.store import DiskStore, Record
+from shardwise.core.memory.host import host_block
 from shardwise.core.memory.tier import Home, Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
 
-__all__ = ["ChunkState", "MasterEdits", "take_over"]
+__all__ = ["ChunkState", "MasterEdits", "UploadSlots", "take_over"]
+
+SLOTS, SLOT_BYTES = 2, 1 << 22
+"""One is cast into while the other is copied; a tile of fp32."""
 
 PART = 1 << 22
 """Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
@@ -116,6 +122,36 @@ class ChunkState:
                     part.copy_(view)
             finally:
                 store.give(buffer)
+
+
+class UploadSlots:
+    """Page-locked memory through which updated values of the host go to shards on a GPU, without a wait of the host.
+
+    The host casts into one slot while the GPU's current stream copies another. In ``step()`` that stream does little
+    else, and later work needs no event.
+    """
+
+    def __init__(self) -> None:
+        self._slots = deque[tuple[torch.Tensor, torch.cuda.Event]]()
+
+    def bytes(self, tier: Tier) -> int:
+        """Return the bytes of the slots in ``tier``."""
+        return sum(slot.nbytes for slot, _ in self._slots) if tier is Tier.HOST else 0
+
+    def copy(self, shard: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy ``values`` (1-D) to ``shard``, cast to its dtype. If they are in pageable memory, the host waits."""
+        if not shard.is_cuda or values.is_cuda or not is_page_locked(values):
+            shard.copy_(values)
+            return
+        numel = SLOT_BYTES // shard.itemsize
+        for part, value in zip(torch.split(shard, numel), torch.split(values, numel), strict=True):
+            if len(self._slots) < SLOTS:
+                slot = host_block(SLOT_BYTES, part.device)
+            else:
+                slot, read = self._slots.popleft()
+                read.synchronize()
+            copy_ahead(part, slot[: part.nbytes].view(part.dtype).copy_(value))
+            self._slots.append((slot, record_event(part.device)))
 
 
 class MasterEdits:

@@ -35,7 +35,7 @@ from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import span_text
-from shardwise.core.update.masters import ChunkState
+from shardwise.core.update.masters import ChunkState, UploadSlots
 from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
@@ -333,6 +333,7 @@ class TileStepper:
 
     Args:
         named: says for errors of which parameter a piece is, of its index among the facts.
+        slots: copy updated masters on the host to shards on a GPU.
     """
 
     def __init__(
@@ -340,8 +341,10 @@ class TileStepper:
         optimizer: torch.optim.Optimizer,
         tiles: Sequence[UpdateTile],
         named: Callable[[int], str] = "param {}".format,
+        slots: UploadSlots | None = None,
     ) -> None:
         self.optimizer, self.tiles, self._named = optimizer, tuple(tiles), named
+        self.slots = slots or UploadSlots()
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
         self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
         self._generation = 0
@@ -459,8 +462,7 @@ class TileStepper:
             piece.value.grad = None
         self._round([each for each in pending if each.shard is not None])
 
-    @staticmethod
-    def _round(pending: Sequence[PendingTile]) -> None:
+    def _round(self, pending: Sequence[PendingTile]) -> None:
         """Take updated masters over into the shards."""
         to, values = list[torch.Tensor](), list[torch.Tensor]()
         for tile, active, _, shard in pending:
@@ -472,7 +474,10 @@ class TileStepper:
             elif tile.state.dtype is not None:
                 to += [shard[piece.start : piece.end] for piece in active]
                 values += [piece.value.view(-1) for piece in active]
-        if to:
+        if to and to[0].device != values[0].device:
+            for shard, value in zip(to, values, strict=True):
+                self.slots.copy(shard, value)
+        elif to:
             copy_each(to, values)
 
     def _only_reads(self, group: dict[str, Any]) -> bool:

@@ -370,7 +370,7 @@ def interrupted() -> list[str]:
         else:
             seen = list[float]()
             message = link.receive(x, 1, 1, "a test")
-            message.arrived = lambda: seen.append(float(x[0]))
+            message.arrived.append(lambda: seen.append(float(x[0])))
             work = Counted(message._work)  # type: ignore[arg-type]
             message._work = work  # type: ignore[assignment]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,9 @@ from shardwise.core.checks import batches, guards
 from shardwise.core.comm import Group
 from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import Plan, zero
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import RankPool, assert_close, run_ranks
 from tests.support.engine_setup import adam, one_mesh, seeded, sharded, told
+from tests.support.late_setup import train
 from tests.support.sets import full
 from tests.support.stream_setup import Branching, losses_of
 
@@ -154,3 +156,36 @@ def late_write(plan: Plan) -> str:
 def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
     for message in run_ranks(2, late_write, zero(3)):
         assert "layers.2.weight" in message and "was written to" in message
+
+
+# ---- on a late device: events and streams that the host waits for, and copies that block it
+
+
+def by_line(waits: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Each wait's thread and its line of code in the package."""
+    at = [(thread.split("_")[0], *where.rsplit(":", 1)) for thread, where in waits]
+    return {(who, linecache.getline(str(PACKAGE / "core" / file), int(line)).strip()) for who, file, line in at}
+
+
+LANDED, READ = "self._arrival()", "read.synchronize()"
+"""A gradient that the update on the host reads; a slot whose copy of two tiles before is over."""
+ALLOWED = {
+    "synchronize(shards.mesh.device)  # uploads still read the shards that the CPU will write",
+    "return not all(later.value() for later in asked)",
+    "found = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()",
+    LANDED,
+    READ,
+}
+"""With what was asked of the device a step before, and the norm of gradients on it."""
+MORE = full((1, "host"), (1, "mixed"), (2, "state_host"), (2, "early_host"))
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(1, "zero2_state_host"), (1, "early"), *MORE])
+def test_offload_waits_in_steps_alone(ranks: int, name: str) -> None:
+    """In ``step()`` the host waits for gradients and for slots, and for no copy of updated weights."""
+    with RankPool(ranks) as pool:  # autograd's first backward pass must see the device
+        found = pool.run(train, name, 0)
+    for each in found:
+        during, lines = by_line(each.in_passes), {line for _, line in by_line(each.in_steps)}
+        assert during <= {("shardwise-update", LANDED)} and each.right, each
+        assert lines <= ALLOWED and (READ in lines) is (name in ("zero2_state_host", "state_host", "early")), lines

@@ -71,6 +71,8 @@ TRAINED: list[Any] = [
     # It was not kept for all streams: the main stream's memory was dropped while the side stream read it.
     *by_turns([(2, name, "mlp", False) for name in ("eight_bits", "eight_bits2")]),
     *by_turns([(2, "frozen_host", "frozen", False)]),
+    # A reduction waited for the gradient that came last, and not for those of the chunk that other streams made.
+    *by_turns([(2, "few_chunks", "branches", False)], quick=((2, "few_chunks", "branches", False),)),
     *by_turns([(2, name, "mixture", False) for name in ("zero3", "on_use")]),
     *by_turns([(4, name, "mlp", False) for name in IN_TWO_PARTS], (0, 1)),
 ]
@@ -102,6 +104,7 @@ BESIDE = [scenario for scenario in scenarios() if scenario.function in OTHERS]
 QUICK = (
     "discarded (1 rank)",
     "failed gather (1 rank)",
+    "messages over gloo (2 ranks)",
     "renewed, state (2 ranks)",
     "parts of sequences, ring (2 ranks)",
 )

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.core.base.device import replace_runtime
 from tests.support.late.memory import ROUND_BYTES, Memory, Region
+from tests.support.late.nodes import NodeStreams
 from tests.support.late.operations import Operations
 from tests.support.late.streams import Event, History, Race, Schedule, Stream
 from tests.support.late.torch_gpus import gpus_that_do_nothing
@@ -44,7 +45,7 @@ class LateDevice:
         self.memory = Memory(total_bytes, self.schedule)
         self._main = self.schedule.new_stream("main stream")
         self._here = threading.local()
-        self._program, self._programs = threading.get_ident(), self._main
+        self._program, self._nodes = threading.get_ident(), NodeStreams(self._main)
         self._locked: dict[int, Region] = {}
         self._pinned_free: dict[int, list[Region]] = {}
         self._pinned_held: list[Region] = []
@@ -78,9 +79,13 @@ class LateDevice:
 
     @property
     def current(self) -> Stream:
-        """This thread's. In a thread of autograd it is the program's, as CUDA has backward run where forward ran."""
-        in_autograd = threading.current_thread().name.startswith("Dummy")
-        return getattr(self._here, "stream", self._programs if in_autograd else self._main)
+        """This thread's. In a thread of autograd it is that of the node that runs."""
+        with self.schedule.lock:
+            if threading.get_ident() == self._program:
+                self._nodes.between()
+            elif threading.current_thread().name.startswith("Dummy") and not hasattr(self._here, "stream"):
+                return self._nodes.current()
+            return getattr(self._here, "stream", self._main)
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """This thread's."""
@@ -106,13 +111,18 @@ class LateDevice:
         else:
             self._here.stream = stream
         if threading.get_ident() == self._program:
-            self._programs = stream or self._main
+            self._nodes.go_to(stream or self._main)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """The block is kept, once dropped, for what the stream has been given by then."""
         block, reader = self.memory.block_of(tensor), cast(Stream, stream)
         if reader is not block.stream:
             block.readers.add(reader)
+
+    def keep_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """What a node of autograd reads that another stream has made."""
+        for tensor in tensors if self._nodes.crossed(self.current) else ():
+            self.record_stream(tensor, cast(torch.cuda.Stream, self.current))
 
     def synchronize(self, device: torch.device) -> None:
         """Everything is done."""

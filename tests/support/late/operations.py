@@ -47,12 +47,15 @@ class Operations:
         device = self._present()
         with device.schedule.lock, without_modes():
             if op in VIEWS:
+                device.current  # noqa: B018 (a node of autograd that only makes views runs, too)
                 return as_on_cpu(op, *args, **kwargs)
             if op in (aten.empty.memory_format, aten.empty_strided.default):
                 return self._empty(device, op, args, kwargs)
             device.memory.collect()
             if op is aten.copy_.default and args[0].device != args[1].device:
                 return self._copy(device, *args, **kwargs)
+            if op is aten._foreach_copy_.default and args[0][0].device != args[1][0].device:
+                return [self._copy(device, *pair, *args[2:], **kwargs) for pair in zip(*args[:2], strict=True)]
             if op is aten._local_scalar_dense.default:
                 device.current.synchronize()
                 return as_on_cpu(op, device.memory.block_of(args[0]).same(args[0]))
@@ -141,6 +144,7 @@ class _Call:
                 if found[index].numel() == target.numel():  # the CPU leaves out what a GPU would save for backward
                     target.copy_(found[index])
 
+        self._device.keep_inputs([tensor for tensor in self._tensors.values() if self._access(tensor, False)])
         accesses = [a for t in self._tensors.values() for a in self._access(t, id(t) in self._written)]
         accesses += [a for _, t in fresh for a in self._access(t, True)]
         self._device.current.give(lambda: _quietly(later), str(self._op.name()), accesses)

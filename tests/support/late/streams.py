@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ Clock = dict[int, int]
 OWN = (
     f"{Path(__file__).parent}{os.sep}",
     str(Path(shardwise.__file__).parent / "core" / "base" / "device"),
-    str(Path(shardwise.__file__).parent / "torch_internals.py"),
+    str(Path(shardwise.__file__).parent / "core" / "base" / "torch_internals.py"),
     f"{Path(torch.__file__).parent}{os.sep}",
     contextlib.__file__,
 )
@@ -215,6 +216,7 @@ class Schedule:
             they may be, before the main stream; 2: the main stream at once, side streams as late as possible; 3: any
             stream at any time.
         lock: held while anything here changes.
+        host_waits_at: thread and line of each wait of a host: for an event, a stream, a value, a copy that blocks.
     """
 
     seed: int
@@ -222,6 +224,7 @@ class Schedule:
     streams: list[Stream] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     host_clock: Clock = field(default_factory=dict)
+    host_waits_at: list[tuple[str, str]] = field(default_factory=list)
     idle: Callable[[], None] = _nothing
     last_given: float = 0.0
     _questions: int = 0
@@ -241,6 +244,7 @@ class Schedule:
     def host_waits(self, event: Event) -> None:
         """Return when an event has happened."""
         with self.lock:
+            self.host_waits_at.append((threading.current_thread().name, caller()))
             self.run_until(event.stream, event.number)
             _join(self.host_clock, event.clock)
 
