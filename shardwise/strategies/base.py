@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
 from shardwise.core.deferred import deferred_init
-from shardwise.core.mesh.launch import check_joined
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.namespace import Namespace, Strategy, build
 from shardwise.strategies.precision import (
     NumberFormat,
     ShardedPrecision,
@@ -27,9 +26,6 @@ from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
 
 __all__ = ["REFUSED", "ShardedStrategy", "StartMethod", "check_callbacks", "passed_on"]
-
-
-_Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -51,10 +47,9 @@ def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in PASSED_ON if values.get(name) is not None}
 
 
-class ShardedStrategy(_Base):  # type: ignore[misc]
+class ShardedStrategy(Strategy):
     """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
 
-    ns: ClassVar[Namespace]
     model: Any
     optimizers: Any
     lr_scheduler_configs: Any
@@ -63,10 +58,6 @@ class ShardedStrategy(_Base):  # type: ignore[misc]
         self._live: Live | None = None
         self._saving = Saving(self)
         super().__init__(**lightning)
-
-    def _configure_launcher(self) -> None:
-        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
-        super()._configure_launcher()
 
     # ---- hooks for subclasses
 

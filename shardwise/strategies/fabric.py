@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,12 +18,11 @@ from torch import nn
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.write import agree
 from shardwise.core.deferred import deferred_init
-from shardwise.core.mesh.launch import check_joined
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.strategies.entries import pack, unpack
-from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.namespace import Strategy, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
@@ -31,7 +30,6 @@ from shardwise.strategies.sessions import live_session, scaled_pass, shard
 __all__ = ["Check", "FabricSaving", "FabricStrategy", "restored"]
 
 
-_Base: Any = object  # Fabric's DDPStrategy, once built for a namespace
 STATE = ("state_dict", "load_state_dict")
 
 
@@ -49,20 +47,14 @@ class _Syncing:
         return session.no_sync() if session.plan.shard.reduce == "last" else nullcontext()
 
 
-class FabricStrategy(_Base):  # type: ignore[misc]
+class FabricStrategy(Strategy):
     """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
-
-    ns: ClassVar[Namespace]
 
     def __init__(self, **lightning: Any) -> None:
         self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model
         self._saving = FabricSaving(self)
         super().__init__(**lightning)
         self._backward_sync_control = _Syncing(self)
-
-    def _configure_launcher(self) -> None:
-        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
-        super()._configure_launcher()
 
     # ---- hooks for subclasses
 

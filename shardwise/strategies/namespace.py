@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_FABRIC", "PYTORCH_LIGHTNING", "Namespace", "build"]
+from shardwise.core.mesh.launch import check_joined
 
+__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_FABRIC", "PYTORCH_LIGHTNING", "Namespace", "Strategy", "build"]
+
+_Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 OLDEST, TOO_NEW = (2, 2), (2, 7)
 
 
@@ -87,6 +90,16 @@ def _load(package: str, path: str) -> Any:
             value = getattr(value, part)
         return value
     raise ImportError(f"{package} has no {path}")
+
+
+class Strategy(_Base):  # type: ignore[misc]
+    """What the strategies for Trainer and for Fabric have in common."""
+
+    ns: ClassVar[Namespace]
+
+    def _configure_launcher(self) -> None:
+        check_joined(self.num_processes * self.num_nodes)  # here, since Lightning's launcher overwrites WORLD_SIZE
+        super()._configure_launcher()
 
 
 @cache

@@ -128,7 +128,7 @@ class TwoHosts:
         for holder in self._holders:
             if holder.stdin is not None:
                 holder.stdin.close()
-            holder.wait(10)
+            holder.wait(60)
             if holder.stdout is not None:
                 holder.stdout.close()
         self._holders = []
@@ -159,14 +159,14 @@ def _ready(command: Sequence[str], otherwise: str) -> subprocess.Popen[str]:
     if said != "ready":
         holder.stdin.close()
         last = [said, *holder.stdout.read().splitlines()][-1]
-        holder.wait(10)
+        holder.wait(60)
         holder.stdout.close()
         raise OSError(f"{otherwise} here: {' '.join(command[:5])} said {last!r:.200}")
     return holder
 
 
 def _done(command: Sequence[str]) -> None:
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if ended.returncode:
         raise OSError(f"no wire here: {' '.join(command)} said {ended.stderr.strip()!r:.200}")
 

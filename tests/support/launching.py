@@ -153,7 +153,7 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
     finally:
         process.send_signal(signal.SIGTERM)  # one that still runs ends its ranks
         try:
-            process.wait(40)
+            process.wait(60)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
