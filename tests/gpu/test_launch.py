@@ -78,3 +78,10 @@ def test_torchrun_with_one_process(device_type: str) -> None:
     backend, device, first, last = done.stdout.split()[-4:]
     assert (backend, device) == (("nccl", "cuda") if device_type == "cuda" else ("gloo", "cpu"))
     assert float(last) < float(first)
+
+
+@pytest.mark.gpus(1)
+def test_attention_kernels_of_a_ring() -> None:
+    from tests.unit.test_sequence_tiles import kernels_of
+
+    assert None not in kernels_of("cuda", torch.float32, 1e-3) | kernels_of("cuda", torch.bfloat16, 0.1)
