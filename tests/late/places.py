@@ -68,7 +68,6 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/pipeline/run.py", "StageRun.step", "self._wire.settle", SENT),
     ("core/parallel/pipeline/run.py", "_Step._settle", "", SENT),
     ("core/parallel/pipeline/shared.py", "SharedGradients.summed", "self._wire.settle", SENT),
-    ("core/parallel/sequence/axis.py", "_Exchange.forward", "wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "Rotation.around", "axis.wire.settle", SENT),
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),

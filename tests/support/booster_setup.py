@@ -48,12 +48,10 @@ class Net(nn.Module):
 
     def __init__(self, hidden: int = 7) -> None:
         super().__init__()
-        self.first = nn.Linear(5, hidden)
-        self.tied = nn.Linear(hidden, hidden, bias=False)
+        self.first, self.tied = nn.Linear(5, hidden), nn.Linear(hidden, hidden, bias=False)
         self.again = nn.Linear(hidden, hidden)
         self.again.weight = self.tied.weight
-        self.last = nn.Linear(hidden, 3)
-        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.last, self.frozen = nn.Linear(hidden, 3), nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("seen", torch.zeros(2))
         self.extra: dict[str, Any] = {"calls": 0, "mark": torch.ones(2)}
 

@@ -45,10 +45,8 @@ class Recorded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed = nn.Embedding(7, 3)
-        self.middle = nn.Linear(3, 5)
-        self.back = nn.Linear(5, 3)
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.embed, self.middle = nn.Embedding(7, 3), nn.Linear(3, 5)
+        self.back, self.frozen = nn.Linear(5, 3), nn.Parameter(torch.randn(5), requires_grad=False)
         self.register_buffer("offset", torch.randn(3))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("hidden", torch.randn(2), persistent=False)

@@ -67,8 +67,15 @@ def axis_of_parts(name: str, seed: int) -> Found:
             by_rank = [_numbers(4, 6, of=10 * turn + other) for other in range(ranks)]
             x, total = there(by_rank[rank]), sum(by_rank[1:], by_rank[0])
             sizes = [1, 4 - 1] if ranks == 2 else [1] * ranks
-            found += [axis.total(x), axis.collect(x), axis.total_part(x, 0, sizes)]
-            expected += [total, torch.stack(by_rank), total.split(sizes)[rank]]
+            # Each is read at once, since a wait for a later one covers it.
+            found += [axis.total(x) + 0, axis.total(x[0, :5]) + 0, axis.collect(x) + 0, axis.total_part(x, 0, sizes)]
+            expected += [total, total[0, :5], torch.stack(by_rank), total.split(sizes)[rank]]
+            (full,) = group.buffers([(6, torch.float32)])
+            full.resize(6, (0, *range(5, 4 + ranks), 6))
+            full.local.copy_(x[0])
+            group.reduce_scatter(group.part_of(full, rank), full, 1.0).wait()
+            group.all_gather_in_place(full).wait()
+            found, expected = [*found, full.local], [*expected, total[0]]
         wrong = [text for pair in zip(found, expected, strict=True) for text in off(name, *pair)]
     return found_by(device, wrong)
 

@@ -56,8 +56,7 @@ class _Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(24, 24)
-        self.narrow = nn.Linear(24, 24, dtype=torch.bfloat16)
+        self.wide, self.narrow = nn.Linear(24, 24), nn.Linear(24, 24, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.narrow(self.wide(x).bfloat16()).float()

@@ -16,8 +16,7 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
@@ -41,10 +40,8 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.last = nn.Linear(6, 6)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm, self.last = nn.LayerNorm(6), nn.Linear(6, 6)
         for parameter in (*self.first.parameters(), self.second.bias, *self.norm.parameters()):
             parameter.requires_grad_(False)
 
@@ -58,8 +55,7 @@ class FrozenChild(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(6, 6)
-        self.frozen = Mlp()
+        self.before, self.frozen = nn.Linear(6, 6), Mlp()
         self.after = nn.Linear(6, 6)
         self.frozen.requires_grad_(False)
 
@@ -72,10 +68,8 @@ class Unused(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.idle = Mlp(5, 3)
-        self.spare = nn.Parameter(torch.zeros(3, 2))
-        self.last = nn.Linear(6, 6)
+        self.first, self.idle = nn.Linear(6, 6), Mlp(5, 3)
+        self.spare, self.last = nn.Parameter(torch.zeros(3, 2)), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
@@ -86,8 +80,7 @@ class UsedTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Linear(6, 6)
-        self.between = nn.Linear(6, 6)
+        self.shared, self.between = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared(self.between(torch.tanh(self.shared(x))))
@@ -98,8 +91,7 @@ class Alias(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.middle = nn.Linear(6, 6)
+        self.first, self.middle = nn.Linear(6, 6), nn.Linear(6, 6)
         self.second = self.first
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,8 +103,7 @@ class AroundChildren(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(6))
-        self.shift = nn.Parameter(torch.zeros(6))
+        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
         self.inner = nn.Sequential(Mlp(), Mlp())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -126,8 +117,7 @@ class LateParameter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.middle = Mlp()
+        self.first, self.middle = nn.Linear(6, 6), Mlp()
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,8 +130,7 @@ class ZeroSized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 6))
-        self.linear = nn.Linear(6, 6)
+        self.nothing, self.linear = nn.Parameter(torch.empty(0, 6)), nn.Linear(6, 6)
         self.never = nn.Parameter(torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,8 +142,7 @@ class NonContiguous(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5, 7).t())
-        self.back = nn.Linear(5, 7)
+        self.weight, self.back = nn.Parameter(torch.zeros(5, 7).t()), nn.Linear(5, 7)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.back(torch.tanh(x @ self.weight))
@@ -165,8 +153,7 @@ class MixedDtypes(nn.Module):
 
     def __init__(self, other: torch.dtype) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.inner = nn.Linear(6, 6).to(other)
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6).to(other)
         self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,8 +195,7 @@ class Scalar(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-        self.inner = Mlp()
+        self.temperature, self.inner = nn.Parameter(torch.tensor(1.0)), Mlp()
         self.offset = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -291,8 +277,7 @@ class NestedInputs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 6)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, inputs: dict[str, Tensor], *, extra: list[Any], power: int) -> Tensor:
         half, (mask, nothing) = extra
@@ -349,8 +334,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.inner = Mlp()
-        self.head = nn.Linear(6, 11)
+        self.inner, self.head = Mlp(), nn.Linear(6, 11)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -362,8 +346,7 @@ class FunctionalHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.inner = Mlp()
+        self.embedding, self.inner = nn.Embedding(11, 6), Mlp()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.linear(self.inner(self.embedding(tokens)), self.embedding.weight)
@@ -375,10 +358,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width)
+        self.norm1, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.norm2 = nn.Linear(width, width), nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -395,11 +376,9 @@ class TinyGpt(nn.Module):
     def __init__(self, width: int = 8, depth: int = 2, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.tokens = nn.Embedding(17, width)
-        self.positions = nn.Parameter(torch.zeros(8, width))
+        self.tokens, self.positions = nn.Embedding(17, width), nn.Parameter(torch.zeros(8, width))
         self.blocks = nn.ModuleList(Block(width, 2) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 17, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 17, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def grads_of(model: nn.Module, batch: dict[str, Tensor], exact: bool = True) -> 
 def averaged(grads: dict[str, Tensor], axis: SequenceAxis) -> dict[str, Tensor]:
     """Over the ranks, as an engine does it."""
     flat = torch.cat([grad.flatten() for grad in grads.values()])
-    mean = (torch.stack(axis.gathered(flat, "gradients")).sum(0) / axis.size).split([g.numel() for g in grads.values()])
+    mean = (torch.stack(axis.gathered(flat)).sum(0) / axis.size).split([g.numel() for g in grads.values()])
     return {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), mean, strict=True)}
 
 

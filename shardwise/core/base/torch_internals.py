@@ -278,22 +278,45 @@ def fused_adam(decoupled: bool) -> Callable[..., None]:
 
 # The public function does not return the log-sum-exp of the scores, which is required to merge attention to some keys
 # with attention to others; and autograd would use the log-sum-exp of these keys only.
+CPU_FLASH, FLASH, EFFICIENT = "flash_attention_for_cpu", "flash_attention", "efficient_attention"
 
 
-def cpu_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attention_kernel(q: Tensor) -> str | None:
+    """Return the name of torch's kernel for :func:`attention` of ``q`` to keys of its shape, or ``None`` if none fits.
+
+    On a GPU, that is flash attention for 16 bits, and the memory-efficient kernel for fp32 and older GPUs. Both need
+    head sizes that are multiples of 8; torch's own checks know the other limits.
+    """
+    if q.device.type != "cuda" or q.shape[-1] % 8:
+        return CPU_FLASH if q.device.type == "cpu" else None
+    inputs = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+    if torch.backends.cuda.can_use_flash_attention(inputs):
+        return FLASH
+    return EFFICIENT if torch.backends.cuda.can_use_efficient_attention(inputs) else None
+
+
+def attention(kernel: str, qkv: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention, and the log-sum-exp of each query's scores. All tensors are ``[rows, heads, length, size]``,
     except the log-sum-exp, which lacks the last dimension and is in fp32 at least."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q.detach(), k.detach(), v.detach(), 0.0, causal, scale=scale)
-    return out, lse
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
+    options = (None, True) if kernel == EFFICIENT else ()  # no bias, but the log-sum-exp
+    out, lse, *_ = op(*(x.detach() for x in qkv), *options, 0.0, causal, scale=scale)
+    return out, lse[..., : out.shape[2]]  # one kernel pads it
 
 
-def cpu_flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+def attention_backward(
+    kernel: str, grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; ``out`` and ``lse`` are those of all keys."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")
+    seed = () if kernel == CPU_FLASH else (torch.zeros(2, dtype=torch.int64, device=grad.device),) * 2
+    if kernel == EFFICIENT:  # reads the log-sum-exp by 32 queries
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
+        mask = [True, True, True, False]
+        dq, dk, dv, _ = op(grad, *qkv, None, out, padded, *seed, 0.0, mask, causal, scale=scale)
+        return dq, dk, dv
+    lengths = (None, None, out.shape[2], qkv[1].shape[2]) if kernel == FLASH else ()
+    dq, dk, dv = op(grad, *qkv, out, lse.contiguous(), *lengths, 0.0, causal, *seed, scale=scale)
     return dq, dk, dv
 
 
@@ -385,15 +408,9 @@ def new_group(ranks: Sequence[int], backend: str, name: str, described: str, tim
     """
     order = list(ranks)
     unique: Any = name
+    rank, kind, store = order.index(dist.get_rank()), dist.Backend(backend), default_store()
     made, _ = distributed_c10d._new_process_group_helper(
-        len(order),
-        order.index(dist.get_rank()),
-        order,
-        dist.Backend(backend),
-        default_store(),
-        unique,
-        timeout=timeout,
-        group_desc=described,
+        len(order), rank, order, kind, store, unique, timeout=timeout, group_desc=described
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(order)}
     group: dist.ProcessGroup = made

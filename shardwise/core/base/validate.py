@@ -66,12 +66,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def integer(
-    name: str,
-    value: object,
-    least: int = 0,
-    most: int = MOST_COUNT,
-    what: str = "a whole number",
-    floats: bool = False,
+    name: str, value: object, least: int = 0, most: int = MOST_COUNT, what: str = "a whole number", floats: bool = False
 ) -> int:
     """Return ``value``, an integer in [``least``, ``most``].
 

@@ -161,8 +161,7 @@ class GroupMaker:
         # gloo has tags; see [Note: Messages that do not wait for each other].
         ways = ("",) if over_gloo and made is None else ("_down", "_up")
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        with unbound(dist.group.WORLD):  # torch sends messages of all pairs of a bound group sequentially
-            lanes = [self.process_group(each, rank_lists, backend) for each in names]
+        lanes = [self.process_group(each, rank_lists, backend) for each in names]
         return P2PChannel(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
 
     @property
@@ -192,12 +191,13 @@ class GroupMaker:
         else:
             if backend == "gloo":
                 make_room(len(self._own(rank_lists)))
-            own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                rank_lists,
-                backend=backend,
-                timeout=timedelta(seconds=self.timeout_s),  # torch's default differs from the ranks' own group
-                group_desc=f"shardwise_{name}",
-            )
+            with unbound(dist.group.WORLD):  # a bound group sends messages of all its pairs one after the other
+                own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                    rank_lists,
+                    backend=backend,
+                    timeout=timedelta(seconds=self.timeout_s),  # torch's default differs from the ranks' own group
+                    group_desc=f"shardwise_{name}",
+                )
         self._process_groups.append(own)
         return own
 

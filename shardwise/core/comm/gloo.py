@@ -198,13 +198,7 @@ class GlooGroup(ControlledGroup):
     sends_slices = True
     uneven = True
 
-    def __init__(
-        self,
-        name: str,
-        control: Control,
-        gather: dist.ProcessGroup,
-        reduce: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, name: str, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
         super().__init__(name, torch.device("cpu"), control)
         self._gather_link = Link(gather, name)
         self._reductions: deque[_Reduction] = deque()

@@ -27,7 +27,7 @@ class Link:
     """Sends and receives over one communicator, with a tag per operation."""
 
     def __init__(self, process_group: dist.ProcessGroup, name: str) -> None:
-        self._process_group = process_group
+        self.process_group = process_group
         self._name = name
         self._count = 0
 
@@ -48,7 +48,7 @@ class Link:
         keyword = "group_dst" if start is dist.isend else "group_src"
         what = f"{what} of group {self._name!r}"
         try:
-            return Message(start(tensor, group=self._process_group, tag=tag, **{keyword: peer}), what)
+            return Message(start(tensor, group=self.process_group, tag=tag, **{keyword: peer}), what)
         except RuntimeError as error:
             raise _lost(what, error) from error
 
@@ -279,6 +279,34 @@ class P2PChannel:
         if format_ is not None:
             message.arrived.append(partial(format_.read, sent.view(1, -1), x.view(1, -1)))
         return message
+
+    def exchange(self, x: Tensor, out: Tensor, sent: Sequence[int], came: Sequence[int], lane: int, what: str) -> None:
+        """Send each rank its slice of ``x``, and receive each rank's slice of ``out``, both 1-D and contiguous.
+
+        It is one operation in a communicator of all ranks: with messages, NCCL would make one for each pair.
+
+        Args:
+            x, out: of one dtype.
+            sent, came: by rank, the sizes of the slices of ``x`` and of ``out``.
+            lane, what: as for :meth:`send`.
+
+        Raises:
+            PeerError: a rank did not come.
+        """
+        parts, places = torch.split(x, list(sent)), torch.split(out, list(came))
+        format_ = self._format(x.shape, x.dtype, lane)
+        if format_ is not None:
+            written = [format_.write(part.view(1, -1)).view(-1) for part in parts]
+            sizes = [format_.row_bytes(numel) for numel in came]
+            read = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            self.exchange(torch.cat(written), read, [each.numel() for each in written], sizes, lane, what)
+            for place, row in zip(places, torch.split(read, sizes), strict=True):
+                format_.read(row.view(1, -1), place.view(1, -1))
+            places[self._rank].copy_(parts[self._rank])  # not rounded
+            return
+        self.traffic.add("send", x.nbytes - parts[self._rank].nbytes)
+        work = dist.all_to_all_single(out, x, list(came), list(sent), self._links[0].process_group, async_op=True)
+        Message(work, f"the exchange of {what}").wait()
 
     def receive_described(self, peer: int, lane: int, tag: int, what: str) -> Tensor | None:
         """Receive a described tensor; ``None`` after :meth:`send_nothing`."""

@@ -140,7 +140,8 @@ def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -
 
 @contextmanager
 def unbound(default: Any) -> Iterator[None]:
-    """Unbind the default group from its device inside the block: torch would have all ranks split off a new group."""
+    """Unbind the default group from its device inside the block: torch would have all ranks split off a new group, and
+    connect it at once, also if it is never used."""
     bound = default.bound_device_id
     if bound is None:
         yield

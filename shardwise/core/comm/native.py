@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,9 @@ __all__ = ["NativeGroup"]
 class _Launched:
     """A collective in flight, of one or several calls, and the remaining work on its result."""
 
-    def __init__(self, works: Sequence[dist.Work], result: Tensor, out: Tensor, factor: float) -> None:
-        self._works = works
-        self._result = result
-        self._out = out
-        self._factor = factor
+    def __init__(self, works: Sequence[dist.Work | None], result: Tensor, out: Tensor, factor: float) -> None:
+        self._works = list(filter(None, works))
+        self._result, self._out, self._factor = result, out, factor
 
     def finished(self) -> bool:
         # Query the work, because operations queued after it would wait for the peers as well; NCCL's future is done as
@@ -50,25 +49,24 @@ class NativeGroup(ControlledGroup):
     sums are computed in the library's order and in the dtype of the transfer (NCCL rounds 16-bit sums at every hop),
     and if ``out.dtype`` differs from the dtype of the buffer, the sum is computed in the latter and converted in
     ``wait()``. The backend's own watchdog reports a dead peer.
+
+    Attributes:
+        coalesces: one call gathers or reduces a list of parts of different lengths, as NCCL's does.
     """
+
+    coalesces = False
 
     starts_together = True
     sends_slices = True
     uneven = True
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        control: Control,
-        gather: dist.ProcessGroup,
-        reduce: dist.ProcessGroup,
+        self, name: str, device: torch.device, control: Control, gather: dist.ProcessGroup, reduce: dist.ProcessGroup
     ) -> None:
         super().__init__(name, device, control)
-        self._gather = gather
-        self._reduce = reduce
+        self._gather, self._reduce = gather, reduce
         # gloo also accepts GPU tensors, and then blocks the host.
-        self.waits_in_queue = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
+        self.waits_in_queue = self.coalesces = device.type == "cuda" and dist.get_backend(reduce) != "gloo"
 
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._private_buffers(specs)
@@ -85,56 +83,55 @@ class NativeGroup(ControlledGroup):
         return self._start_gather(full.local, self.slice_of(full.local, self.rank))
 
     def _start_spread(self, out: Tensor, bounds: Bounds) -> Handle:
-        """Broadcast every rank's part of ``out``, since no flat collective of the library supports uneven parts."""
+        """Gather parts of ``out`` that may differ in length: NCCL makes one launch of a list; gloo has no such call."""
         parts = [self.slice_of(out, rank, bounds).view(torch.uint8) for rank in range(self.size)]
-        works = [
-            dist.broadcast(part, group_src=rank, group=self._gather, async_op=True) for rank, part in enumerate(parts)
-        ]
-        return _Launched([_started(work) for work in works], out, out, 1.0)
+        if self.coalesces:
+            works = [dist.all_gather(parts, parts[self.rank], group=self._gather, async_op=True)]
+        else:
+            works = [dist.broadcast(x, group_src=r, group=self._gather, async_op=True) for r, x in enumerate(parts)]
+        return _Launched(works, out, out, 1.0)
 
     def _start_gather(self, out: Tensor, shard: Tensor) -> Handle:
         if not out.dtype.is_floating_point:  # libraries support some of the other dtypes; all of them support bytes
             out, shard = out.view(torch.uint8), shard.view(torch.uint8)
-        return _Launched([_started(all_gather_single(out, shard, group=self._gather, async_op=True))], out, out, 1.0)
+        return _Launched([all_gather_single(out, shard, group=self._gather, async_op=True)], out, out, 1.0)
 
     def _reduce_scatter(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         if full.bounds is not None:
             return self._start_reduces(out, full, scale)
-        # The average instead of the sum avoids an overflow of fp16 during the reduction.
+        op, factor = self._operation(scale)
         result = out if out.dtype == full.local.dtype else torch.empty_like(out, dtype=full.local.dtype)
-        work = reduce_scatter_single(result, full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
-        return _Launched([_started(work)], result, out, self._factor(scale))
+        work = reduce_scatter_single(result, full.local, op=op, group=self._reduce, async_op=True)
+        return _Launched([work], result, out, factor)
 
     def _start_reduces(self, out: Tensor, full: Buffer, scale: float) -> Handle:
         """Reduce each part to its rank, as :meth:`_start_spread` does; other parts of ``full`` may be overwritten."""
+        op, factor = self._operation(scale)
         parts = [self.part_of(full, rank) for rank in range(self.size)]
-        works = [
-            dist.reduce(part, group_dst=rank, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
-            for rank, part in enumerate(parts)
-        ]
         own = parts[self.rank]
         # Do not create a new view, since the two objects are compared in wait() to find out whether a copy is needed.
-        result = out if out.data_ptr() == own.data_ptr() and out.dtype == own.dtype else own
-        return _Launched([_started(work) for work in works], result, out, self._factor(scale))
+        result = out if out.dtype == own.dtype and (self.coalesces or out.data_ptr() == own.data_ptr()) else own
+        if self.coalesces:
+            works = [dist.reduce_scatter(result, parts, op=op, group=self._reduce, async_op=True)]
+        else:
+            works = [dist.reduce(x, None, op, self._reduce, True, group_dst=r) for r, x in enumerate(parts)]
+        return _Launched(works, result, out, factor)
 
     def _all_reduce(self, full: Buffer, scale: float) -> Handle:
-        work = dist.all_reduce(full.local, op=dist.ReduceOp.AVG, group=self._reduce, async_op=True)
-        return _Launched([_started(work)], full.local, full.local, self._factor(scale))
+        op, factor = self._operation(scale)
+        work = dist.all_reduce(full.local, op=op, group=self._reduce, async_op=True)
+        return _Launched([work], full.local, full.local, factor)
 
     def _all_to_all(self, out: Tensor, full: Buffer) -> Handle:
         work = dist.all_to_all_single(out, full.local, group=self._reduce, async_op=True)
-        return _Launched([_started(work)], out, out, 1.0)
+        return _Launched([work], out, out, 1.0)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         broadcast(tensor, src, self._gather, self.name)
 
-    def _factor(self, scale: float) -> float:
-        return 1.0 if scale == 1.0 / self.size else scale * self.size
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError(
-            f"torch.distributed returned {work} for a collective: give a group that this rank belongs to"
-        )
-    return work
+    def _operation(self, scale: float) -> tuple[Any, float]:
+        """Return the operation, and the factor of its result: the average, which avoids an overflow of fp16 during the
+        reduction, except for the sum itself, which a factor would round."""
+        if scale == 1.0:
+            return dist.ReduceOp.SUM, 1.0
+        return dist.ReduceOp.AVG, 1.0 if scale == 1.0 / self.size else scale * self.size

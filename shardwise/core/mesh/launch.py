@@ -170,9 +170,10 @@ def init_distributed(
         chosen = _agreed(facts, store, device, backend == "gloo")
         make_current(chosen)
         backend = backend or ("nccl" if chosen.type == "cuda" else "gloo")
-        size, rank = facts.world_size, facts.rank
+        size, rank, bound = facts.world_size, facts.rank, chosen if "nccl" in backend else None
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            # NCCL connects the ranks here, on this GPU, and not at the first collective on the one that torch guesses.
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
         except RuntimeError as error:
             raise PeerError(
                 f"rank {rank} of {size} could not connect to all other ranks: {error}. {UNREACHED}"

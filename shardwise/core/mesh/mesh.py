@@ -26,6 +26,7 @@ from shardwise.core.comm import (
     ranks_of,
     timeout_s,
 )
+from shardwise.core.comm.members import unbound
 from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus
 from shardwise.core.mesh.launch import check_joined, own_device, rank_device
 from shardwise.plan import CommPlan, MeshPlan
@@ -407,7 +408,8 @@ def _device_mesh(maker: GroupMaker, members: Members | None, grid: torch.Tensor)
     names = tuple(every[dim] for dim in dims)
     mesh = grid.view([grid.shape[dim] for dim in dims])
     if members is None:
-        device_mesh = DeviceMesh(maker.device.type, mesh, mesh_dim_names=names)
+        with unbound(dist.group.WORLD):
+            device_mesh = DeviceMesh(maker.device.type, mesh, mesh_dim_names=names)
         for axis in names:
             maker.keep(device_mesh.get_group(axis))
         return device_mesh

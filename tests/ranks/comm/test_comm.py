@@ -363,7 +363,7 @@ def interrupted() -> list[str]:
 
     told = []
     with Scope("gloo") as group:
-        link, x = Link(group._gather_link._process_group, "test"), torch.zeros(3)  # type: ignore[attr-defined]
+        link, x = Link(group._gather_link.process_group, "test"), torch.zeros(3)  # type: ignore[attr-defined]
         if group.rank == 1:
             dist.recv(torch.zeros(1), src=0)
             link.send(x + 1, 0, 1, "a test").wait()

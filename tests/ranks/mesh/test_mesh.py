@@ -332,8 +332,8 @@ def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
             torch.cuda.set_device = lambda device: None
             start, seen = dist.init_process_group, []
 
-            def init(backend, **options):
-                seen.append(backend)
+            def init(backend, device_id, **options):
+                seen.append(f"{backend} on {device_id}")
                 start("gloo", **options)  # NCCL has to wait for a GPU
 
             dist.init_process_group = init
@@ -361,8 +361,8 @@ def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:
     status, shown = finished("shardwise", "run", "--nproc", "2", str(script), log=tmp_path / "log")
     assert status == 0, shown
     for rank in range(2):
-        assert f"own {rank}: cuda:0 ['nccl'] 0\n" in shown, shown
-        assert f"both {rank}: cpu ['gloo'] {int(rank == 0)}\n" in shown, shown
+        assert f"own {rank}: cuda:0 ['nccl on cuda:0'] 0\n" in shown, shown
+        assert f"both {rank}: cpu ['gloo on None'] {int(rank == 0)}\n" in shown, shown
         assert f"asked {rank}: ranks [0, 1] would share the GPU GPU-g [] 0\n" in shown, shown
 
 

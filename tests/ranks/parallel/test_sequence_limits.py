@@ -23,7 +23,7 @@ HEADS, KV_HEADS, HEAD, LAYERS, LENGTH = 8, 4, 4, 2, 16
 
 
 def sent(mode: str, checkpointing: bool) -> int:
-    """Bytes of a pass, forward and backward, on this rank's wire."""
+    """Bytes of a pass, forward and backward, on this rank's wire, and of the sums over its group."""
     config = decoder("Llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * HEAD)
     case = replace(CASES["llama"]()[0], config=config, padded=False)
     model = case.made()
@@ -34,18 +34,18 @@ def sent(mode: str, checkpointing: bool) -> int:
         share.install()
         grads_of(model, batch_of(case, length=LENGTH), exact=False)
         share.remove()
-        return ring.wire.traffic.bytes["send"]
+        return ring.wire.traffic.bytes["send"] + ring.group.traffic.bytes["all_reduce"]
 
 
 def formula(mode: str, checkpointing: bool, ranks: int) -> int:
-    """In fp64, but the loss, which is one number in fp32. ``token``: of all that a rank has, for one head."""
+    """In fp64, but the loss: one number a rank in fp32, there and back. ``token``: what a rank has, for one head."""
     token = ROWS * LENGTH // ranks * HEAD * 8
     if mode == "all_to_all":  # queries and outputs, keys and values: all but a rank's own share, there and back
         forward = backward = token * (2 * HEADS + 2 * KV_HEADS) * (ranks - 1) // ranks
     else:  # keys and values to all others; backward once more, and their gradients
         forward = token * 2 * KV_HEADS * (ranks - 1)
         backward = 2 * forward
-    return LAYERS * (forward * (2 if checkpointing else 1) + backward) + 2 * (ranks - 1) * 4
+    return LAYERS * (forward * (2 if checkpointing else 1) + backward) + 2 * 2 * (ranks - 1) * 4
 
 
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
@@ -83,7 +83,7 @@ def dropped(mode: str) -> tuple[list[float], bool]:
         torch.manual_seed(11)
         plain(**{"input_ids": batch["input_ids"]})
         share.remove()
-        patterns = ring.axis.gathered(seen[0].double(), "what was dropped")
+        patterns = ring.axis.gathered(seen[0].double())
         return [float(after)], all(not torch.equal(each, patterns[0]) for each in patterns[1:])
 
 

@@ -1,4 +1,4 @@
-"""Layers that cannot be cut over an axis are named."""
+"""Layers that cannot be cut over an axis are named; sums and gathers of activations take few operations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks.engine.test_kernels_of_a_step import Kernels
 from torch import nn
 
 from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, vocabulary_cross_entropy
@@ -44,3 +45,30 @@ def test_what_cannot_be_cut_is_named() -> None:
     parts += ["at least as many rows", "give logits [..., 4]", "is cut as"]
     for message, part in zip(messages, parts, strict=True):
         assert part in message, message
+
+
+def operations() -> dict[str, list[str]]:
+    """Of sums, gathers and divided sums over the backend's own collectives."""
+    with Scope("native") as group:
+        axis, found = Axis(group), {}
+        one, two, sizes = torch.ones(1, 2 * group.size, 4), torch.ones(2, 2 * group.size, 4), [2] * group.size
+        calls = {
+            "sum": lambda: axis.total(one),
+            "gather": lambda: axis.joined(one[:, :2], 1, sizes),
+            "gather of rows": lambda: axis.joined(two[:, :2], 1, sizes),
+            "divided sum": lambda: axis.total_part(one, 1, sizes),
+            "divided sum of rows": lambda: axis.total_part(two, 1, sizes),
+        }
+        for name, call in calls.items():
+            with Kernels() as kernels:
+                result = call()
+            assert result.eq(1 if "gather" in name else group.size).all() and not result._is_view()
+            found[name] = kernels.names
+        return found
+
+
+def test_activations_are_exchanged_in_final_memory() -> None:
+    gather, scatter = "c10d::_allgather_base_", ["c10d::_reduce_scatter_base_", "copy_"]  # the copy is gloo's
+    expected = {"sum": ["clone", "c10d::allreduce_"], "gather": [gather], "gather of rows": ["clone", gather, "cat"]}
+    expected |= {"divided sum": scatter, "divided sum of rows": ["stack", *scatter]}
+    assert run_ranks(3, operations) == [expected] * 3

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,8 +64,10 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         self._stream: Stream = device.schedule.new_stream("communicator")
         self._met: set[int] = set()
 
-    def _give(self, what: str, sent: Tensor, written: Sequence[Tensor], use: Callable[[list[Tensor]], None]) -> _Work:
-        """Every rank's ``sent``, when it is time, for ``use`` to make ``written`` of."""
+    def _give(
+        self, what: str, sent: Tensor, written: Sequence[Tensor], use: Callable[[list[Tensor]], None], begin: Any = None
+    ) -> _Work:
+        """Every rank's ``sent``, when it is time, or what ``begin`` brings, for ``use`` to make ``written`` of."""
         device, block = self._device, self._device.memory.block_of
         with device.schedule.lock:
             device.memory.collect()
@@ -74,7 +77,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
             under_way: list[Any] = []
 
             def run() -> None:
-                under_way.append(self._over.allgather([outs], [own.contiguous()]))
+                under_way.append((begin or self._all)(outs, own.contiguous()))
 
             def poll() -> bool:
                 if not under_way[0].is_completed():
@@ -88,6 +91,9 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
             done = self._stream.record_event()
             device.schedule.after_giving()
             return _Work(device, done, [sent, *written])
+
+    def _all(self, outs: list[Tensor], own: Tensor) -> Any:
+        return self._over.allgather([outs], [own])
 
     def _same(self, tensor: Tensor) -> Tensor:
         return self._device.memory.block_of(tensor).same(tensor)
@@ -106,30 +112,40 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         target, rank = self._same(out), self.rank()
 
         def use(found: list[Tensor]) -> None:
-            target.copy_(_mean([each.chunk(len(found))[rank] for each in found]))
+            target.copy_(_reduced([each.chunk(len(found))[rank] for each in found], opts))
 
         return self._give("a reduce-scatter", full, [out], use)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Of one tensor, to its mean."""
+        """Of one tensor."""
         target = self._same(tensors[0])
 
         def use(found: list[Tensor]) -> None:
-            target.copy_(_mean(found))
+            target.copy_(_reduced(found, opts))
 
         return self._give("an all-reduce", tensors[0], tensors, use)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        """To one rank's mean."""
-        target, here = self._same(tensors[0]), opts.rootRank == self.rank()
+    def reduce(self, tensors: list[Tensor], opts: Any, outs: list[Tensor] | None = None) -> Any:
+        """To one rank, in place or into ``outs``."""
+        outs, here = outs or tensors, opts.rootRank == self.rank()
+        target = self._same(outs[0])
 
         def use(found: list[Tensor]) -> None:
             if here:
-                target.copy_(_mean(found))
+                target.copy_(_reduced(found, opts))
 
-        return self._give("a reduction", tensors[0], tensors if here else [], use)
+        return self._give("a reduction", tensors[0], outs if here else [], use)
+
+    def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
+        """Of parts that may differ in length."""
+        roots = (SimpleNamespace(rootRank=rank, reduceOp=opts.reduceOp) for rank in range(self.size()))
+        return [self.reduce([part], root, outs) for root, part in zip(roots, parts[0], strict=True)][-1]
+
+    def allgather(self, outs: list[list[Tensor]], _own: list[Tensor], _opts: Any = None) -> Any:
+        """Of parts that may differ in length; the own one is where it belongs."""
+        return [self.broadcast([part], SimpleNamespace(rootRank=rank)) for rank, part in enumerate(outs[0])][-1]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """From one rank."""
@@ -140,14 +156,15 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
 
         return self._give("a broadcast", tensors[0], tensors, use)
 
-    def alltoall_base(self, out: Tensor, full: Tensor, outs: list[int], ins: list[int], opts: Any = None) -> Any:
-        """Equal slices."""
-        target, rank = self._same(out), self.rank()
+    def alltoall_base(self, out: Tensor, full: Tensor, came: list[int], sent: list[int], opts: Any = None) -> Any:
+        """Equal slices, or those of these sizes."""
+        target = self._same(out)
+        found = torch.empty_like(target)
 
-        def use(found: list[Tensor]) -> None:
-            target.copy_(torch.cat([each.chunk(len(found))[rank] for each in found]))
+        def begin(_outs: list[Tensor], own: Tensor) -> Any:
+            return self._over.alltoall_base(found, own, came, sent)
 
-        return self._give("an all-to-all", full, [out], use)
+        return self._give("an all-to-all", full, [out], lambda _: target.copy_(found), begin)
 
     all_to_all_single = alltoall_base
 
@@ -209,8 +226,9 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
             return _Work(device, done, [tensor])
 
 
-def _mean(parts: list[Tensor]) -> Tensor:
-    return torch.stack([part.double() for part in parts]).mean(0).to(parts[0].dtype)
+def _reduced(parts: list[Tensor], opts: Any) -> Tensor:
+    total = torch.stack([part.double() for part in parts]).sum(0)
+    return (total if opts.reduceOp == dist.ReduceOp.SUM else total / len(parts)).to(parts[0].dtype)
 
 
 class _LateGroup(NativeGroup):
@@ -224,7 +242,7 @@ class _LateGroup(NativeGroup):
             _Communicator(device, maker.process_group(f"{request.name}_{kind}", request.rank_lists, "gloo"))
             for kind in ("gather", "reduce")
         )
-        self.waits_in_queue = True
+        self.waits_in_queue = self.coalesces = True
 
 
 def late_collectives(device: LateDevice) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: P
     q, k, v = qkv
     heads = own_heads(q.shape[1], k.shape[1], axis.size)
     ranges = [heads.query, heads.kv, heads.kv]
-    sent = [_flat([x[:, slice(*by_rank[r])] for x, by_rank in zip(qkv, ranges, strict=True)]) for r in range(axis.size)]
+    sent = [[x[:, slice(*by_rank[r])] for x, by_rank in zip(qkv, ranges, strict=True)] for r in range(axis.size)]
     counts = [heads.counts(axis.rank)[0], *[heads.counts(axis.rank)[1]] * 2]
     shapes = [(x.shape[0], count, parts.local, x.shape[-1]) for x, count in zip(qkv, counts, strict=True)]
     numels = [torch.Size(shape).numel() for shape in shapes]
@@ -100,14 +100,10 @@ def attend_by_heads(qkv: tuple[Tensor, Tensor, Tensor], attend: Attend, parts: P
     rows, width = out.shape[0], out.shape[-1]
     sizes = [rows * parts.local * heads.counts(rank)[0] * width for rank in range(axis.size)]
     back = axis.exchanged(
-        [_flat([parts.take(out, 1, rank)]) for rank in range(axis.size)], sizes, "the output of attention", True
+        [[parts.take(out, 1, rank)] for rank in range(axis.size)], sizes, "the output of attention", True
     )
     views = [flat.view(rows, parts.local, heads.counts(rank)[0], width) for rank, flat in enumerate(back)]
     return torch.cat(views, 2)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
 
 
 ORIGINALS = ("sdpa", "eager")

@@ -80,6 +80,6 @@ class Parts:
                 pieces[start] = piece
         return torch.cat([pieces[start] for start in sorted(pieces)], dim).narrow(dim, 0, self.length)
 
-    def whole(self, x: Tensor, dim: int, axis: SequenceAxis, what: str) -> Tensor:
+    def whole(self, x: Tensor, dim: int, axis: SequenceAxis) -> Tensor:
         """Gather ``x`` of all ranks. Differentiable."""
-        return self.together(axis.gathered(x, what), dim)
+        return self.together(axis.gathered(x), dim)

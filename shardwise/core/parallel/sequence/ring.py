@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.base.torch_internals import attention_kernel
 from shardwise.core.comm.link import Message
 from shardwise.core.parallel.sequence.axis import SequenceAxis
 from shardwise.core.parallel.sequence.mask import SequenceMask
@@ -41,7 +42,8 @@ class Rotation:
         axis: the ranks.
         parts: the partition of the sequences.
         inner: number of ranks of an inner ring; divides the number of ranks.
-        kernel, tile: see :class:`~shardwise.core.parallel.sequence.tiles.Scores`.
+        kernel: use torch's attention kernels where they fit.
+        tile: see :class:`~shardwise.core.parallel.sequence.tiles.Scores`.
     """
 
     axis: SequenceAxis
@@ -91,17 +93,11 @@ class Rotation:
         return self.swapped(x, fresh, (to, source), VALUES, tag), fresh
 
     def swapped(self, x: Tensor, fresh: Tensor, peers: tuple[int, int], lane: int, tag: int) -> Message:
-        """Start to send ``x`` to the first of ``peers``, and to receive from the other. If both are the same rank, the
-        lower rank starts its send first, the other its receive, so that a device that executes the messages of a pair
-        sequentially does not deadlock."""
+        """Start to send ``x`` to the first of ``peers``, and to receive from the other."""
         wire, what, (to, source) = self.axis.wire, WHAT[lane], peers
         wire.connect([(self.axis.rank, to, lane), (source, self.axis.rank, lane)])  # in a ring, each rank sends first
-        if to != source or self.axis.rank < to:
-            wire.send(x, to, lane, tag, what)
-            return wire.begin_receive(fresh, source, lane, tag, what)
-        message = wire.begin_receive(fresh, source, lane, tag, what)
         wire.send(x, to, lane, tag, what)
-        return message
+        return wire.begin_receive(fresh, source, lane, tag, what)
 
     def blocks(self, owner: int) -> Iterator[tuple[slice, slice, Block]]:
         """Yield slices of this rank's queries and of ``owner``'s keys, with their positions in full sequences."""
@@ -135,7 +131,10 @@ def ring_attention(
     Returns:
         ``[rows, heads, part, size]``.
     """
-    scores = Scores(scale, mask, softcap, bias, rotation.kernel, rotation.tile)
+    q, k, v = qkv
+    plain = softcap is None and bias is None and q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
+    kernel = attention_kernel(q) if rotation.kernel and plain else None
+    scores = Scores(scale, mask, softcap, bias, kernel, rotation.tile)
     out: Tensor = _Ring.apply(*qkv, rotation, scores)  # type: ignore[no-untyped-call]
     return out
 

@@ -78,7 +78,7 @@ class SequenceLoss:
             shift_labels=own,
             **kwargs,
         )
-        return self.axis.total(share, "the loss")
+        return self.axis.total(share)
 
 
 PASS = "a forward pass over shared sequences"
@@ -269,7 +269,7 @@ class Sequences:
         def whole(x: Any) -> Any:
             if x is last and not ends_here:
                 return x
-            return parts.whole(x, -2, self.axis, "hidden states")
+            return parts.whole(x, -2, self.axis)
 
         if not isinstance(output, Mapping):  # tuples of states after the last state have to be gathered, too
             others = [_each(item, whole) if isinstance(item, tuple | list) else item for item in output[1:]]
@@ -284,7 +284,7 @@ class Sequences:
         output = forward(*args, **kwargs)
         if self._local or self._parts is None:
             return output
-        whole = self._parts.whole(output[0], -2, self.axis, "hidden states")
+        whole = self._parts.whole(output[0], -2, self.axis)
         if isinstance(output, Mapping):
             output["last_hidden_state"] = whole  # type: ignore[index]
             return output

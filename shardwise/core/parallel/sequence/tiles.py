@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from shardwise.core.base.torch_internals import cpu_flash_attention, cpu_flash_attention_backward
+from shardwise.core.base.torch_internals import attention, attention_backward
 from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
 
 __all__ = ["TILE", "Block", "Scores", "attended", "attended_backward", "merge", "wide"]
@@ -31,7 +31,7 @@ class Scores:
         mask: the mask of full sequences.
         softcap: scores are ``softcap * tanh(score / softcap)``; ``None``: they are not capped.
         bias: ``[rows, heads, 1, padded length]``, added to the scores.
-        kernel: use torch's own attention kernel for unmasked and causal blocks.
+        kernel: torch's attention kernel for unmasked and causal blocks; ``None``: scores are computed explicitly.
         tile: number of queries and of keys per tile if scores are computed explicitly.
     """
 
@@ -39,13 +39,8 @@ class Scores:
     mask: SequenceMask
     softcap: float | None = None
     bias: Tensor | None = None
-    kernel: bool = True
+    kernel: str | None = None
     tile: int = TILE
-
-    def fits_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return True if torch's flash attention for CPUs supports these inputs."""
-        same = q.dtype == k.dtype == v.dtype and q.shape[-1] == v.shape[-1]
-        return self.kernel and same and q.device.type == "cpu" and self.softcap is None and self.bias is None
 
 
 @dataclass(frozen=True)
@@ -79,12 +74,9 @@ def merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
         lse: ``[rows, heads, queries]``, the log-sum-exp of the scores; -inf for queries that attend to no key.
         new, new_lse: the same for other keys.
     """
-    both = torch.logaddexp(lse, new_lse)
-    nothing = both == float("-inf")
-    old_share = (lse - both).masked_fill(nothing, 0.0).exp().unsqueeze(-1)
-    new_share = (new_lse - both).masked_fill(nothing, 0.0).exp().unsqueeze(-1)
-    out.mul_(old_share).add_(new.to(out.dtype) * new_share)
-    lse.copy_(both)
+    share = (new_lse - lse).sigmoid_().masked_fill_(new_lse == float("-inf"), 0.0)
+    out.lerp_(new.to(out.dtype), share.to(out.dtype).unsqueeze(-1))
+    torch.logaddexp(lse, new_lse, out=lse)
 
 
 def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, out: Tensor, lse: Tensor) -> None:
@@ -97,12 +89,12 @@ def attended(qkv: tuple[Tensor, Tensor, Tensor], block: Block, scores: Scores, o
         out, lse: as for :func:`merge`, for the block's queries.
     """
     q, k, v = qkv
-    for tile, relation in _divided(block, scores, scores.fits_kernel(q, k, v)):
+    for tile, relation in _divided(block, scores):
         mine, theirs = _within(block, tile)
         q_t, k_t, v_t = q[:, :, mine], k[:, :, theirs], v[:, :, theirs]
-        if relation is not Relation.SOME and scores.fits_kernel(q, k, v):
-            k_t, v_t = (_spread(x, q.shape[1]) for x in (k_t, v_t))
-            part, part_lse = cpu_flash_attention(q_t, k_t, v_t, relation is Relation.CAUSAL, scores.scale)
+        if relation is not Relation.SOME and scores.kernel is not None:
+            spread = (q_t, _spread(k_t, q.shape[1]), _spread(v_t, q.shape[1]))
+            part, part_lse = attention(scores.kernel, spread, relation is Relation.CAUSAL, scores.scale)
         else:
             made, seen = _scores(q_t, k_t, tile, relation, scores)
             if not seen:
@@ -150,13 +142,12 @@ def attended_backward(
     """
     q, k, v = qkv
     groups = (k.shape[1], q.shape[1] // k.shape[1])
-    for tile, relation in _divided(block, scores, scores.fits_kernel(q, k, v)):
+    for tile, relation in _divided(block, scores):
         mine, theirs = _within(block, tile)
         q_t, k_t, v_t, r = q[:, :, mine], k[:, :, theirs], v[:, :, theirs], result[mine]
-        if relation is not Relation.SOME and scores.fits_kernel(q, k, v):
-            k_s, v_s = _spread(k_t, q.shape[1]), _spread(v_t, q.shape[1])
-            causal = relation is Relation.CAUSAL
-            dq, dk, dv = cpu_flash_attention_backward(r.grad, q_t, k_s, v_s, r.out, r.lse, causal, scores.scale)
+        if relation is not Relation.SOME and scores.kernel is not None:
+            spread, causal = (q_t, _spread(k_t, q.shape[1]), _spread(v_t, q.shape[1])), relation is Relation.CAUSAL
+            dq, dk, dv = attention_backward(scores.kernel, r.grad, spread, r.out, r.lse, causal, scores.scale)
             dk, dv = (_grouped(x, groups).sum(2, dtype=wide(x.dtype)) for x in (dk, dv))
         else:
             made, seen = _scores(q_t, k_t, tile, relation, scores)
@@ -177,12 +168,12 @@ def attended_backward(
             into[:, :, at] += new
 
 
-def _divided(block: Block, scores: Scores, kernel: bool) -> Iterator[tuple[Block, Relation]]:
+def _divided(block: Block, scores: Scores) -> Iterator[tuple[Block, Relation]]:
     """Yield tiles with their relation; a block whose scores are not computed explicitly is a single tile."""
     relation = block.relation(scores.mask)
     if relation is Relation.NONE:
         return
-    if relation is not Relation.SOME and kernel:
+    if relation is not Relation.SOME and scores.kernel is not None:
         yield block, relation
         return
     for tile in block.tiles(scores.tile):

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from shardwise.core.base.torch_internals import copy_each
 from shardwise.core.comm import GRADIENTS, VALUES, Buffer, Group, compressed
 
 __all__ = ["Axis", "Ranks"]
@@ -118,7 +119,8 @@ class Axis(Ranks):
     # ---- not differentiable
 
     def total(self, x: Tensor, over: Group | None = None) -> Tensor:
-        """Return the sum of ``x`` over the ranks, bitwise equal on all of them; 16-bit values are summed in fp32.
+        """Return the sum of ``x`` over the ranks, bitwise equal on all of them; 16-bit values are summed in fp32, by
+        NCCL in their own dtype.
 
         Args:
             x: tensor of this rank.
@@ -126,11 +128,16 @@ class Axis(Ranks):
         """
         if self.size == 1 or not x.numel():
             return x.clone()
-        buffer = self._buffer(x.numel(), x.dtype)
-        buffer.local[: x.numel()].view(x.shape).copy_(x)
-        buffer.local[x.numel() :].zero_()
-        (over or self.group).all_reduce(buffer, 1.0).wait()
-        return buffer.local[: x.numel()].view(x.shape).clone()
+        group, numel = over or self.group, x.numel()
+        if group.sends_slices and numel % self.size == 0:  # in place, in a copy
+            own = x.clone(memory_format=torch.contiguous_format)
+            group.all_reduce(Buffer(own.view(-1)), 1.0).wait()
+            return own
+        buffer = self._buffer(numel, x.dtype)
+        buffer.local[:numel].view(x.shape).copy_(x)
+        buffer.local[numel:].zero_()
+        group.all_reduce(buffer, 1.0).wait()
+        return buffer.local[:numel].view(x.shape).clone()
 
     def maximum(self, x: Tensor) -> Tensor:
         """Return the element-wise maximum of ``x`` over the ranks."""
@@ -138,28 +145,35 @@ class Axis(Ranks):
 
     def collect(self, x: Tensor, over: Group | None = None) -> Tensor:
         """Return ``x`` (same shape) of all ranks, stacked in a new first dimension; ``over`` as for :meth:`total`."""
+        return self._collected(x, (self.size, *x.shape), over)
+
+    def _collected(self, x: Tensor, shape: Sequence[int], over: Group | None) -> Tensor:
+        """Return the elements of all ranks' ``x`` in rank order, as a tensor of ``shape``."""
+        out, group = x.new_empty(shape), over or self.group
         if self.size == 1 or not x.numel():
-            return x.new_zeros((self.size, *x.shape)) if self.size > 1 else x.unsqueeze(0)
-        buffer = self._buffer(self.size * x.numel(), x.dtype)
-        own = buffer.local.view(self.size, *x.shape)[self.rank].copy_(x)
-        group = over or self.group
-        group.round_(own.view(-1))
+            return out.copy_(x.view(shape))
+        shard = self._exchangeable(x)
+        if not group.sends_slices:  # otherwise only what is sent is rounded, and the own part as well
+            group.round_(shard.local)
         group.fence()  # with mapped memory, the peers read it without a message
-        group.all_gather_in_place(buffer).wait()
+        group.all_gather(out.view(-1), shard).wait()
         self.group.fence()
-        return buffer.local.view(self.size, *x.shape).clone()
+        return out
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
         """Concatenate the ranks' ``x`` in ``dim``, with ``sizes`` by rank; ``over`` as for :meth:`total`."""
         if x.shape[dim] != sizes[self.rank]:
             raise ValueError(f"rank {self.rank} has {x.shape[dim]} in dim {dim} of {tuple(x.shape)}, and sizes={sizes}")
-        padded = x
-        if len(set(sizes)) > 1:
-            shape = list(x.shape)
+        shape, even = list(x.shape), min(sizes) == max(sizes)
+        if even and x.shape[:dim].numel() == 1:  # concatenated as the ranks' memory is
+            shape[dim] *= self.size
+            return self._collected(x, shape, over)
+        if not even:
             shape[dim] = max(sizes)
             padded = x.new_zeros(shape)
             padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-        parts = self.collect(padded, over)
+            x = padded
+        parts = self.collect(x, over)
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
     def total_part(self, x: Tensor, dim: int, sizes: Sequence[int], over: Group | None = None) -> Tensor:
@@ -170,14 +184,25 @@ class Axis(Ranks):
         shape[dim] = max(sizes)
         out = x.new_empty(shape)
         if out.numel():
-            buffer = self._buffer(self.size * out.numel(), x.dtype)
-            slots = buffer.local.view(self.size, *shape)
-            for slot, part in zip(slots, torch.split(x, list(sizes), dim), strict=True):
-                slot.narrow(dim, 0, part.shape[dim]).copy_(part)
-                slot.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
+            parts = torch.split(x, list(sizes), dim)
+            if min(sizes) < shape[dim]:
+                slots = x.new_zeros((self.size, *shape))
+                copy_each([slot.narrow(dim, 0, size) for slot, size in zip(slots, sizes, strict=True)], parts)
+            else:
+                slots = x if x.shape[:dim].numel() == 1 else torch.stack(parts)
+            buffer = self._exchangeable(slots)
             (over or self.group).reduce_scatter(out.view(-1), buffer, 1.0).wait()
         own = sizes[self.rank]
         return out if own == shape[dim] else out.narrow(dim, 0, own).clone()  # not a view, since models write into it
+
+    def _exchangeable(self, x: Tensor) -> Buffer:
+        """Return ``x`` as a buffer that is read by the next exchange only: its own memory, if that can be sent."""
+        if self.group.sends_slices:
+            return Buffer(x.contiguous().view(-1))
+        buffer = self._buffer(x.numel(), x.dtype)
+        buffer.resize(x.numel())
+        buffer.local.view(x.shape).copy_(x)
+        return buffer
 
     def _buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Return exchange memory for ``numel`` elements, rounded up to a multiple of the ranks, that no peer reads."""

@@ -1,0 +1,93 @@
+"""Tiles in which nothing is seen: on a CPU they are left out; on a GPU, which is not waited for, they add nothing.
+
+And torch's attention kernels, of which those of GPUs get no numbers here: the meta device checks arguments and shapes.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.core.base import torch_internals as internals
+from shardwise.core.parallel.sequence import tiles
+from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
+from shardwise.core.parallel.sequence.tiles import Block, Result, Scores, attended, attended_backward, wide
+
+LENGTH, EXACT = 12, torch.empty(0, dtype=torch.float64)
+
+
+def made(softcap: float | None, bias: Tensor | None) -> list[Tensor]:
+    """Of queries that see nothing at all, too."""
+    padding = torch.ones(2, LENGTH, dtype=torch.bool)
+    padding[0, :3] = False
+    mask = SequenceMask(LENGTH, True, padding=padding)
+    return of_blocks(Scores(mask=mask, scale=0.5, softcap=softcap, bias=bias, tile=4), LENGTH, 4)
+
+
+def of_blocks(scores: Scores, length: int, size: int, like: Tensor = EXACT) -> list[Tensor]:
+    """Output, and gradients of queries, keys and values, where two query heads share a head of these."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, grad = (
+        torch.randn(2, heads, length, size, dtype=torch.float64, generator=generator).to(like) for heads in (4, 2, 2, 4)
+    )
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=wide(like.dtype)) for x in (q, q, k, v))
+    lse, whole = out.new_full(q.shape[:3], float("-inf")), Block(0, length, 0, length)
+    attended((q, k, v), whole, scores, out, lse)
+    attended_backward((q, k, v), whole, scores, Result(out.to(like), lse, grad, (out * grad).sum(-1)), (dq, dk, dv))
+    return [out, dq, dk, dv]
+
+
+def kernels_of(device: str, dtype: torch.dtype, tolerance: float) -> set[str | None]:
+    """The kernels that compute causal and full blocks, which are compared with explicit scores in fp64."""
+    used = set()
+    for causal, size in product((True, False), (8, 64)):
+        like, mask = torch.empty(0, dtype=dtype, device=device), SequenceMask(40, causal)
+        kernel = internals.attention_kernel(like.new_empty(2, 4, 40, size))
+        used.add(kernel)
+        expected = of_blocks(Scores(0.5, mask), 40, size)
+        for one, other in zip(of_blocks(Scores(0.5, mask, kernel=kernel), 40, size, like), expected, strict=True):
+            torch.testing.assert_close(one.double().cpu(), other, atol=tolerance, rtol=tolerance)
+    return used
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_kernels_compute_what_explicit_scores_do(dtype: torch.dtype, tolerance: float) -> None:
+    assert kernels_of("cpu", dtype, tolerance) == {internals.CPU_FLASH}
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(internals.FLASH, torch.bfloat16), (internals.EFFICIENT, torch.float32)])
+def test_kernels_of_gpus_take_these_arguments(kernel: str, dtype: torch.dtype) -> None:
+    q, k = (torch.empty(2, 4, length, 8, dtype=dtype, device="meta") for length in (20, 36))
+    out, lse = internals.attention(kernel, (q, k, k), False, 0.5)
+    grads = internals.attention_backward(kernel, q, (q, k, k), out, lse, False, 0.5)
+    assert [x.shape for x in (out, lse, *grads)] == [q.shape, q.shape[:3], q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_tiles_that_see_nothing_add_nothing(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None, biased: bool
+) -> None:
+    bias = torch.linspace(-1, 1, 4 * LENGTH, dtype=torch.float64).view(1, 4, 1, LENGTH) if biased else None
+    # Tiles above the diagonal are asked as well.
+    monkeypatch.setattr(SequenceMask, "relation", lambda *_: Relation.SOME)
+    looked = [0]
+    shows = tiles._shows
+
+    def counted(seen: Tensor) -> bool:
+        looked[0] += not shows(seen)
+        return shows(seen)
+
+    monkeypatch.setattr(tiles, "_shows", counted)
+    expected = made(softcap, bias)
+    assert looked[0] == 2 * 3
+    monkeypatch.setattr(tiles, "_shows", lambda _: True)
+    for one, other in zip(made(softcap, bias), expected, strict=True):
+        assert bool(one.isfinite().all()) and torch.equal(one, other)
+
+
+def test_a_gpu_is_not_waited_for() -> None:
+    assert tiles._shows(torch.zeros(2, 2, dtype=torch.bool, device="meta"))
