@@ -47,7 +47,7 @@ class FSDPPlan:
         offload: offload to the host.
         root_precision: precision of parameters outside units.
         unit_precision: precision of units.
-        buffer_dtype: dtype of floating-point buffers; ``None``: no cast.
+        buffer_dtype: dtype of floating-point buffers other than fp64 ones; ``None``: no cast.
         full_precision_classes: modules computed in fp32 between casts.
     """
 
@@ -214,7 +214,7 @@ class TorchFSDPPlugin(DPPluginBase):
         if plan.buffer_dtype is not None:
             for module in set(model.modules()) - ignored:
                 for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_floating_point():
+                    if buffer.is_floating_point() and buffer.dtype != torch.float64:
                         module.register_buffer(
                             name, buffer.to(plan.buffer_dtype), name not in module._non_persistent_buffers_set
                         )

@@ -279,6 +279,13 @@ def test_fsdp_arguments() -> None:
     output.sum().backward()
     assert model[1].weight.grad is not None
 
+    # integer and fp64 buffers are not cast
+    model = nn.Sequential(nn.Linear(4, 2))
+    for name, dtype in (("whole", torch.int32), ("wide", torch.float64), ("single", torch.float32)):
+        model.register_buffer(name, torch.zeros(1, dtype=dtype))
+    Booster(plugin=TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.float16))).boost(model)
+    assert [each.dtype for each in model.buffers()] == [torch.int32, torch.float64, torch.float16]
+
     # meta parameters come to life
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
