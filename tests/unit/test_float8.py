@@ -104,6 +104,8 @@ def test_scale_and_codes_are_one_graph() -> None:
         codes, scale = scaled(x, VALUES)
         for found in (traced(x, VALUES, None), scaled(x, VALUES, scale)):
             assert torch.equal(found[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(found[1], scale)
+    for largest, power in ((1.75, -8), (1.75 + 2**-22, -7)):
+        assert scaled(torch.tensor([[largest]]), VALUES).scale == 2.0**power
 
 
 def test_an_overflow_reaches_the_loss_scale() -> None:

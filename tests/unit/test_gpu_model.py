@@ -41,9 +41,7 @@ def test_the_table_is_computed_from_counts() -> None:
     counts = {(row[0], row[1]): row[2:] for row in rows if len(row) == 9 and row[0].isdigit()}
     for ranks in map(str, RANKS):
         ours, theirs = counts[ranks, "shardwise"], counts[ranks, "FSDP2"]
-        assert ours[1:3] == theirs[1:3] == (["0", "0"] if ranks == "1" else ["2", "1"]), (
-            "gathers and reductions a layer"
-        )
+        assert ours[1:3] == theirs[1:3] == (["0", "0"] if ranks == "1" else ["2", "1"])  # a layer
         assert float(ours[5]) < float(theirs[5]), "fewer bytes are copied in passes"
     timelines = {" | ".join(row[:3]) for row in rows if len(row) == 11}
     assert len(timelines) == 18 and all(row in DOCUMENT.read_text() for row in timelines)
