@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import replace_section
-from shardwise.core.memory.disk.store import DiskStore, Record, Transfer
+from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 
 MIB, GIB = 2**20, 2**30

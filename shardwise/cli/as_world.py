@@ -17,8 +17,6 @@ from typing import Any
 
 from shardwise.compat.impersonation import REPLACEABLE, impersonate
 
-__all__ = ["MODULE", "main"]
-
 MODULE = "shardwise.cli.as_world"
 CHILDREN = Path(__file__).parent / "children"
 """Folder of the ``sitecustomize`` that Python processes import before anything else."""

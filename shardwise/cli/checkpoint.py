@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
     from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo
 
-__all__ = [
-    "WRITTEN",
-    "add_options",
-    "add_parser",
-    "main",
-    "notes_of",
-    "write",
-]
-
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 LAYOUTS = {"dcp": "fsdp2", "torchtitan": "torchtitan"}
 """Layouts of DCP by format name."""

@@ -17,8 +17,6 @@ from typing import Any
 from shardwise import __version__
 from shardwise.core.base.sizes import size_text
 
-__all__ = ["add_parser", "main", "report"]
-
 PACKAGES = (
     *("numpy", "safetensors", "transformers", "accelerate", "peft", "lightning", "pytorch-lightning", "trl"),
     *("bitsandbytes", "triton", "deepspeed"),

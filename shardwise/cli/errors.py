@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BadInput", "check_writable", "option", "writing"]
-
 
 class BadInput(Exception):
     """The user's input is invalid; the text says what is wrong and what to do. Exit status 2, no traceback."""

@@ -13,8 +13,6 @@ from shardwise.cli.trace import call, guarded, load_module, make_optimizer, spli
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.validate import MOST_RANKS, integer
 
-__all__ = ["add_parser", "main"]
-
 EXAMPLES = """
 MODEL is a folder with a Hugging Face config.json, the name of a cached model of the Hugging Face hub, or a function of
 a Python file or module that returns a model. The model is created on the meta device, in fp32, and takes no memory.

@@ -15,8 +15,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["LAUNCHER_GONE", "command_that_follows", "end_with", "main"]
-
 LAUNCHER_GONE = 128 + signal.SIGKILL
 _SET_PARENT_DEATH_SIGNAL = 1
 _LOOK_S = 1.0

@@ -17,8 +17,6 @@ from shardwise.cli import checkpoint, env, estimate, port, run, schedule, trace
 from shardwise.cli.errors import BadInput
 from shardwise.core.base.validate import printable
 
-__all__ = ["main"]
-
 NOBODY_READS = 141
 """Exit status after a closed pipe, as for a program that SIGPIPE ends."""
 

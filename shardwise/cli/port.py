@@ -18,8 +18,6 @@ from shardwise.core.base.validate import in_a_line, printable
 if TYPE_CHECKING:
     from shardwise.compat.port import Finding
 
-__all__ = ["add_parser", "main"]
-
 EXAMPLES = """
   shardwise port train.py                what becomes of each name and argument
   shardwise port --diff src/             and what would be changed, in every program below a folder

@@ -27,18 +27,6 @@ from shardwise.cli.errors import BadInput, option
 from shardwise.cli.follow import command_that_follows
 from shardwise.core.base.validate import MOST_RANKS, integer
 
-__all__ = [
-    "add_parser",
-    "check_hosts",
-    "launch",
-    "launcher_arguments",
-    "main",
-    "program",
-    "ranks_of_host",
-    "status_of",
-    "threads_per_rank",
-]
-
 MOMENT_S = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 

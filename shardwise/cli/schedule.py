@@ -10,8 +10,6 @@ from typing import Any
 
 from shardwise.cli.errors import BadInput, check_writable, writing
 
-__all__ = ["add_parser", "main"]
-
 STYLES = ("1f1b", "interleaved", "zbv")
 MOST = 4096
 """Largest product of ranks, stages per rank and micro-batches."""

@@ -19,8 +19,6 @@ from shardwise.cli.errors import BadInput, check_writable, writing
 if TYPE_CHECKING:
     from shardwise.core.memory.trace.stats import MemStats
 
-__all__ = ["add_parser", "call", "guarded", "load_module", "main", "make_optimizer", "split_target"]
-
 T = TypeVar("T")
 
 EXAMPLES = """

@@ -25,9 +25,6 @@ from shardwise.strategies.precision import (
 from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
 
-__all__ = ["REFUSED", "ShardedStrategy", "StartMethod", "check_callbacks", "passed_on"]
-
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 PASSED_ON = (
     "accelerator",

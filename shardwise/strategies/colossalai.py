@@ -21,9 +21,6 @@ from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
 
-__all__ = ["ColossalAI", "ColossalAIArguments", "FabricColossalAI", "plan_in", "report", "to_plan", "without_effect"]
-
-
 MIB = 2**20
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "auto": {"placement_policy": "auto"},

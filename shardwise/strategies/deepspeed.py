@@ -44,9 +44,6 @@ from shardwise.strategies.deepspeed_config import (
 from shardwise.strategies.fabric import Check, FabricStrategy
 from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
 
-__all__ = ["DeepSpeed", "FabricDeepSpeed", "SavingWithoutFrozen", "is_of_deepspeed", "load_deepspeed"]
-
-
 STEPS_PER_PRINT = 10  # DeepSpeed's default
 
 

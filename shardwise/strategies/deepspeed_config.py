@@ -20,21 +20,6 @@ from shardwise.plan import Plan
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.precision import NumberFormat
 
-__all__ = [
-    "ConfiguredByDeepSpeed",
-    "DeepSpeedArguments",
-    "TrainerFacts",
-    "chosen_config",
-    "complete",
-    "quiet_paths",
-    "read",
-    "read_given",
-    "scale_without_effect",
-    "to_plan",
-    "without_effect",
-]
-
-
 AUTO = "auto"
 MICRO, TOGETHER = "train_micro_batch_size_per_gpu", "train_batch_size"
 ACCUMULATION, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"

@@ -22,8 +22,6 @@ import torch
 
 from shardwise.core.base.validate import class_name
 
-__all__ = ["left_out", "pack", "unpack"]
-
 OURS, PLAIN, LEFT_OUT = "lightning", "plain", "left_out"
 SHARDED = ("state_dict", "optimizer_states")  # the session writes these itself
 HYPER_PARAMETERS = ("hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_type")

@@ -27,9 +27,6 @@ from shardwise.strategies.precision import CastingPrecision, NumberFormat, check
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
 
-__all__ = ["Check", "FabricSaving", "FabricStrategy", "restored"]
-
-
 STATE = ("state_dict", "load_state_dict")
 
 

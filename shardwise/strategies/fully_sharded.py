@@ -40,20 +40,6 @@ from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
 
-__all__ = [
-    "FabricFullySharded",
-    "FullyShardedArguments",
-    "FullyShardedStrategy",
-    "auto_wrap",
-    "chosen_modules",
-    "default_auto_wrap_policy",
-    "enable_wrap",
-    "to_plan",
-    "unit_names",
-    "wrap",
-]
-
-
 _MARK = "_shardwise_unit"
 LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)
 CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)

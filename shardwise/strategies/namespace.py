@@ -13,8 +13,6 @@ from typing import Any, ClassVar
 
 from shardwise.core.mesh.launch import check_joined
 
-__all__ = ["FABRIC", "LIGHTNING", "LIGHTNING_FABRIC", "PYTORCH_LIGHTNING", "Namespace", "Strategy", "build"]
-
 _Base: Any = object  # Lightning's DDPStrategy, once built for a namespace
 OLDEST, TOO_NEW = (2, 2), (2, 7)
 

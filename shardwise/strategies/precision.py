@@ -12,17 +12,6 @@ import torch
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.sessions import scaled_pass
 
-__all__ = [
-    "PRECISIONS",
-    "CastingPrecision",
-    "ColossalAIPrecision",
-    "NumberFormat",
-    "ShardedPrecision",
-    "check_replaceable",
-    "correct_throughput",
-    "format_of",
-]
-
 
 @dataclass(frozen=True)
 class NumberFormat:

@@ -11,8 +11,6 @@ from shardwise.strategies.namespace import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
 from shardwise.strategies.single_file import read_directories
 
-__all__ = ["STAGES", "classes", "register", "take_over_deepspeed_names"]
-
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "stage_1": ("ZeRO stage 1", {"stage": 1}),

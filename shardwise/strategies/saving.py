@@ -21,22 +21,6 @@ from shardwise.core.checkpoint.write import agree
 from shardwise.session import Session
 from shardwise.strategies.entries import left_out, pack, unpack
 
-__all__ = [
-    "CLASSES",
-    "FABRIC",
-    "FABRIC_NAMES",
-    "ModelOnly",
-    "Saving",
-    "check_schedulers",
-    "fit_schedulers",
-    "load_weights",
-    "outline",
-    "place",
-    "saving_to",
-    "scheduler_classes",
-]
-
-
 FABRIC = "fabric"
 """The entry with the state of a Fabric program; see :mod:`shardwise.strategies.fabric`."""
 

@@ -17,9 +17,6 @@ from shardwise.plan import CommPlan, MeshPlan, Plan
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session, build
 
-__all__ = ["Live", "live_session", "scaled_pass", "shard"]
-
-
 _KEY = "_shardwise_live"
 _MESHES: dict[tuple[Any, ...], Mesh] = {}
 

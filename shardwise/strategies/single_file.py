@@ -22,8 +22,6 @@ from shardwise.strategies.entries import left_out, unpack
 from shardwise.strategies.namespace import Namespace
 from shardwise.strategies.saving import FABRIC, FABRIC_NAMES
 
-__all__ = ["convert_zero_checkpoint_to_fp32_state_dict", "read_directories", "single_file_content", "to_single_file"]
-
 MODEL = "model/"
 VERSION = "pytorch-lightning_version"
 

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 
 from shardwise.core.base.torch_internals import storage_id
-from shardwise.core.comm.traffic import Traffic
-
-__all__ = ["Traffic", "forget_peak", "live_tensor_bytes", "live_tensors", "resident_bytes"]
 
 
 def live_tensors() -> Iterator[Tensor]:

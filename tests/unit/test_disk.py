@@ -27,8 +27,9 @@ from program_setup import forked_python, python
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.memory.disk import file as disk_file
 from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
-from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.shards.source import DiskSource, ReadAhead
 from tests.support.launching import SECONDS, forked, start
 from tests.support.on_ranks import raises

@@ -14,7 +14,7 @@ from disk_setup import Log
 from torch import Tensor, nn
 
 from shardwise.core.memory.disk import store as disk
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.optim import CPUAdam, HybridAdam, offload
 
 SHAPES = [(40,), (3, 5), (0,), (), (100,), (2, 3, 4, 5), (7,)]

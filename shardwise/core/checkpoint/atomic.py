@@ -30,18 +30,6 @@ from typing import Any
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.memory.disk.errors import explain
 
-__all__ = [
-    "DISK",
-    "HIDDEN",
-    "AtomicDirectory",
-    "FileSystem",
-    "atomic_directory",
-    "hidden_name",
-    "settle_leftovers",
-    "sync_path",
-    "sync_tree",
-]
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _SYNC_FILE_RANGE_WRITE = 2

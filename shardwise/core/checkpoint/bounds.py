@@ -24,23 +24,6 @@ import torch
 from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo
 
-__all__ = [
-    "check_generators",
-    "check_state",
-    "checked_name",
-    "checked_names",
-    "checked_shape",
-    "checked_total",
-    "checked_tree",
-    "generator_state",
-    "open_regular",
-    "read_index_file",
-    "read_json",
-    "read_name",
-    "reading",
-    "saving",
-]
-
 MAX_SIZE = 2**63 - 1
 MAX_DIMENSIONS = 64
 MAX_DEPTH = 100

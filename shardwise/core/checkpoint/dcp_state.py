@@ -23,15 +23,6 @@ from shardwise.core.engine.fragments import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 
-__all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
-
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 

@@ -13,8 +13,6 @@ from shardwise.core.checkpoint.atomic import DISK, HIDDEN, AtomicDirectory, hidd
 from shardwise.core.checkpoint.format import MANIFEST, Head, has_pieces, is_file_name, read_files, read_head
 from shardwise.core.checkpoint.source import CheckpointDamage
 
-__all__ = ["LATEST", "CheckpointRoot", "check_tag", "scan"]
-
 LATEST = "latest"
 
 

@@ -34,32 +34,6 @@ from shardwise.core.engine.fragments import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
 
-__all__ = [
-    "DTYPE_NAMES",
-    "MANIFEST",
-    "MAX_HEADER_BYTES",
-    "PIECE_BYTES",
-    "FileInfo",
-    "Head",
-    "Manifest",
-    "PieceInfo",
-    "PieceLayout",
-    "as_bytes",
-    "decode_manifest",
-    "digest_of",
-    "encode_manifest",
-    "has_pieces",
-    "hexadecimal",
-    "is_file_name",
-    "merge_pieces",
-    "read_files",
-    "read_head",
-    "read_manifest",
-    "safetensors_header",
-    "to_save",
-    "write_pieces",
-]
-
 FORMAT, VERSION = "shardwise checkpoint", 1
 VERSION_OF_CUTS = 2
 """Version of checkpoints with tensors that are stored in another order; readers of version 1 refuse it."""

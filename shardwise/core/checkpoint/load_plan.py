@@ -26,8 +26,6 @@ from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import read_part, whole_runs
 
-__all__ = ["Fit", "LoadPart", "LoadPlan", "Rows", "shortened"]
-
 LoadPart = Literal["all", "model", "optimizer"]
 
 

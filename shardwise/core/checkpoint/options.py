@@ -23,15 +23,6 @@ from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.memory.disk.checksum import checksum
 
-__all__ = [
-    "Options",
-    "check_scheduler",
-    "checked_options",
-    "read_generators",
-    "restore_generators",
-    "spread_generators",
-]
-
 FUNCTIONS = ("lr_lambdas",)
 """Lists in the state of torch's schedulers that have ``None`` for a function, or attributes for an object."""
 

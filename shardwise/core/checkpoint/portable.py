@@ -29,8 +29,6 @@ from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_op
 from shardwise.core.engine.fragments import Fragment, FragmentPlan
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 
-__all__ = ["PortableFiles"]
-
 Write = Callable[[CheckpointSource], object]
 Part = Literal["model", "optimizer"]
 AS_IT_IS = Fit()

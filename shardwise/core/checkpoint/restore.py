@@ -25,8 +25,6 @@ from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedu
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
 from shardwise.core.checkpoint.write import agree, check_seen
 
-__all__ = ["Check", "Restored", "load_into", "opening", "read_buffers_and_extra_state", "restore"]
-
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
 REPLACED = "after values were replaced (load another checkpoint before going on)"

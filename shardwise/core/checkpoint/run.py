@@ -21,8 +21,6 @@ from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.values import Values
 from shardwise.core.mesh import Mesh
 
-__all__ = ["EngineRun", "LocalState", "Ranks", "Run", "RunOptimizer", "Scaler", "Trained", "TrainedOnly", "as_run"]
-
 
 class Trained(Protocol):
     """The parts of an engine's session that are saved."""

@@ -22,18 +22,6 @@ from shardwise.core.checkpoint.options import check_scheduler
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
 
-__all__ = [
-    "SavedScheduler",
-    "SchedulerLoadPlan",
-    "fitting_state",
-    "inner_scheduler",
-    "read_lr_scheduler",
-    "regrouped",
-    "saved_schedulers",
-    "scheduler_class",
-    "write_lr_scheduler",
-]
-
 MOST_VALUES = 1 << 20
 
 

@@ -16,8 +16,6 @@ from shardwise.core.checkpoint.run import Run, Trained, as_run
 from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
 from shardwise.core.checkpoint.write import SaveInputs, SavePlan, Scheduler, begin
 
-__all__ = ["Checkpointer"]
-
 
 class Checkpointer:
     """Save and restore one run. Every method is collective.

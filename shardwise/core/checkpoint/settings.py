@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["adapter_settings", "configurations", "plain", "saved_settings", "vocabulary_of"]
-
 
 def own_class(module: nn.Module) -> type:
     """Return the user's class; ``fully_shard`` gives a module a class that derives from it and ``FSDPModule``."""

@@ -19,8 +19,6 @@ from shardwise.core.checkpoint.run import Ranks
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import Members
 
-__all__ = ["AsyncSaver", "HostSnapshot"]
-
 T = TypeVar("T")
 THREAD = "shardwise checkpoint"
 

@@ -19,18 +19,6 @@ import torch
 from shardwise.core.base.validate import printable
 from shardwise.core.memory.disk.errors import explain
 
-__all__ = [
-    "CheckpointDamage",
-    "CheckpointError",
-    "CheckpointSource",
-    "OpenSource",
-    "StateTensors",
-    "TensorInfo",
-    "describe",
-    "dtype_name",
-    "parameter_of",
-]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. Unprintable text of a file is escaped in the message."""

@@ -35,8 +35,6 @@ from shardwise.core.mesh.mesh import CALLS
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.optim.state_form import constructed_state
 
-__all__ = ["TorchRun"]
-
 
 class TorchRunOptimizer:
     """A torch optimizer and its loss scale."""

@@ -37,20 +37,6 @@ from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut
 
-__all__ = [
-    "SaveInputs",
-    "SaveJob",
-    "SavePlan",
-    "Scheduler",
-    "agree",
-    "begin",
-    "check_seen",
-    "describe_optimizers",
-    "merge_optimizers",
-    "own_state",
-    "pieces_of",
-]
-
 SHOWN = 8  # ranks in a message
 PATIENCE_S = 2.0
 """Seconds until a directory that one rank created is visible on shared storage."""

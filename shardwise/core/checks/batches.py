@@ -13,8 +13,6 @@ from shardwise.core.base.checksum import WORD, word_of
 from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.comm import Group, ranks_text
 
-__all__ = ["SameBatches", "fingerprint", "fingerprint_value", "outline"]
-
 TEXT_LENGTH = 400
 
 

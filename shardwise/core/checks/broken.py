@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["PARAMETERS", "Broken", "state_of"]
-
 PARAMETERS = "the model's parameters"
 
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from shardwise.core.base.tensors import ordinary_tensors
 
-__all__ = ["collective"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

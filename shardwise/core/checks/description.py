@@ -21,8 +21,6 @@ from shardwise.core.comm import Description
 from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import ByModule, Plan
 
-__all__ = ["describe_build", "described", "group_values", "plain"]
-
 # A field that is not named here is compared: one that is forgotten is an error, and not a silent difference.
 PER_RANK = {"verbose", "mesh", "shared_memory", "pin_memory", "device_capacity_bytes", "disk"}
 """Fields of a plan that each rank may have for itself; the mesh has compared its own already."""

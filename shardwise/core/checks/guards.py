@@ -23,8 +23,6 @@ from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["Edits", "Guards", "check_shardable", "refusals_of_wrappers"]
-
 MARK = "_is_sharded"
 ASKED_BY_DDP, ASKED_BY_REPLICAS = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
 """Attributes of a module that torch's ``DistributedDataParallel`` and ``DataParallel`` ask for before they use it."""

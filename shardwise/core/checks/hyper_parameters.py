@@ -22,8 +22,6 @@ from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh
 
-__all__ = ["HyperParameters", "Piggyback"]
-
 
 class Piggyback(Protocol):
     """Values that have to be the same on all ranks, compared with what they exchange at the end of a pass."""

@@ -17,8 +17,6 @@ from shardwise.core.base.tensors import extent
 from shardwise.core.base.torch_internals import no_torch_function, storage_id
 from shardwise.core.deferred.record import DeferredTensor
 
-__all__ = ["check_apart"]
-
 PARAMETER = "parameter"
 REGISTERED = ("_parameters", "_buffers", "_modules")
 """Attributes in which modules keep what is registered by name."""

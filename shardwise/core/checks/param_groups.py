@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ParamGroups", "check_modes", "same_value"]
-
 UNSHARDABLE_MODES = ("differentiable", "capturable")
 BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
 """What torch's constructors accept: from the first number up to the second, which is excluded unless infinite."""

@@ -17,8 +17,6 @@ from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["AbsentTensor", "StateDictGuard"]
-
 SAVE = (
     f"call it, on every rank, on {SHARDED_MODEL}, or inside its gathered() block; give the result to "
     "save_pretrained(path, state_dict=...)"

@@ -16,8 +16,6 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.torch_internals import default_store
 
-__all__ = ["Activity"]
-
 # The store is shared with torch's own keys.
 KEY = "shardwise/doing/"
 ANSWER_S = 5.0

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FORMATS", "GRADIENTS", "INT4", "INT8", "VALUES", "BlockFormat"]
-
 BLOCK = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that can be quantized; fp64 is not, since programs that use it need exact values."""

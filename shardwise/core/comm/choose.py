@@ -23,8 +23,6 @@ from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
 from shardwise.core.comm.shared import SharedGroup
 
-__all__ = ["GroupMaker", "GroupRequest", "register_backend"]
-
 
 @dataclass(frozen=True)
 class GroupRequest:

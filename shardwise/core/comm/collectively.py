@@ -15,8 +15,6 @@ from typing import Any
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.group import Group, ranks_text
 
-__all__ = ["Description", "collectively", "differences", "digest"]
-
 Description = Mapping[str, Mapping[str, Any]]
 """JSON-able values by subject ("parameter 0.weight") and field."""
 

@@ -12,8 +12,6 @@ from shardwise.core.comm.block_formats import BlockFormat
 from shardwise.core.comm.control import Operation
 from shardwise.core.comm.group import DONE, Buffer, Group, Handle
 
-__all__ = ["CompressedGroup", "compressed"]
-
 Step = Callable[[], Handle | None]
 
 

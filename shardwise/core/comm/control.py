@@ -15,8 +15,6 @@ from torch import Tensor
 from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.errors import PeerError
 
-__all__ = ["Control", "Operation", "all_gather_single", "broadcast", "decode", "encode", "reduce_scatter_single"]
-
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor, and warns about the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UNREACHED", "PeerError"]
-
 UNREACHED = (
     "Where ranks are on several hosts, set GLOO_SOCKET_IFNAME (on GPUs NCCL_SOCKET_IFNAME, too) on every rank to the "
     "network interface by which they reach each other, and let the firewall pass connections between them"

@@ -25,8 +25,6 @@ from shardwise.core.comm.group import DONE, Bounds, Buffer, ControlledGroup, Han
 from shardwise.core.comm.link import Link, Message
 from shardwise.core.comm.summing import RankSum
 
-__all__ = ["GlooGroup"]
-
 
 class Scratch:
     """Receive buffers, reused because fresh pages cost as much as the transfer."""

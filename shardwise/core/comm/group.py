@@ -21,20 +21,6 @@ from shardwise.core.comm.control import Control, Operation, decode, encode
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = [
-    "DONE",
-    "NO_MODEL",
-    "PHASES",
-    "Bounds",
-    "Buffer",
-    "Group",
-    "Handle",
-    "ModelId",
-    "Summary",
-    "ranks_text",
-    "together",
-]
-
 Bounds = Sequence[int]
 """Offsets of the ranks' parts of an array in elements, and the end of the last part. It is a ``range`` if parts are
 equal, since a table of all ranks for each array would be large."""

@@ -16,8 +16,6 @@ from shardwise.core.comm.block_formats import GRADIENTS, VALUES, BlockFormat
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.comm.traffic import Traffic
 
-__all__ = ["Link", "Message", "P2PChannel", "SendHandle", "check_sent"]
-
 # gloo takes non-negative 32-bit tags. A part of each tag is the buffer's number, so that messages of other buffers (of
 # another model) from ranks out of sync never match. Operations half a million apart are never in flight at once.
 TAG_RANGE, BUFFER_RANGE = 1 << 19, 1 << 10

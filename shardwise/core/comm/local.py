@@ -11,8 +11,6 @@ from shardwise.core.comm.activity import Activity
 from shardwise.core.comm.group import DONE, Buffer, Group, Handle
 from shardwise.core.comm.summing import RankSum
 
-__all__ = ["LocalGroup"]
-
 
 class LocalGroup(Group):
     """A group of one rank: copies and scaling, no communication."""

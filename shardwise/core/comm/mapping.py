@@ -19,18 +19,6 @@ from typing import Literal
 
 from shardwise.core.comm.control import Control
 
-__all__ = [
-    "LINE_BYTES",
-    "LINE_WORDS",
-    "MappingError",
-    "Method",
-    "host_facts",
-    "is_running",
-    "map_joint",
-    "map_segments",
-    "start_time",
-]
-
 Method = Literal["memfd", "file"]
 
 LINE_BYTES = 64

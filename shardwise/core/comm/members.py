@@ -26,18 +26,6 @@ from shardwise.core.base.torch_internals import new_group
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm.errors import UNREACHED, PeerError
 
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "Members",
-    "check_alike",
-    "made_alone",
-    "made_together",
-    "make_room",
-    "ranks_of",
-    "timeout_s",
-    "unbound",
-]
-
 SPARE = 256
 """Open files for data loaders, checkpoints and libraries."""
 GROUPS = 3

@@ -12,8 +12,6 @@ from torch import Tensor
 from shardwise.core.comm.control import Control, all_gather_single, broadcast, reduce_scatter_single
 from shardwise.core.comm.group import Bounds, Buffer, ControlledGroup, Handle
 
-__all__ = ["NativeGroup"]
-
 
 class _Launched:
     """A collective in flight, of one or several calls, and the remaining work on its result."""

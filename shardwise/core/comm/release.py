@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from shardwise.core.base.torch_internals import abort_group, group_is_known
 
-__all__ = ["destroy", "leave_with", "let_go_with"]
-
 WORKER = "pt_gloo_runloop"
 """The name of torch's threads that run gloo's collectives."""
 MOST_S = 5.0

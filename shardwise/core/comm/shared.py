@@ -44,8 +44,6 @@ from shardwise.core.comm.shared_buffer import (
 )
 from shardwise.core.comm.summing import RankSum
 
-__all__ = ["SharedGroup"]
-
 # Waiting: yield first, then sleep with growing intervals; check periodically whether the peers are alive.
 SPINS = 100
 SLEEP_FIRST_S = 10e-6

@@ -15,18 +15,6 @@ from shardwise.core.comm.mapping import LINE_WORDS
 if TYPE_CHECKING:
     from shardwise.core.comm.shared import SharedGroup
 
-__all__ = [
-    "ALL_REDUCE",
-    "CONSUMED",
-    "PUBLISHED",
-    "REDUCED",
-    "REDUCE_SCATTER",
-    "REDUCTIONS",
-    "JointBuffer",
-    "SharedBuffer",
-    "tensor_in",
-]
-
 # A buffer's cache line, in words of 8 bytes: sequence numbers of the last operation that this rank published (its data
 # may be read), reduced (its own slice is summed in place) and consumed (it no longer reads the peers' data).
 PUBLISHED, KIND, NUMEL, REDUCED, CONSUMED = range(5)

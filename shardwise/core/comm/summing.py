@@ -10,8 +10,6 @@ from torch import Tensor
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["TILE_NUMEL", "RankSum"]
-
 # One MiB of running sum in fp32. 16-bit values need five calls per tile for two ranks, whose overhead is as large as
 # the arithmetic for smaller tiles: with 64 Ki elements, a reduction of bf16 took 1.6 times as long as one of fp32.
 TILE_NUMEL = 256 * 1024

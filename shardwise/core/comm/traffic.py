@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["KINDS", "Traffic"]
-
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "exchange", "send")
 
 

@@ -48,8 +48,6 @@ from shardwise.core.deferred.record import (
 )
 from shardwise.core.deferred.replay import META, Cell, Ref, replay, tape_of
 
-__all__ = ["adopt", "deferred_init", "initial_values", "is_deferred", "paused", "set_buffer"]
-
 TABLES = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that do not hold plain tensors."""
 

@@ -53,17 +53,6 @@ from shardwise.core.deferred.replay import (
     tensors_in,
 )
 
-__all__ = [
-    "DeferredParameter",
-    "DeferredTensor",
-    "Facade",
-    "Recorder",
-    "WriteWatch",
-    "is_recording",
-    "mark",
-    "recorders",
-]
-
 aten = torch.ops.aten
 
 

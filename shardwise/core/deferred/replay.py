@@ -30,22 +30,6 @@ from torch import Tensor
 from shardwise.core.base.device import default_generator
 from shardwise.core.base.torch_internals import no_torch_function, version_of, with_negative_bit
 
-__all__ = [
-    "META",
-    "OWN_GENERATOR",
-    "Cell",
-    "Constant",
-    "Operation",
-    "Ref",
-    "ReplayCache",
-    "Tape",
-    "map_leaves",
-    "replay",
-    "start_tape",
-    "tape_of",
-    "tensors_in",
-]
-
 META = torch.device("meta")
 _ATTRIBUTE = "_shardwise_tape"
 

@@ -18,8 +18,6 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.tracker import sizes_of, storages
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["HeldBuffers", "MemoryReport", "StateAccounts", "memory_report"]
-
 
 class StateAccounts:
     """Masters, optimizer state and scratch memory of one model on this rank; the device's part goes to its ledger.

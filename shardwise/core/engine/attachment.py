@@ -23,8 +23,6 @@ from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["Attachment", "of_units", "weakly"]
-
 
 # [Note: Order of the hooks around a forward pass]
 # On the outermost module the engine's own hook runs before the hooks that gather (both are prepended, it is registered

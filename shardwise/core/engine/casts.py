@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cast_floats", "dtype_of_buffer", "each_tensor", "map_tensors"]
-
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``value`` with every tensor in it replaced by ``change(tensor)``.

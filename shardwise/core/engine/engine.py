@@ -36,8 +36,6 @@ from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import Plan
 
-__all__ = ["Engine"]
-
 MOVED = (
     "The build failed while it moved the values of the {name}, so that some of its parameters are NaN now: create the "
     "model and its optimizers again, and build again."

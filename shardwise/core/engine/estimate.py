@@ -22,8 +22,6 @@ from shardwise.core.shards.layout import make_layout
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import Plan
 
-__all__ = ["estimate_memory"]
-
 
 def estimate_memory(
     model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, ranks: int, rank: int = 0, device: str = "cuda"

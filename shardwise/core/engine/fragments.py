@@ -29,19 +29,6 @@ from shardwise.core.shards.layout import ParamInfo
 from shardwise.core.update.disk_tiles import is_element_wise
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = [
-    "EngineLocalState",
-    "Fill",
-    "Fragment",
-    "FragmentBlock",
-    "FragmentPlan",
-    "FragmentReader",
-    "Stored",
-    "TensorShape",
-    "split",
-]
-
-
 Get = Callable[[Any], torch.Tensor]
 """Returns a fragment's values from an open block."""
 

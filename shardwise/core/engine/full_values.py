@@ -17,30 +17,11 @@ from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Buffer, Group, Handle, collectively
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
-
-__all__ = [
-    "LOAD",
-    "READING_STATE",
-    "READ_AGAIN",
-    "WRITING_STATE",
-    "WhenAsked",
-    "each_parameter",
-    "first_owners",
-    "full_buffers_and_extra",
-    "full_gradients",
-    "full_values",
-    "gather_chunk",
-    "gather_parts",
-    "gather_shards",
-    "merge_parts",
-    "state_names",
-    "stored_dtype",
-]
 
 KEPT_NUMEL = 1 << 14
 """Shards up to this number of elements use a buffer that the group keeps, one for each dtype, since creating a buffer

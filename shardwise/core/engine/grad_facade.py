@@ -35,9 +35,6 @@ from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.grads.sharded_grad import ShardedGrad
 
-__all__ = ["Entry", "GradFacade", "StaleGradWarnings"]
-
-
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
 """Functions of torch, and their module, that take what they are given for all gradients."""
 NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]

@@ -19,8 +19,6 @@ from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.update.early import EarlyObserver
 
-__all__ = ["Gradients"]
-
 Arrived = tuple[ChunkGrads, int, torch.Tensor]
 """State, slot and gradient of one parameter."""
 

@@ -31,8 +31,6 @@ from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.values import Values
 from shardwise.core.engine.writer import ValueWriter
 
-__all__ = ["check_buffers_and_extra", "compare_states", "load_buffers_and_extra", "load_full", "run_load_hooks"]
-
 LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
 

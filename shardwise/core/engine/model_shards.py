@@ -17,8 +17,6 @@ from shardwise.core.shards.layout import Layout
 from shardwise.core.update.masters import ChunkState
 from shardwise.plan import Plan
 
-__all__ = ["ModelShards"]
-
 
 @dataclass(frozen=True)
 class ModelShards:

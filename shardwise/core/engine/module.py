@@ -20,8 +20,6 @@ from shardwise.core.engine.loading import load_full
 from shardwise.core.engine.values import Values
 from shardwise.core.memory.trace.stats import MemStats
 
-__all__ = ["ShardedModule"]
-
 ASKED_BY_TORCH = "_fqn_modifiers"
 """The attribute that torch's functions for states read first; they would use wrong names."""
 

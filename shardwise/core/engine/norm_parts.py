@@ -20,8 +20,6 @@ from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
 from shardwise.core.shards.layout import ParamSpan
 
-__all__ = ["MARKS", "Counting", "in_shard", "is_divided"]
-
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
 """Attributes that libraries of tensor parallelism set to True on parameters of which each rank has a part."""
 

@@ -21,10 +21,8 @@ from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.values import Values
 from shardwise.core.engine.writer import ValueWriter
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.update.tiles import ParamShard
-
-__all__ = ["OneParameter"]
 
 
 class OneParameter:

@@ -37,8 +37,6 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.layout import ParamInfo
 from shardwise.core.update.tiles import has_pre_hooks, run_post_hooks, run_pre_hooks
 
-__all__ = ["ShardedOptimizer", "first_non_finite", "sharded_of"]
-
 UNSCALE = "unscale()"
 
 

@@ -29,7 +29,7 @@ from shardwise.core.engine.full_values import (
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
@@ -37,9 +37,6 @@ from shardwise.core.parallel.tensor.order import part_of_whole
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamSpan
 from shardwise.core.update.tiles import ParamShard
-
-__all__ = ["MOST_SMALL", "OptimizerState"]
-
 
 LARGE = "large"
 MOST_SMALL = 4096

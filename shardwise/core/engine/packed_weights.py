@@ -26,8 +26,6 @@ from shardwise.core.base.torch_internals import (
     storage_id,
 )
 
-__all__ = ["Follower", "check_packed", "follow", "settle_packed"]
-
 REPACKS = "support_avx512bf16_for_cpu"
 """An attribute of layers that repack their weight when they are evaluated on a CPU."""
 

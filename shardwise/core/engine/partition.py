@@ -20,8 +20,6 @@ from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import Plan, PrecisionPlan
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["ParamTable", "Partition", "all_names", "parameter_facts"]
-
 
 @dataclass(frozen=True)
 class ParamTable:

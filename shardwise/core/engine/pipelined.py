@@ -32,8 +32,6 @@ from shardwise.core.parallel.pipeline import (
 )
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["PipelineSteps"]
-
 
 class PipelineSteps:
     """The pipeline steps of one session.

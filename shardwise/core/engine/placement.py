@@ -21,8 +21,6 @@ from shardwise.core.update.tile_plan import TILE_NUMEL, TileRange, plan_tiles
 from shardwise.plan import CommPlan, Plan
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["ChunkPlacement", "Placement", "Quantization", "RankFacts", "ShardMemory", "describe", "place"]
-
 ShardMemory = Literal["exchange", "exchange, mapped", "exchange, full", "full", "arena", "disk"]
 """The memory of a parameter shard; see [Note: Which memory a tensor gets]. ``"exchange"``: memory that peers read;
 ``"mapped"``: next to their shards, so that a gather may be a view; ``"full"``: the full array, on the device."""

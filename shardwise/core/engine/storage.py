@@ -17,7 +17,8 @@ from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collect
 from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.engine.placement import ChunkPlacement, Placement, RankFacts, ShardMemory, is_trained, place
 from shardwise.core.grads.grads import ChunkGrads, GradRing
-from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
@@ -27,8 +28,6 @@ from shardwise.core.shards.layout import ChunkSpec, Layout
 from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
 from shardwise.core.update.masters import ChunkState, UploadSlots
 from shardwise.plan import Plan
-
-__all__ = ["CommDtypes", "Storage"]
 
 PLAIN = nn.Parameter, DeferredParameter
 REMEDY = "Nothing was sharded and no file is left: repair the disk or choose another directory, and build again."

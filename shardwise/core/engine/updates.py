@@ -21,7 +21,7 @@ from shardwise.core.comm import PeerError, collectively
 from shardwise.core.engine.accounts import StateAccounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
@@ -35,8 +35,6 @@ from shardwise.core.update.tiles import (
     UpdateTile,
     make_tiles,
 )
-
-__all__ = ["StateOffload", "TileUpdates"]
 
 Update = Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]
 HALF = "Parameters and state are half-changed on all ranks: load a checkpoint (or both with load_state_dict())."

@@ -8,16 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = [
-    "ShardState",
-    "call_load_post_hooks",
-    "call_load_pre_hooks",
-    "call_state_post_hooks",
-    "call_state_pre_hooks",
-    "redirect",
-    "snapshot",
-]
-
 FORWARDED = ("zero_grad", "state_dict", "load_state_dict")
 """Methods that redirect to the sharded optimizer."""
 REPLACED = ("step", "add_param_group", *FORWARDED)

@@ -19,13 +19,11 @@ from shardwise.core.comm import Description, Handle, collectively
 from shardwise.core.engine.full_values import WhenAsked, gather_chunk
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.update.masters import MasterEdits, take_over
-
-__all__ = ["Values"]
 
 
 class _Block:

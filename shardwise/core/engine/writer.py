@@ -15,12 +15,10 @@ from shardwise.core.deferred.construction import adopt, initial_values, set_buff
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.partition import Partition
 from shardwise.core.engine.storage import Storage
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import absent_value
 from shardwise.plan import Plan
-
-__all__ = ["ValueWriter", "load_initial_values"]
 
 DOING = "writing parameters to disk"
 OUTCOME = "Some parameters have their new values and others do not: repair the disk and load them again."

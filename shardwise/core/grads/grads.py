@@ -22,16 +22,6 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec
 
-__all__ = [
-    "REDUCTION",
-    "BucketPool",
-    "ChunkGrads",
-    "Reduction",
-    "exchange_sizes",
-    "extra_bucket_bytes",
-    "gradient_bytes",
-]
-
 
 class Reduction(Enum):
     """How far the gradients of a chunk are on their way from backward into the gradient shard."""

@@ -15,8 +15,6 @@ import torch
 from shardwise.core.base.torch_internals import norm_of_each
 from shardwise.core.comm import DONE, Group, Handle, together
 
-__all__ = ["LateNorm", "OtherParts", "TileNorm", "clip_factor", "each_norm", "global_norm", "shard_norm"]
-
 NORMS = "the norms that .grad is asked for"
 Parts = Sequence[torch.Tensor | None]
 

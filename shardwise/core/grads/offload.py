@@ -15,8 +15,6 @@ from shardwise.core.comm import Buffer
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.memory.tier import Tier
 
-__all__ = ["GradOffload"]
-
 
 class GradOffload:
     """Copies to the host, of one reducer.

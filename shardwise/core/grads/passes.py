@@ -26,8 +26,6 @@ from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["BackwardPasses"]
-
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
 
 

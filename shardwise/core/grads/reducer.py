@@ -47,8 +47,6 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.gather_order import GatherAgreement
 from shardwise.plan import Plan
 
-__all__ = ["Observer", "Reducer", "StepCounts", "ThenReplicas", "WaitPolicy"]
-
 
 class StepCounts:
     """Counts of backward passes since gradients were last used; the same on every rank after each reduced pass.

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from shardwise.plan import ScalerPlan
 
-__all__ = ["LossScaler"]
-
 
 class LossScaler:
     """The loss scale, and how it changes.

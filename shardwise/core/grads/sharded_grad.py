@@ -22,8 +22,6 @@ from shardwise.core.base.torch_internals import (
 )
 from shardwise.core.base.validate import SHARDED_OPTIMIZER
 
-__all__ = ["GradOwner", "NoMemory", "ShardedGrad", "without_memory"]
-
 
 class NoMemory(torch.UntypedStorage):
     """A storage of no bytes, for tools that count memory and for the compiler. Access to its elements raises."""

@@ -10,8 +10,6 @@ import torch
 
 from shardwise.core.base.device import is_page_locked, page_lock
 
-__all__ = ["HostArena", "host_block"]
-
 ALIGN_BYTES = 256
 
 

@@ -9,8 +9,6 @@ import torch
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.trace.tracker import Tracker
 
-__all__ = ["KEPT", "REST", "DeviceMemoryError", "Ledger"]
-
 REST = "activations and the rest"
 KEPT = "idle arrays"
 

@@ -12,8 +12,6 @@ from enum import Enum
 
 from shardwise.plan import TierPlan
 
-__all__ = ["Home", "Tier", "assign_homes", "missed_shares"]
-
 NOTICEABLE = 0.1
 """A fraction that is missed by more than this is worth a warning."""
 

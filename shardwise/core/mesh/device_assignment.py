@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankDevice", "check_own_gpus", "decide", "own_index"]
-
 REMEDY = (
     "start as many ranks on a host as it has GPUs, or give each its own (CUDA_VISIBLE_DEVICES, or Slurm's "
     "--gpus-per-task=1)"

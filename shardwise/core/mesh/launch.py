@@ -24,19 +24,6 @@ from shardwise.core.comm import UNREACHED, PeerError
 from shardwise.core.mesh.device_assignment import RankDevice, decide, own_index
 from shardwise.core.mesh.listeners import INTERFACE, Listener, check_listeners, own_listener
 
-__all__ = [
-    "LaunchFacts",
-    "check_joined",
-    "default_device",
-    "forget_launcher",
-    "init_distributed",
-    "launched_as",
-    "own_device",
-    "rank_device",
-    "read_variable",
-    "shutdown",
-]
-
 # Long enough for a slow checkpoint, short enough to not keep ranks waiting half an hour (torch's timeout) for a lost
 # one.
 TIMEOUT = timedelta(seconds=300)

@@ -17,8 +17,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["INTERFACE", "Listener", "check_listeners", "own_listener"]
-
 INTERFACE = "GLOO_SOCKET_IFNAME"
 NO_ADDRESS = "127.0.0.1"  # gloo's choice if the host's name resolves to none of its addresses
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface, or of one of its aliases

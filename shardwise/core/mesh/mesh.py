@@ -31,8 +31,6 @@ from shardwise.core.mesh.device_assignment import RankDevice, check_own_gpus
 from shardwise.core.mesh.launch import check_joined, own_device, rank_device
 from shardwise.plan import CommPlan, MeshPlan
 
-__all__ = ["CALLS", "PASSES", "REPLICATE_AXIS", "SHARD_AXIS", "TENSOR_AXIS", "Mesh"]
-
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
 SECONDARY_AXIS = "secondary"

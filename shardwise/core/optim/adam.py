@@ -25,8 +25,6 @@ from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, momen
 from shardwise.core.optim.offload import MomentStore, OffloadedMoments
 from shardwise.core.optim.whole_tensors import load_counted, loss_of
 
-__all__ = ["CPUAdam", "FusedAdam", "HybridAdam"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NOT_HERE = {
     "amsgrad": "there is no AMSGrad variant: use torch.optim.AdamW for it",

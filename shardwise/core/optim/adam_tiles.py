@@ -18,8 +18,6 @@ from torch import Tensor
 from shardwise.core.base.torch_internals import copy_each, fused_adam
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = ["AdamRule", "AdamSlot", "AdamTiles", "adam_reference", "moment_dtype"]
-
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Elements per tile by device type; on a CPU per thread. There, a thread's part of the fp32 gradient (1 MiB) stays in
 cache, and the cost of a call is small compared to that of the data. On a GPU, it only bounds the scratch memory (64

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from shardwise.core.base.torch_internals import without_global_step_hooks
 
-__all__ = ["NotTriedError", "couples_elements", "couples_parameters", "stand_in"]
-
 SHAPE, CUT = (3, 4), 5
 """Shape of the small matrix, and the element at which it is split."""
 LARGE = (144, 160)

@@ -9,8 +9,6 @@ import torch
 from shardwise.core.base.validate import as_params
 from shardwise.core.optim.whole_tensors import check_least
 
-__all__ = ["FusedSGD"]
-
 
 class FusedSGD(torch.optim.SGD):
     """``torch.optim.SGD``, by torch's kernels.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least, loss_of
 
-__all__ = ["BoundedLamb", "FusedLAMB", "Lamb"]
-
 
 def _ratio(weight: Tensor, update: Tensor) -> Tensor:
     """Return the ratio of two norms, or 1 if one of them is 0."""

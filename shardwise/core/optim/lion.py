@@ -10,8 +10,6 @@ import torch
 from shardwise.core.base.validate import as_params, number
 from shardwise.core.optim.whole_tensors import loss_of
 
-__all__ = ["Lion"]
-
 
 class Lion(torch.optim.Optimizer):
     """``p <- p * (1 - lr * weight_decay) - lr * sign(b1 * m + (1 - b1) * g)``, then ``m <- b2 * m + (1 - b2) * g``.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shardwise.core.optim.whole_tensors import WholeTensorOptimizer, as_computed, begun, check_least
 
-__all__ = ["MuonWithAuxAdam", "muon_update"]
-
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5, which move singular values in (0, 1] near 1. Source:
 kellerjordan.github.io/posts/muon."""

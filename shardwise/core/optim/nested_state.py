@@ -15,8 +15,6 @@ import torch
 
 from shardwise.core.base import tree
 
-__all__ = ["flat", "is_form", "mapped", "misfits", "nested", "outline", "tensors_of"]
-
 NESTED = "$nested"
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.optim.adam_tiles import moment_dtype
 from shardwise.plan import DiskPlan
-
-__all__ = ["PIECE_NUMEL", "MomentPiece", "MomentStore", "OffloadedMoments"]
 
 PIECE_NUMEL = 1 << 22
 """Elements of a parameter whose two moments are moved together (32 MiB in fp32); it bounds the store's buffers."""

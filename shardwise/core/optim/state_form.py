@@ -19,8 +19,6 @@ from shardwise.core.base.torch_internals import without_global_step_hooks
 from shardwise.core.optim.element_wise import NotTriedError, stand_in
 from shardwise.core.optim.nested_state import flat, outline
 
-__all__ = ["SavedForm", "StateForm", "check_full_state", "constructed_state", "makes_state_at_once", "options_for"]
-
 SAME_STATE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "HybridAdam", "DeepSpeedCPUAdam"})
 """Classes that continue each other's state; they may differ in weight decay."""
 OF_THE_CLASS = frozenset({"decoupled_weight_decay"})

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwise.core.base.validate import as_params
 
-__all__ = ["WholeTensorOptimizer", "as_computed", "begun", "check_least", "load_counted", "loss_of"]
-
 
 def as_computed(value: Tensor) -> Tensor:
     """Convert ``value`` to the dtype in which an update is computed: fp32 for 16-bit values, otherwise its own."""

@@ -19,8 +19,6 @@ from torch.nn.functional import ScalingType
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.mixed_class import mixed_class
 
-__all__ = ["linear", "multiply_in_8_bits", "product", "scaled"]
-
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENTS = {VALUES: 8, GRADIENTS: 15}
 """The largest number of a format is 1.75 * 2**exponent."""

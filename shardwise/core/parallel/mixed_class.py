@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["mixed_class"]
-
 _CLASSES: dict[tuple[type[nn.Module], ...], type[nn.Module]] = {}
 
 

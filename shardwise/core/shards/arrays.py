@@ -9,8 +9,6 @@ import torch
 
 from shardwise.core.base.torch_internals import storage_holders
 
-__all__ = ["ArrayPool"]
-
 _UNSHARED = storage_holders(torch.empty(1, device="cpu"))
 """Holders that torch counts for an array without other readers."""
 

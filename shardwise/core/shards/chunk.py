@@ -24,8 +24,6 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.shards.source import ShardSource
 
-__all__ = ["RESIDENCY", "Chunk", "Residency", "absent_value", "is_absent", "is_read", "python_holders"]
-
 
 def absent_value(dtype: torch.dtype) -> float | int | bool:
     """Return what parameters show while they are not gathered: NaN, or the largest integer of the dtype."""

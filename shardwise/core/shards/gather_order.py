@@ -22,8 +22,6 @@ from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.source import SecondaryShards, ShardSource
 
-__all__ = ["Agreed", "GatherAgreement", "GatherLog", "GatherOrderCheck", "Reductions"]
-
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
 SHORT = "whose device is short of memory"

@@ -38,9 +38,6 @@ from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.pool import ChunkPool
 
-__all__ = ["GatherHooks", "in_backward", "outside_transforms", "trace_hooks"]
-
-
 # ---- torch.compile
 
 

@@ -23,20 +23,6 @@ from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing, ParamGroupPlan
 
-__all__ = [
-    "ChunkSpec",
-    "Layout",
-    "ParamInfo",
-    "ParamSpan",
-    "UnitSpec",
-    "make_layout",
-    "module_units",
-    "search_chunk_numel",
-    "search_report",
-    "waste_numel",
-]
-
-
 MAX_PADDED = 1.25
 """Bins by size are merged until whole tensors fill 4/5 of their shards."""
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address

@@ -20,8 +20,6 @@ from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.plan import AutoPlan
 
-__all__ = ["MemoryMeter"]
-
 
 class MemoryMeter:
     """Measures one model's steps on its device.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["AHEAD_BYTES", "GatherLimits", "Trace", "choose_victim", "first_that_fit", "next_units"]
-
 # Later than any use: units that the recorded step does not use again are evicted first.
 NEVER = 1 << 60
 

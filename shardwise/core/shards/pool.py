@@ -31,9 +31,6 @@ from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
 from shardwise.core.shards.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
 
-__all__ = ["ChunkPool", "GatherScopes"]
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -16,10 +16,9 @@ import torch
 
 from shardwise.core.base.device import SideCopy, behind_current, sent_ahead
 from shardwise.core.comm import DONE, Buffer, Group, Handle
-from shardwise.core.memory.disk.store import DiskError, DiskStore, Record
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.tier import Tier
-
-__all__ = ["DiskSource", "MemorySource", "ReadAhead", "SecondaryShards", "SecondarySource", "ShardSource"]
 
 
 class ShardSource(ABC):

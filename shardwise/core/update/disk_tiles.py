@@ -20,10 +20,10 @@ import torch
 
 from shardwise.core.base.torch_internals import give_subclass, no_subclass_dispatch, point
 from shardwise.core.base.validate import SHARDED_OPTIMIZER
-from shardwise.core.memory.disk.store import DiskError, DiskStore, Record, Transfer
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.update.tiles import ParamShard, UpdateTile
-
-__all__ = ["BufferSizes", "DiskTile", "TileVisits"]
 
 # A cache line.
 ALIGN_BYTES = 64

@@ -25,12 +25,11 @@ from shardwise.core.checks.param_groups import same_value
 from shardwise.core.grads.grads import ChunkGrads
 from shardwise.core.grads.norm import shard_norm
 from shardwise.core.grads.reducer import StepCounts
-from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import DiskTile, TileVisits
 from shardwise.core.update.tiles import PendingTile, TileStepper, UpdateTile
-
-__all__ = ["EarlyObserver", "EarlyUpdates"]
 
 PENDING = 4  # chunks whose update may wait, each with its gradient
 BY = "updates during backward (update='backward')"

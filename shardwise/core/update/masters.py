@@ -25,8 +25,6 @@ from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
 
-__all__ = ["ChunkState", "MasterEdits", "UploadSlots", "take_over"]
-
 SLOTS, SLOT_BYTES = 2, 1 << 22
 """One is cast into while the other is copied; a tile of fp32."""
 

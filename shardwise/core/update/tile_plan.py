@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from shardwise.core.shards.layout import ChunkSpec
 
-__all__ = ["TILE_NUMEL", "ShardRange", "TileRange", "plan_tiles"]
-
 TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 """About what stays in a CPU's cache with its state; on a GPU, so much that launches do not count."""
 

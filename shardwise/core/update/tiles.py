@@ -39,21 +39,6 @@ from shardwise.core.update.masters import ChunkState, UploadSlots
 from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
-__all__ = [
-    "BareStep",
-    "ParamShard",
-    "PendingTile",
-    "TileStepper",
-    "UpdateCalls",
-    "UpdateTile",
-    "chunks_at_once",
-    "is_foreign",
-    "make_tiles",
-    "memory_kept",
-    "needs_whole_tensors",
-    "runs",
-]
-
 NEVER = ("lbfgs", "sparseadam")
 """Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
 WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")

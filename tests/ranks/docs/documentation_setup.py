@@ -16,7 +16,7 @@ import native_pages
 import torch
 import torch.distributed as dist
 from guide_pages import GUIDE
-from page_blocks import ROOT, Block, Fence, fences
+from page_blocks import ROOT, Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,8 +66,6 @@ MEMORY: dict[str, list[Block]] = {
 }
 """By page, its blocks in their order."""
 
-
-__all__ = ["PAGES", "ROOT", "Block", "Fence", "fences"]
 
 WIDTH = 8
 

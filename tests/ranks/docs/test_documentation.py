@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from demo import __main__ as demo
-from documentation_setup import PAGES, ROOT, Block, Fence, fences
+from documentation_setup import PAGES
+from page_blocks import ROOT, Block, Fence, fences
 
 from shardwise.cli import main
 from shardwise.strategies.namespace import LIGHTNING

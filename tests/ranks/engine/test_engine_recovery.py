@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.comm import PeerError
 from shardwise.core.engine import engine as engine_module
-from shardwise.core.memory.disk.store import DiskError
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero

@@ -1,6 +1,4 @@
-"""Offload to the host without waiting: gradients land when they are read, uploads have a stream of their own.
-
-Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
+"""Ranks on different branches over groups whose waits are queued on a GPU: nothing waits for itself.
 
 The note in :mod:`shardwise.core.shards.gather_order` has the argument; here it is tried.
 """
@@ -8,9 +6,6 @@ The note in :mod:`shardwise.core.shards.gather_order` has the argument; here it 
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -18,15 +13,10 @@ import torch
 from torch import Tensor, nn
 from wait_setup import quick_patience
 
-from shardwise.core.comm import DONE, Buffer, Handle, LocalGroup, NativeGroup
-from shardwise.core.grads import offload as landing
+from shardwise.core.comm import Handle, NativeGroup
 from shardwise.core.grads.grads import ChunkGrads
-from shardwise.core.grads.offload import MAX_IN_FLIGHT, _Copy
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.memory.tier import Tier
-from shardwise.core.shards import source
 from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.shards.source import MemorySource
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded
@@ -44,126 +34,8 @@ from tests.support.stream_setup import (
     stuck,
     train_on,
 )
-from tests.support.tier_setup import with_tiers
 
-STEPS, PASSES = 3, 3
-
-
-class Slow(_Copy):
-    """Memory has its values no sooner than it is waited for."""
-
-    waits = 0
-    threads: ClassVar[set[str]] = set()
-
-    def __init__(self, memory: Tensor, out: Tensor, *_: object) -> None:
-        self._memory, self._values = memory, out.clone()
-        memory.fill_(float("nan"))
-
-    def land(self) -> None:
-        Slow.waits += 1
-        Slow.threads.add(threading.current_thread().name.split("_")[0])
-        self._memory.copy_(self._values)
-
-
-def train_early(stage: int, ahead: bool) -> tuple[dict[str, Tensor], set[str]]:
-    """The parameters under updates during backward, and the threads that waited for gradients."""
-    plan = with_tiers(zero(stage), "s_host", "no disk is used").but(update="backward")
-    model = seeded(Branching)
-    Slow.threads.clear()
-    stream = "a stream" if ahead else None
-    with (
-        mock.patch.multiple(landing, side_stream=lambda _device: stream, _Copy=Slow),
-        one_mesh(plan) as mesh,
-        sharded(model, adam(model, lr=0.01), plan, mesh) as session,
-    ):
-        for step in range(STEPS):
-            session.backward(losses_of(session.module, mesh.rank, step, False))
-            session.optimizer.step()
-        return session.module.state_dict(), set(Slow.threads)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_updates_during_backward_wait_in_their_own_thread(stage: int) -> None:
-    ranks = zip(run_ranks(2, train_early, stage, True), run_ranks(2, train_early, stage, False), strict=True)
-    for (late, threads), (now, none) in ranks:
-        assert threads == {"shardwise-update"} and none == set()
-        assert all(torch.equal(late[name], now[name]) for name in now)
-
-
-def train(stage: int, ahead: bool) -> tuple[dict[str, Tensor], list[int], int, int]:
-    """The parameters; how often the host waited in each pass; gradient memory on the host, and what is kept of it."""
-    plan = with_tiers(zero(stage), "s_host", "no disk is used")
-    model = seeded(Branching)
-    with contextlib.ExitStack() as stack:
-        if ahead:
-            stack.enter_context(mock.patch.object(landing, "side_stream", lambda _device: "a stream"))
-            stack.enter_context(mock.patch.object(landing, "_Copy", Slow))
-        mesh = stack.enter_context(one_mesh(plan))
-        session = stack.enter_context(sharded(model, adam(model, lr=0.01), plan, mesh))
-        waited = []
-        for step in range(STEPS):
-            for index in range(PASSES):
-                Slow.waits = 0
-                session.backward(losses_of(session.module, mesh.rank, PASSES * step + index, False))
-                waited.append(Slow.waits)
-            session.optimizer.step()
-        kept = sum(m.nbytes for s in session.engine.grads.states.values() if (m := s.kept_memory) is not None)
-        return session.module.state_dict(), waited, session.engine.grads.reducer.bytes(Tier.HOST), kept
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_land_when_they_are_read(stage: int) -> None:
-    ranks = zip(run_ranks(2, train, stage, True), run_ranks(2, train, stage, False), strict=True)
-    for (late, waited, held, kept), (now, never, _, _) in ranks:
-        assert set(never) == {0}
-        assert waited[0::PASSES] == [0] * STEPS, "the first pass of a step only queues copies"
-        assert all(0 < count <= 4 * LAYERS for count in waited[1::PASSES]), waited
-        assert all(torch.equal(late[name], now[name]) for name in now)
-        assert 0 < held - kept <= MAX_IN_FLIGHT * kept, "blocks are used again"
-
-
-class FakeStream:
-    """Notes what is queued where."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log = name, log
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-
-class Noting(LocalGroup):
-    """Of what look like two ranks."""
-
-    def __init__(self, log: list[str], current: list[str]) -> None:
-        super().__init__("test", torch.device("meta"))
-        self.size, self._log, self._current = 2, log, current
-
-    def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        self._log.append(f"gather on {self._current[-1]}")
-        return DONE
-
-
-def test_with_several_ranks_uploads_have_a_stream_of_their_own() -> None:
-    log: list[str] = []
-    current = ["compute"]
-    uploads: Any = FakeStream("uploads", log)
-
-    @contextlib.contextmanager
-    def on(stream: FakeStream) -> Iterator[None]:
-        current.append(stream.name)
-        yield
-        current.pop()
-
-    now: Callable[[Any], FakeStream] = lambda _device: FakeStream(current[-1], log)  # noqa: E731
-    with mock.patch.multiple(source.torch.cuda, stream=on, current_stream=now):
-        shard = MemorySource(Buffer(torch.ones(3)), Tier.HOST, uploads)
-        handle = shard.gather(Noting(log, current), torch.empty(6, device="meta"))
-    assert log == ["uploads waits for compute", "gather on uploads"]
-    handle.wait()
-
-
-WAITS_STEPS = 10
+STEPS = 10
 
 
 def alone(plan: Plan, steps: int, differ: bool) -> Program:
@@ -172,7 +44,7 @@ def alone(plan: Plan, steps: int, differ: bool) -> Program:
         return train_on(QueuedGroup, plan, steps, differ)[1]
 
 
-def check(found: list[tuple[dict[str, Tensor], Program]], steps: int = WAITS_STEPS, differ: bool = True) -> None:
+def check(found: list[tuple[dict[str, Tensor], Program]], steps: int = STEPS, differ: bool = True) -> None:
     """No program waits for itself, and all have the parameters of plain training."""
     assert stuck([program for _, program in found]) == []
     for rank, (state, _) in enumerate(found):
@@ -181,14 +53,14 @@ def check(found: list[tuple[dict[str, Tensor], Program]], steps: int = WAITS_STE
 
 @pytest.mark.parametrize(("prefetch", "size"), [(1, 3), *full((0, 2), (2, 2), (0, 3), (1, 2), (2, 3))])
 def test_branches_that_differ_close_no_cycle(size: int, prefetch: int) -> None:
-    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), WAITS_STEPS, True)
+    found = run_ranks(size, train_on, QueuedGroup, zero(3).but(prefetch=prefetch, same_order=False), STEPS, True)
     assert begun_apart([program for _, program in found]) == []
     check(found)
 
 
 def test_a_rank_that_begins_reductions_alone_closes_one() -> None:
     """The tests above can fail."""
-    programs = run_ranks(2, alone, zero(3).but(same_order=False), WAITS_STEPS, True)
+    programs = run_ranks(2, alone, zero(3).but(same_order=False), STEPS, True)
     assert stuck(programs) and begun_apart(programs)
 
 
@@ -294,8 +166,8 @@ def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
 @pytest.mark.parametrize("stage", [*full(2), 3])
 def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
     """Over gloo it is the host that waits, where a GPU's stream would."""
-    found = run_ranks(3, on_the_backend, zero(stage).but(same_order=False), WAITS_STEPS)
-    expected = plain(3, WAITS_STEPS, True)
+    found = run_ranks(3, on_the_backend, zero(stage).but(same_order=False), STEPS)
+    expected = plain(3, STEPS, True)
     for rank, state in enumerate(found):
         assert_close(state, expected, 1e-9, f"rank {rank}")
 

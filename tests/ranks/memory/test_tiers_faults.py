@@ -36,8 +36,9 @@ from torch import nn
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.disk import file
 from shardwise.core.memory.disk import store as disk
+from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
-from shardwise.core.memory.disk.store import DiskError, DiskStore
+from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import build

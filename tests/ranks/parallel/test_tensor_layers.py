@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks.engine.test_kernels_of_a_step import Kernels
 from torch import nn
 
 from shardwise.core.parallel.tensor import Axis, ShardSpec, TPPlan, vocabulary_cross_entropy
 from shardwise.testing import run_ranks
+from tests.ranks.engine.test_engine_compile import Kernels
 from tests.support.scope import Scope
 
 

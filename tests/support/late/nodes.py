@@ -10,8 +10,6 @@ import torch
 from shardwise.core.base.torch_internals import current_node
 from tests.support.late.streams import Stream
 
-__all__ = ["NodeStreams"]
-
 LEAF = "torch::autograd::AccumulateGrad"
 
 

@@ -44,8 +44,6 @@ from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import tensors_of
 
-__all__ = ["find_parts", "open_colossalai", "write_colossalai_model", "write_colossalai_optimizer"]
-
 MODEL_INDEX = ("model.safetensors.index{}.json", "pytorch_model.bin.index{}.json")
 OPTIMIZER_INDEX = "pytorch_optim.bin.index{}.json"
 MODEL_FOLDERS, OPTIMIZER_FOLDERS = ("model", "modeling"), ("optimizer",)

@@ -53,8 +53,6 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle, check_pickle, load_value
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 
-__all__ = ["Chunk", "DcpItem", "flattened", "open_dcp", "read_dcp_index", "write_dcp"]
-
 
 @dataclass(frozen=True)
 class Chunk:

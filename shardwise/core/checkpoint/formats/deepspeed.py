@@ -27,8 +27,6 @@ from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, f
 from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 
-__all__ = ["CLIENT_STATE", "LATEST_UNIVERSAL", "find_step", "open_deepspeed"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -30,17 +30,6 @@ from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
 
-__all__ = [
-    "Format",
-    "OpenOptions",
-    "detect_format",
-    "known_formats",
-    "located",
-    "open_checkpoint",
-    "register_format",
-    "write_checkpoint",
-]
-
 
 @dataclass(frozen=True)
 class OpenOptions:

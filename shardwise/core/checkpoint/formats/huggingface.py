@@ -27,8 +27,6 @@ from shardwise.core.checkpoint.formats.safetensors_file import (
 )
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 
-__all__ = ["INDEX", "SINGLE_FILES", "as_configs", "open_huggingface", "write_huggingface"]
-
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 

@@ -17,8 +17,6 @@ from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, 
 from shardwise.core.checkpoint.formats.torch_file import load_torch, tensor_entries
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-__all__ = ["Shards", "read_index"]
-
 
 def read_index(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the metadata and the weight map of an index.

@@ -18,21 +18,6 @@ from shardwise.core.base.validate import in_a_line
 from shardwise.core.checkpoint.bounds import reading
 from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Entry",
-    "LazySource",
-    "blocks",
-    "closed_on_error",
-    "entries_of",
-    "entry_of_tensor",
-    "in_memory",
-    "model_entries",
-    "renamed",
-    "to_tensor",
-    "with_names",
-]
-
 BLOCK_BYTES = 64 * 1024**2  # the most that a writer holds of one tensor
 
 

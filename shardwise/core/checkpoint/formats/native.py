@@ -44,8 +44,6 @@ from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor import Part as TensorPart
 from shardwise.core.parallel.tensor.order import read_logical, read_part
 
-__all__ = ["NativeSource", "verify", "write_native"]
-
 CACHED_PIECES = 4  # partly read pieces, of which the next part is usually read soon
 MOST_CACHED = 64
 AHEAD_PIECES = 3  # read by the thread while one piece is checked

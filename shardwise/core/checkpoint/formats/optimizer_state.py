@@ -20,21 +20,6 @@ from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor, to_te
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource
 from shardwise.core.optim.nested_state import flat, mapped, nested
 
-__all__ = [
-    "OptimizerRecord",
-    "Shapes",
-    "from_numbered",
-    "group_options",
-    "group_record",
-    "in_memory_state",
-    "match_by_shape",
-    "numbered_metadata",
-    "numbered_state",
-    "optimizer_entries",
-    "records_of",
-    "to_numbered",
-]
-
 
 def group_record(names: Sequence[str], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group as JSON: the names of its parameters and all options of ``group``."""

@@ -21,19 +21,6 @@ from shardwise.core.checkpoint.atomic import DISK, atomic_directory, sync_path, 
 from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
 from shardwise.core.checkpoint.source import CheckpointError, describe
 
-__all__ = [
-    "MEGABYTE",
-    "new_file",
-    "one_at_a_time",
-    "output_file",
-    "output_files",
-    "split_by_size",
-    "write_json",
-    "write_shards",
-    "write_text",
-    "write_torch",
-]
-
 BUFFER_BYTES = 1 << 16
 MEGABYTE = 1024**2
 

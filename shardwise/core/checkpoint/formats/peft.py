@@ -25,8 +25,6 @@ from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors
 from shardwise.core.checkpoint.settings import plain
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo
 
-__all__ = ["CONFIG", "deduced_config", "name_in_file", "name_in_model", "open_peft", "the_adapter", "write_peft"]
-
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _DELTA = "trainable_tokens_delta"

@@ -24,17 +24,6 @@ from shardwise.core.checkpoint.formats.lazy import Entry, blocks, closed_on_erro
 from shardwise.core.checkpoint.formats.output import new_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
-__all__ = [
-    "HEADER",
-    "SafetensorsFile",
-    "extra_entries",
-    "model_metadata",
-    "named_entries",
-    "optimizer_metadata",
-    "read_header",
-    "write_safetensors_stream",
-]
-
 DTYPES = {code: dtype for dtype, code in DTYPE_NAMES.items()}
 
 

@@ -46,8 +46,6 @@ from shardwise.core.checkpoint.formats.safetensors_file import (
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch, tensor_entries
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, StateTensors
 
-__all__ = ["open_single", "write_single", "write_single_optimizer"]
-
 MODEL_KEYS = ("state_dict", "model", "model_state_dict", "module")
 OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "optimizers", "optim")
 

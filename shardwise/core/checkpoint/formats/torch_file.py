@@ -22,8 +22,6 @@ from shardwise.core.checkpoint.bounds import MOST_INDEX_BYTES, MOST_TIMES, check
 from shardwise.core.checkpoint.formats.lazy import Entry, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-__all__ = ["TORCH_SUFFIXES", "RefusedPickle", "check_pickle", "check_zip", "load_torch", "load_value", "tensor_entries"]
-
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
 LEGACY_PICKLES = 5

@@ -29,8 +29,6 @@ from shardwise.core.checkpoint.formats.single import open_single
 from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
-__all__ = ["find_latest", "kind_of", "open_trainer", "scheduler_files"]
-
 STATE = "trainer_state.json"
 FSDP_FOLDER, FSDP_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:pt|bin)")

@@ -13,8 +13,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["checksum"]
-
 Words = npt.NDArray[np.uint64]
 
 _ROW_WORDS = 2048  # a row and its weights fit the first-level cache

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno as codes
 import os
 
-__all__ = ["DiskError", "explain"]
-
 _ADVICE = {
     codes.ENOSPC: "free space there, or choose a directory on a larger file system",
     codes.EDQUOT: "raise the quota, or choose a directory on another file system",

@@ -26,8 +26,6 @@ from shardwise.core.memory.disk.errors import DiskError, explain
 if TYPE_CHECKING:
     from shardwise.core.memory.disk.io import Request
 
-__all__ = ["ALIGNMENT_BYTES", "DiskFile", "RunDirectory", "remove_abandoned", "round_up"]
-
 _NAME = re.compile(r"shardwise-disk-[0-9a-f]{16}")
 _OURS = re.compile(r"lock|rank\d+\.data")
 _LOCK = "lock"

@@ -27,20 +27,6 @@ from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.memory.disk.errors import DiskError, explain
 from shardwise.core.memory.disk.file import ALIGNMENT_BYTES
 
-__all__ = [
-    "MOST_AT_ONCE",
-    "DiskIO",
-    "DiskThread",
-    "MakeQueue",
-    "Operation",
-    "Request",
-    "RequestQueue",
-    "ThreadQueue",
-    "Traffic",
-    "Transfer",
-    "TransferFunction",
-]
-
 
 @dataclass(slots=True, eq=False)
 class Request:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shardwise.core.memory.disk.io import Request
     from shardwise.plan import DiskPlan
 
-__all__ = ["FILE", "Medium", "MediumFile", "OpenMedium", "known_media", "open_medium", "register_medium"]
-
 FILE = "file"
 """The built-in medium: a separate file for each rank in the plan's directory."""
 _METHODS = ("reserve", "read", "write", "close")

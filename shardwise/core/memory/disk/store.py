@@ -33,8 +33,6 @@ from shardwise.core.memory.disk.medium import FILE, MediumFile, open_medium
 if TYPE_CHECKING:
     from shardwise.plan import DiskPlan
 
-__all__ = ["Allocate", "BufferPool", "DiskError", "DiskStore", "Record", "Transfer"]
-
 Allocate = Callable[[int], Tensor]
 
 

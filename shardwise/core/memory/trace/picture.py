@@ -16,18 +16,6 @@ from pathlib import Path
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.trace.stats import MemStats, Moment
 
-__all__ = [
-    "REST",
-    "draw",
-    "draw_tiers",
-    "dump_memory_stats",
-    "kinds_of",
-    "printable",
-    "stats_table",
-    "tiers_text",
-    "timeline_text",
-]
-
 REST = "activations and the rest"
 MODEL = "model data"
 COLORS = {

@@ -20,8 +20,6 @@ from typing import Any, Literal, Protocol, get_args
 
 from shardwise.core.base.validate import MOST_BYTES, check_type, short_repr
 
-__all__ = ["MemStats", "MemoryRecorder", "Moment", "PeakSource", "Phase", "margin_bytes", "model_budget_bytes"]
-
 Phase = Literal["forward", "backward", "step"]
 FORMAT, VERSION = "shardwise.memstats", 1
 NO_UNIT = -1

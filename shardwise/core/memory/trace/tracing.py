@@ -23,8 +23,6 @@ from shardwise.core.base.device import total_bytes
 from shardwise.core.memory.trace.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
 from shardwise.core.memory.trace.tracker import Tracker, make_tracker, sizes_of
 
-__all__ = ["storage_bytes", "trace_memory"]
-
 STEP = "optimizer step"
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -21,9 +21,6 @@ from shardwise.core.base.device import allocator_bytes, reset_allocator_peak
 from shardwise.core.base.tensors import SPARSE, parts_of
 from shardwise.core.base.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
-__all__ = ["AllocatorTracker", "TensorTracker", "Tracker", "make_tracker", "sizes_of", "storages"]
-
-
 # The origin of an operation's outputs: inputs or views of them, new memory, or not stated in the schema.
 Origin = Literal["input", "new", "unknown"]
 

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MicroBatch", "check_mergeable", "detached", "merged", "split_batch"]
-
-
 ITEMS = "num_items_in_batch"
 """Argument by which models of transformers divide a sum over tokens to get their loss."""
 

@@ -15,8 +15,6 @@ from shardwise.core.parallel.pipeline.schedule import (
     simulate,
 )
 
-__all__ = ["draw_schedule", "schedule_text"]
-
 Times = tuple[float, float, float]
 """Times of F, B and W in a stage; in schedules without W, B includes it."""
 

@@ -20,13 +20,6 @@ from shardwise.core.parallel.pipeline.split import Passes, WeightGradients, Weig
 from shardwise.core.parallel.pipeline.staging import Staging
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 
-__all__ = [
-    "Outcome",
-    "StageRun",
-    "is_sentinel",
-    "sentinel",
-]
-
 MARK = 42
 """Value added to the bits of a quiet NaN."""
 SEEN = 4

@@ -15,21 +15,6 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import NamedTuple
 
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Kind",
-    "Message",
-    "Schedule",
-    "Span",
-    "bubble_fraction",
-    "expected_bubble",
-    "given_schedule",
-    "make_schedule",
-    "rank_of_stage",
-    "simulate",
-]
-
 
 class Kind(Enum):
     """The kind of an action. In a schedule with ``WEIGHT``, ``BACKWARD`` computes only the gradient of the stage's

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from shardwise.core.comm import P2PChannel
 from shardwise.core.parallel.pipeline.staging import Staging
 
-__all__ = ["SharedGradients"]
-
 
 # [Note: Gradients of what several stages use]
 # A weight that is tied across stages (embeddings and head) exists on each rank that uses it, with its own shards. Its

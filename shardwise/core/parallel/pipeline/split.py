@@ -13,8 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Passes", "WeightGradients", "WeightsApart", "walk"]
-
 
 class WeightGradients:
     """The deferred weight gradients of one micro-batch in one stage."""

@@ -17,8 +17,6 @@ from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.mixed_class import mixed_class
 from shardwise.core.parallel.pipeline.schedule import rank_of_stage
 
-__all__ = ["TABLES", "Body", "Staging", "known_bodies", "layers_of_stages", "register_body", "stage_model"]
-
 
 @dataclass(frozen=True)
 class Body:

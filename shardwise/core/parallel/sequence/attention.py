@@ -20,20 +20,6 @@ from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
 from shardwise.core.parallel.tensor.shard_spec import Heads
 
-__all__ = [
-    "ORIGINALS",
-    "OWN_ATTENTION",
-    "OfSomeHeads",
-    "Pass",
-    "PassMask",
-    "attend",
-    "attend_by_heads",
-    "called",
-    "original_of",
-    "own_heads",
-    "running",
-]
-
 Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from shardwise.core.comm import Group, P2PChannel
 from shardwise.core.parallel.tensor.axis import Axis, Ranks
 
-__all__ = ["SequenceAxis"]
-
 TAGS = 1 << 20
 
 

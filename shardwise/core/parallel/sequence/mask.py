@@ -8,8 +8,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-__all__ = ["Relation", "SequenceMask"]
-
 Expand = Callable[[int, int, int, int], Tensor]
 """Returns the mask of queries ``[q, q_end)`` and keys ``[k, k_end)``: ``[rows or 1, 1, queries, keys]``."""
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shardwise.core.parallel.sequence.axis import SequenceAxis
 
-__all__ = ["Parts"]
-
 Range = tuple[int, int]
 
 

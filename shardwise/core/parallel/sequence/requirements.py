@@ -13,16 +13,6 @@ from shardwise.core.base.validate import UnknownModelError
 from shardwise.core.parallel.sequence.attention import ORIGINALS, original_of
 from shardwise.plan.parallel import SequencePlan
 
-__all__ = [
-    "TABLES",
-    "Requirements",
-    "SequenceBody",
-    "known_sequences",
-    "register_sequence",
-    "required",
-    "rotary_by_length",
-]
-
 
 @dataclass(frozen=True)
 class SequenceBody:

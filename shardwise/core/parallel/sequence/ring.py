@@ -21,8 +21,6 @@ from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.tiles import TILE, Block, Result, Scores, attended, attended_backward, wide
 
-__all__ = ["Rotation", "ring_attention"]
-
 VALUES, GRADIENTS = 0, 1  # lanes
 WHAT = ("keys and values", "gradients of keys and values")
 

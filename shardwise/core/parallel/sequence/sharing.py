@@ -23,12 +23,6 @@ from shardwise.core.parallel.sequence.ring import Rotation
 from shardwise.core.parallel.tensor.loss import labels_by_position
 from shardwise.plan.parallel import SequencePlan
 
-__all__ = [
-    "SequenceLoss",
-    "Sequences",
-    "share_sequences",
-]
-
 
 class SequenceLoss:
     """Sequence-parallel version of transformers' ``ForCausalLMLoss``. The result is the same on all ranks.

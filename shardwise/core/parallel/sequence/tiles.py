@@ -16,8 +16,6 @@ from torch import Tensor
 from shardwise.core.base.torch_internals import attention, attention_backward
 from shardwise.core.parallel.sequence.mask import Relation, SequenceMask
 
-__all__ = ["TILE", "Block", "Scores", "attended", "attended_backward", "merge", "wide"]
-
 TILE = 512
 """Size large enough to make Python's overhead negligible, and small enough to keep the scores of a tile in a cache."""
 

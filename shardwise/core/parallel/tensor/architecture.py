@@ -16,14 +16,6 @@ from shardwise.core.parallel.tensor.tables import TABLES
 from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule, TPPlan
 from shardwise.plan import TensorPlan
 
-__all__ = [
-    "Architecture",
-    "cut_model",
-    "known_architectures",
-    "propose_architecture",
-    "register_architecture",
-]
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -11,8 +11,6 @@ from torch import Tensor
 from shardwise.core.base.torch_internals import copy_each
 from shardwise.core.comm import GRADIENTS, VALUES, Buffer, Group, compressed
 
-__all__ = ["Axis", "Ranks"]
-
 
 class Ranks:
     """The ranks of a group, in a form that modules can hold: a copy of the model refers to the same ranks.

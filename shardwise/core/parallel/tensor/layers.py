@@ -15,21 +15,6 @@ from shardwise.core.parallel.tensor.loss import check_inside
 from shardwise.core.parallel.tensor.sequence import Sequences
 from shardwise.core.parallel.tensor.shard_spec import Held, Part
 
-__all__ = [
-    "Columns",
-    "CutLayer",
-    "Drops",
-    "Enters",
-    "Experts",
-    "Features",
-    "GradAllReduce",
-    "Guard",
-    "PerHead",
-    "Rows",
-    "Vocabulary",
-    "out_dim",
-]
-
 LINEAR = {"FalconLinear"}
 """Subclasses of ``nn.Linear`` that override the forward pass without changing its result."""
 

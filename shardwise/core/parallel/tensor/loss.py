@@ -14,14 +14,6 @@ from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.rng import RngAlignment
 from shardwise.core.parallel.tensor.shard_spec import ShardSpec
 
-__all__ = [
-    "CausalLoss",
-    "Generate",
-    "check_inside",
-    "labels_by_position",
-    "vocabulary_cross_entropy",
-]
-
 
 def vocabulary_cross_entropy(
     logits: Tensor, labels: Tensor, axis: Axis, cut: ShardSpec, vocabulary: int, ignore_index: int = -100

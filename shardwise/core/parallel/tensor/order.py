@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shardwise.core.parallel.tensor.shard_spec import Part, Range, ShardSpec
 
-__all__ = ["ReadInto", "Run", "StoredCut", "own_runs", "part_of_whole", "read_logical", "read_part", "whole_runs"]
-
 ReadInto = Callable[[int, Tensor], None]
 """Reads elements ``[start, start + out.numel())`` in stored order into ``out`` (1-D, contiguous)."""
 

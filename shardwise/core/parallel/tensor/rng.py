@@ -14,10 +14,6 @@ from shardwise.core.base.device import random_state, set_random_state
 from shardwise.core.base.rng import dropouts_of
 from shardwise.core.parallel.tensor.axis import Axis
 
-__all__ = [
-    "RngAlignment",
-]
-
 
 class RngAlignment:
     """Keeps the generators of tensor-parallel ranks equal; see [Note: Random numbers of a cut model].

@@ -11,20 +11,6 @@ from shardwise.core.parallel.tensor.loss import CausalLoss, Generate
 from shardwise.core.parallel.tensor.shard_spec import Heads, ShardSpec, shares
 from shardwise.core.parallel.tensor.tp_plan import ModuleRules, Rule
 
-__all__ = [
-    "Attention",
-    "Either",
-    "Embedding",
-    "Experts",
-    "Head",
-    "LatentAttention",
-    "Mlp",
-    "Requires",
-    "Router",
-    "Unused",
-]
-
-
 ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl", "intermediate.intermediate_act_fn")
 """Attribute paths under which models store the activation of an MLP."""
 

@@ -16,20 +16,6 @@ from shardwise.core.base.rng import Dropouts, RankRng
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.shard_spec import shares
 
-__all__ = [
-    "Block",
-    "Body",
-    "Divided",
-    "Layer",
-    "Place",
-    "Router",
-    "Sequences",
-    "Tokens",
-    "hidden_name",
-    "inside",
-    "lists_of_layers",
-]
-
 KEY = "shardwise_tokens"
 """Name of the keyword argument that is added to the arguments of each layer."""
 

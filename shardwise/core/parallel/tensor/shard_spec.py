@@ -9,14 +9,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Heads",
-    "Held",
-    "Part",
-    "ShardSpec",
-    "shares",
-]
-
 Range = tuple[int, int]
 
 

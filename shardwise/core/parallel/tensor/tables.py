@@ -18,8 +18,6 @@ from shardwise.core.parallel.tensor.rules import (
 )
 from shardwise.core.parallel.tensor.tp_plan import Rule
 
-__all__ = ["TABLES"]
-
 Table = Mapping[str, tuple[Rule, ...]]
 
 _PROJECTIONS = Attention(

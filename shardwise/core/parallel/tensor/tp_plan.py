@@ -41,13 +41,6 @@ from shardwise.core.parallel.tensor.sequence import (
 from shardwise.core.parallel.tensor.shard_spec import Part, Range, Ranges, ShardSpec
 from shardwise.plan import TensorPlan
 
-__all__ = [
-    "ModuleRules",
-    "Rule",
-    "TPPlan",
-    "parts_of",
-]
-
 
 # [Note: What cutting a model changes]
 # Modules are sharded in place: each stays the same object with the same parameter objects, so that ties, hooks,
