@@ -9,6 +9,7 @@ What a function of a program's own, that saves a sharded parameter, is told of i
 import runpy
 import sys
 import tarfile
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 from safetensors.torch import load_file
 from shardwise.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from test_ds_config import USED, Tree, merged
-from test_ds_monitors import Calls
 from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
@@ -37,6 +37,25 @@ from shardwise.deepspeed.zero_to_fp32 import (
 from shardwise.testing import assert_close
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.on_ranks import raises
+
+
+class Calls(types.ModuleType):
+    """Stands for a package: every function of it notes its calls."""
+
+    def __init__(self, name: str, calls: list[Any]) -> None:
+        super().__init__(name)
+        self.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec(name, None)
+        self.calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Calls:
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
 
 
 @pytest.fixture(scope="module")
