@@ -26,7 +26,7 @@ from shardwise.core.base.states import Table
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import LocalGroup, Traffic
 from shardwise.core.grads import reducer
-from shardwise.core.grads.reducer import DIFFERENT, FIRST_S, LONGEST_S, SHORT_S, WITHOUT_MEMORY_S, WaitPolicy
+from shardwise.core.grads.reducer import DIFFERENT, FIRST_S, LIMITED_S, LONGEST_S, SHORT_S, WITHOUT_MEMORY_S, WaitPolicy
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
@@ -233,14 +233,14 @@ def a_pass(
 
 
 def test_half_of_the_last_pass(clock: list[float]) -> None:
-    waits = WaitPolicy()
+    waits = WaitPolicy(limited=False)
     assert waits.limit_s(True) == FIRST_S and waits.limit_s(False) == WITHOUT_MEMORY_S
     a_pass(waits, clock, 6.0)
     assert waits.limit_s(True) == pytest.approx(3.0)
     a_pass(waits, clock, 8.0, waited=3.0)
     assert waits.limit_s(True) == pytest.approx(4.0), "its own work, not its waits"
     a_pass(waits, clock, 0.001)
-    assert waits.limit_s(True) == SHORT_S
+    assert waits.limit_s(True) == SHORT_S and WaitPolicy(limited=True).limit_s(True) == LIMITED_S
     a_pass(waits, clock, 1000.0)
     assert waits.limit_s(True) == LONGEST_S
     waits.begin()
@@ -250,7 +250,7 @@ def test_half_of_the_last_pass(clock: list[float]) -> None:
 
 
 def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) -> None:
-    waits = WaitPolicy()
+    waits = WaitPolicy(limited=False)
     waits.begin()
     waits.waited(FIRST_S, in_vain=False)
     assert waits.limit_s(True) == FIRST_S

@@ -63,18 +63,18 @@ def agree(gather: Gather, what: str, action: Callable[[], T], share: bool = True
     except Exception as error:
         failure = error
         kind = _kind(error)
-        post = {"kind": kind, "error": error.args if kind == "damage" else [str(error) if kind else describe(error)]}
+        text, *advice = error.args if kind == "damage" else [str(error) if kind else describe(error)]
+        post = {"kind": kind, "error": text, "advice": advice}
     posts = gather(post)
     failed = [index for index, each in enumerate(posts) if "error" in each]
     if failed:
         first = next((index for index in failed if posts[index]["kind"] == "damage"), failed[0])
-        text, *advice = map(printable, posts[first]["error"])
-        message = printable(f"rank {first} could not {what}: {text}")
+        message = printable(f"rank {first} could not {what}: {posts[first]['error']}")
         for kind, raised in (("value", ValueError), ("absent", FileNotFoundError)):
             if all(posts[index]["kind"] == kind for index in failed):
                 raise raised(message) from failure
         if posts[first]["kind"] == "damage":
-            raise CheckpointDamage(message, *advice) from failure
+            raise CheckpointDamage(message, *map(printable, posts[first]["advice"])) from failure
         raise CheckpointError(message) from failure
     return result, [each["ok"] for each in posts]  # type: ignore[return-value]
 

@@ -113,6 +113,7 @@ def take_used_mask(states: Sequence[ChunkGrads], mask: Sequence[bool]) -> tuple[
 
 
 SHORT_S = 0.05
+LIMITED_S = 2.0
 FIRST_S = 0.1  # before any pass has shown how long one takes
 LONGEST_S = 20.0  # far below any time-out of a group
 WITHOUT_MEMORY_S = 10.0  # where private memory would go over the device's capacity
@@ -144,9 +145,14 @@ class WaitPolicy:
     another order, joins the reduction only at the end of its pass, so a wait for it is in vain. Hence the limit is half
     a backward pass. After a wait in vain there is none in the same pass, and it is short in the next passes: 2, then 4,
     and so on. It is short, too, after a pass in which the ranks used different parameters.
+
+    Args:
+        limited: the device has a declared capacity, which private memory may exceed. So a rank waits longer for a peer
+            that lost its core for a moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limited: bool) -> None:
+        self._least_s = LIMITED_S if limited else SHORT_S
         self._half_pass_s, self._short_passes, self._backoff = FIRST_S, 0, 1
         self._began: float | None = None
         self._waited_s, self._in_vain = 0.0, False
@@ -162,7 +168,7 @@ class WaitPolicy:
             return WITHOUT_MEMORY_S
         if self._in_vain:
             return 0.0
-        return SHORT_S if self._short_passes else max(SHORT_S, self._half_pass_s)
+        return SHORT_S if self._short_passes else max(self._least_s, self._half_pass_s)
 
     def waited(self, seconds: float, in_vain: bool) -> None:
         """Count a wait that is over."""
@@ -311,8 +317,8 @@ class Reducer:
         self._group = mesh.shard if mesh.shard.size > 1 else mesh.replicate
         self._order, self._orders = list(reversed(self.states)), dict[tuple[bool, ...], list[ChunkGrads]]()
         """The shared order of this pass, and after a pass the orders by set of chunks in use."""
-        self.begun, self._reduces = 0, False
-        self._in_agreements, self._waits, self._offload = False, WaitPolicy(), GradOffload(mesh.device)
+        self.begun, self._reduces, self._in_agreements = 0, False, False
+        self._waits, self._offload = WaitPolicy(ledger.capacity_bytes is not None), GradOffload(mesh.device)
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
         """Whether results are dropped at once; by chunk, the replicas' buffers."""
@@ -374,7 +380,19 @@ class Reducer:
         self._waits.begin()
         self._reduces = sync
         with self._on_one_stream(grad):
-            self._add(state, index, grad, sync)
+            if not state.launched:
+                if state.bucket is None:
+                    self._assign_bucket(state)
+                elif state.state is Reduction.EMPTY:
+                    self._before_write(state)
+            state.accumulate(index, grad)
+            if sync and state.deposit():
+                self._arrivals.append(state)
+                if self.overlap:
+                    if not self._in_agreements:
+                        self._advance()
+                    while self._observer.active and self._in_flight and self._oldest_finished():
+                        self._complete(self._in_flight[0])
 
     def _on_one_stream(self, *used: torch.Tensor) -> AbstractContextManager[None]:
         """Return a block whose work goes to the stream of the pass's first gradient, behind the current stream's.
@@ -391,21 +409,6 @@ class Reducer:
         for tensor in used:
             recorded(tensor, self._stream)
         return behind_current(self.mesh.device, self._stream)
-
-    def _add(self, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
-        if not state.launched:
-            if state.bucket is None:
-                self._assign_bucket(state)
-            elif state.state is Reduction.EMPTY:
-                self._before_write(state)
-        state.accumulate(index, grad)
-        if sync and state.deposit():
-            self._arrivals.append(state)
-            if self.overlap:
-                if not self._in_agreements:
-                    self._advance()
-                while self._observer.active and self._in_flight and self._oldest_finished():
-                    self._complete(self._in_flight[0])
 
     def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
         """``unit`` is used, in program order: units that do not come again in the pass get no more gradients."""

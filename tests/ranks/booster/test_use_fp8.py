@@ -61,9 +61,9 @@ class Products:
     def __init__(self) -> None:
         self.count, self._own = 0, float8.product
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Tensor:
         self.count += 1
-        return self._own(*args)
+        return self._own(*args, **options)
 
 
 def texts(rank: int) -> dict[str, Tensor]:

@@ -171,8 +171,8 @@ LANDED, READ = "self._arrival()", "read.synchronize()"
 """A gradient that the update on the host reads; a slot whose copy of two tiles before is over."""
 ALLOWED = {
     "synchronize(shards.mesh.device)  # uploads still read the shards that the CPU will write",
-    "return not all(later.value() for later in asked)",
-    "found = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()",
+    "return not all(later.value() for later in pending)",
+    "norms = torch.stack([*norm_of_each([*own.values()], p, dtype)]).double().cpu()",
     LANDED,
     READ,
 }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.grads import offload
 from shardwise.plan import ByNumel, Plan, zero
@@ -19,9 +19,14 @@ from tests.support.tier_setup import with_tiers
 OF_BLOCKS = {f"shardwise::{kind} ({name})" for kind in ("gather", "reduce") for name in ("0", "1")}
 
 
-def copied(memory: Tensor, out: Tensor, *_: object) -> SimpleNamespace:
-    """A copy to the host that is complete at once."""
-    return SimpleNamespace(land=partial(memory.copy_, out.clone()))
+AT_ONCE: dict[str, Any] = {
+    "side_stream": lambda _device: "a stream",
+    "behind_current": lambda *_: contextlib.nullcontext(),
+    "copy_ahead": lambda memory, out: memory.copy_(out),
+    "record_event": lambda _device: SimpleNamespace(synchronize=lambda: None),
+    "recorded": lambda *_: None,
+}
+"""Copies to the host that are complete at once."""
 
 
 def labels(plan: Plan, to_host: bool = False) -> set[str]:
@@ -30,7 +35,7 @@ def labels(plan: Plan, to_host: bool = False) -> set[str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with contextlib.ExitStack() as stack:
         if to_host:
-            stack.enter_context(mock.patch.multiple(offload, side_stream=lambda _device: "a stream", _Copy=copied))
+            stack.enter_context(mock.patch.multiple(offload, **AT_ONCE))
         session = stack.enter_context(sharded(model, optimizer, plan))
 
         def step() -> None:
