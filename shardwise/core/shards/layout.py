@@ -88,7 +88,7 @@ class ChunkSpec:
     index: int
     unit: int
     title: str
-    """Of its unit."""
+    """The title of its unit."""
     dtype: torch.dtype
     trainable: bool
     optimizer: int
