@@ -71,7 +71,7 @@ class ShardedModule(TransparentModule):
         self.__dict__["_grads"].zero()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
-        """``to()``, ``half()`` and the like: allowed where they change nothing.
+        """Accept ``to()``, ``half()`` and similar calls if they change nothing.
 
         Raises:
             RuntimeError: they would cast or move parameters that are sharded.

@@ -139,7 +139,7 @@ class Storage:
                 group.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
-        """As :meth:`round_`, with the peers' shards if they are here."""
+        """Quantize the shard as :meth:`round_` does, together with the peers' shards if they are on this rank."""
         group = self.comm_dtypes.by_owner(chunk.spec)
         if not chunk.resident:
             self.round_(chunk)
