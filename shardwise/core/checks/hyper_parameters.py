@@ -24,7 +24,7 @@ from shardwise.core.mesh import Mesh
 
 
 class Piggyback(Protocol):
-    """Values that have to be the same on all ranks, compared with what they exchange at the end of a pass."""
+    """Values that have to be equal on all ranks, compared in the exchange at the end of a pass."""
 
     def piggyback_on_pass(self) -> list[float]:
         """Return the numbers that travel with that exchange."""

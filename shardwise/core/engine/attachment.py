@@ -174,7 +174,7 @@ class Attachment:
                 self._pool.tell(error)  # the peers wait at the end of their passes
                 raise
         with outside_transforms():
-            # Peers may still gather what this rank did not use.
+            # Peers may still gather units that this rank did not use.
             self._pool.finish_phase()
             self._pool.end_forward()
             if not torch.compiler.is_compiling():
@@ -202,7 +202,7 @@ class Attachment:
         if not param.requires_grad:
             return  # frozen since the forward pass: it counts as unused
         grads, entry = self._grads, self._grads.facade.entries[place]
-        # Taken before anything raises below: it must not be there in the next pass.
+        # Take it before an error is raised below, so that it is not there in the next pass.
         grad = grads.facade.take(place, param)
         grads.passes.gradient_came()
         if grad is None:

@@ -1,8 +1,8 @@
-"""The ``.grad`` facade: ``.grad`` of sharded parameters as users see it, and what they assign to it.
+"""The ``.grad`` facade: ``.grad`` of sharded parameters as users see it, and tensors that they assign to it.
 
 Between passes each parameter with a gradient on any rank has a :class:`ShardedGrad` in its ``.grad``. During a pass
-``.grad`` is ``None``, so that autograd puts the pass's own gradient there. Anything else that is there at the next pass
-or step was assigned by the user: it replaces the engine's gradient, as in plain PyTorch.
+``.grad`` is ``None``, so that autograd puts the pass's own gradient there. Any other value that is there at the next
+pass or step was assigned by the user: it replaces the engine's gradient, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class GradFacade:
     # ---- assigned gradients
 
     def collect(self) -> None:
-        """Take over what the user assigned to ``.grad`` on this rank: a tensor, or ``None``.
+        """Collect the user's assignment to ``.grad`` on this rank: a tensor, or ``None``.
 
         Raises:
             RuntimeError: the gradients have been used already, or are not reduced yet.

@@ -77,7 +77,7 @@ class ShardedModule(TransparentModule):
             RuntimeError: they would cast or move parameters that are sharded.
         """
         for chunk in self.sharded_values.shards.chunks:
-            # Only a call tells what the function does.
+            # The result of the function is known only after a call.
             probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:

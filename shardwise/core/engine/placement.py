@@ -145,7 +145,7 @@ class Placement:
     Attributes:
         chunks: by index.
         disk_buffers: of the store.
-        warnings: what the plan asks for and the chunks do not allow.
+        warnings: requests of the plan that the chunks do not allow.
     """
 
     chunks: tuple[ChunkPlacement, ...]

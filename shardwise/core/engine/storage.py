@@ -118,12 +118,12 @@ class Storage:
         return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
 
     def commit(self, optimizer: int | None = None) -> None:
-        """Make what was written to the disk current: the records of one optimizer, or all."""
+        """Commit the writes to the disk: of the records of one optimizer, or of all."""
         if self.store is not None:
             self.store.commit(optimizer)
 
     def roll_back(self, optimizer: int | None = None) -> None:
-        """Drop what was written to the disk and not committed: the records of one optimizer, or all."""
+        """Drop uncommitted writes to the disk: of the records of one optimizer, or of all."""
         if self.store is not None:
             self.store.rollback(optimizer)
 

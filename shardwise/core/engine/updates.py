@@ -114,7 +114,7 @@ class StateOffload:
         self.move(tiles, lambda value: value.to(tiles[0].chunk.device, copy=True), Tier.DEVICE)
 
     def _tensors(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
-        """Return state of more than one element, each tensor once, without what was on the host before."""
+        """Return state of more than one element, each tensor once, without tensors that were on the host before."""
         found = dict[int, torch.Tensor]()
         for piece in (piece for tile in tiles for piece in tile.pieces):
             for each in tensors_of([*self._optimizer.state.get(piece.value, {}).values()]):
@@ -370,7 +370,7 @@ class TileUpdates:
         )
 
     def _roll_back(self) -> None:
-        """Free buffers and drop what was written to the disk and not committed, after a failure."""
+        """After a failure, free buffers and drop uncommitted writes to the disk."""
         self._visits.end_step()
         self._shards.storage.roll_back(self._index)
         self.stepper.state_changed()

@@ -58,7 +58,7 @@ class Values:
         """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
 
     def make_current(self, what: str) -> None:
-        """Take over the program's writes to parameters before ``what`` reads or writes all values. Collective.
+        """Keep the program's writes to parameters before ``what`` reads or writes all values. Collective.
 
         Raises:
             RuntimeError: some values are half-changed; see :class:`Broken` and :class:`EarlyObserver`.
@@ -73,8 +73,8 @@ class Values:
         self.master_edits.take()
 
     def take_written(self) -> None:
-        """Take over what the program has written so far inside a ``gathered(write_back=True)`` block, before all values
-        are read. Collective inside of one.
+        """Keep the program's writes so far inside a ``gathered(write_back=True)`` block, before all values are read.
+        Collective inside such a block.
 
         Raises:
             RuntimeError: as at the end of the block.
@@ -98,7 +98,7 @@ class Values:
         self.pool.settle()
 
     def take_edits(self, optimizer: int | None = None) -> None:
-        """Take over the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
+        """Keep the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
         if self.master_edits.moved(optimizer):
             self._take_edits("an update of changed parameters")
 

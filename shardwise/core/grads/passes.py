@@ -1,7 +1,7 @@
 """Backward passes: when one begins, when it ends on every rank, and how a failed one is dropped.
 
 A pass begins at its first gradient or gather (``note``), and ends in ``_finish``: gathers first, then
-:meth:`Reducer.finish` reduces what is left.
+:meth:`Reducer.finish` makes the remaining reductions.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class BackwardPasses:
         return self._around or bool(self._tasks)
 
     def watch(self, output: Any) -> None:
-        """Hook a model's output, so that a pass that starts from it is noticed as the outermost one."""
+        """Hook a model's output, so that a pass that starts from it is recognised as the outermost one."""
         if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
             return
         if not is_transformed(output):  # a transform's own passes give no gradients

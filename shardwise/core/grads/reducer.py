@@ -1,10 +1,11 @@
 """Reduce gradients from buckets into shards, in an order that all ranks share.
 
-A gradient goes down the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
-``_take_result`` of :class:`Reducer`; docs/architecture.md has the whole way. The chunks that are left are reduced at
-the end of backward (``finish``), so that ranks which use different parameters still issue the same collectives. At that
+A gradient passes through the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
+``_take_result`` of :class:`Reducer`; docs/architecture.md describes all of its path. The end of backward (``finish``)
+reduces the remaining chunks, so that ranks which use different parameters still issue the same collectives. At that
 point the ranks exchange which parameters had a gradient: a parameter that no rank used is neither reduced nor updated
-(its gradient is None in plain PyTorch), and one that only some ranks used counts as zero on the others (as in DDP).
+(its gradient is None in plain PyTorch), and a parameter that only some ranks used counts as zero on the others (as in
+DDP).
 """
 
 from __future__ import annotations
@@ -123,19 +124,19 @@ MAX_BACKOFF = 1024
 
 # [Note: Why no wait inside backward is without end]
 # On CPU ranks the host waits. A peer that does not use a chunk, or that has stopped waiting, joins the chunk's
-# reduction only at the end of its pass. So an unbounded wait for a reduction in the midst of backward could last for
-# ever. Until a rank's last gradient it waits for these things only:
+# reduction only at the end of its pass. So an unbounded wait for a reduction in the middle of backward could deadlock.
+# Until a rank's last gradient it waits only for:
 # * a bucket that chunks share: its last reduction, and peers that read it; for a limited time;
-# * a bucket of the chunk's own: peers that still read the last pass's sum, which need nothing of this rank any more;
-# * the next gather, where the ranks agree on gathers, and the operations that follow at once (the result of a read from
-#   a disk, the gather's messages, a fence): every rank comes to its next gather, or to the end of its backward, with
-#   nothing but this list in between;
-# * a gather in program order ([Note: Program order]): every rank comes to it, or those that wait time out;
+# * a bucket of the chunk's own: peers that still read the last pass's sum, and no longer need anything of this rank;
+# * the next gather, if the ranks agree on gathers, and the operations that follow at once (the result of a read from a
+#   disk, the gather's messages, a fence): every rank reaches its next gather, or the end of its backward, with nothing
+#   but the waits of this list in between;
+# * a gather in program order ([Note: Program order]): every rank reaches it, or waiting ranks time out;
 # * a disk, its buffers, an update in its thread: these wait for no peer.
-# Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
-# one order ([Note: One order of reductions]), so a wait for the n-th is a wait for ranks that wait for an earlier one
-# at most. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside a pass
-# closes a cycle]. tests/ranks/grads/test_failed_passes.py ends the wait at places that it draws at random.
+# Reductions are waited for after the last gradient. By then the ranks have agreed on the reductions and begin them in
+# one order ([Note: One order of reductions]). A wait for the n-th reduction therefore depends only on ranks that wait
+# for earlier ones. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside
+# a pass closes a cycle]. tests/ranks/grads/test_failed_passes.py ends the wait at random places.
 class WaitPolicy:
     """The time that backward waits for a bucket that peers still use, before it goes on in private memory.
 
@@ -244,7 +245,7 @@ class ThenReplicas:
 
 
 class Observer(Protocol):
-    """Uses gradients as soon as they are reduced, while the pass goes on. Events notify it of individual results."""
+    """Uses gradients as soon as they are reduced, during the pass. Events notify it of individual results."""
 
     @property
     def active(self) -> bool:
@@ -409,7 +410,8 @@ class Reducer:
                     self._complete(self._in_flight[0])
 
     def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
-        """Note in program order that ``unit`` is used: units that the pass does not use again get no more gradients."""
+        """Note in program order that ``unit`` is used: units that are not ``upcoming`` get no more gradients in the
+        pass."""
         while self._reduces and self.begun < len(self._order):
             state = self._order[self.begun]
             if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):
@@ -623,7 +625,7 @@ class Reducer:
                 for state, any_rank in zip(self._order, used, strict=True):
                     if any_rank and not state.launched:
                         self._reduce(state, state.filled)
-                self.begun = len(self._order)  # set on every rank, in case the rest of this fails
+                self.begun = len(self._order)  # set on every rank, in case a later statement fails
             self._complete_all()
             with deferred_interrupts(REDUCTION):
                 for state, any_rank in zip(self._order, overflow, strict=True):

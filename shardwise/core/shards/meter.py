@@ -242,7 +242,7 @@ class MemoryMeter:
         return max(total - self._ledger.model_bytes() + pool.reusable_bytes, 0)
 
     def margin_bytes(self) -> int:
-        """Return the bytes of optimizer state that may move to the device for good."""
+        """Return the bytes of optimizer state that may move to the device permanently."""
         capacity, auto = self._ledger.capacity_bytes, self._auto
         if capacity is None or auto is None or self.stats is None or auto.margin_ratio == 0.0:
             return 0

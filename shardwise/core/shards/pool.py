@@ -320,7 +320,7 @@ class ChunkPool:
 
     def _bring(self, unit: int) -> None:
         if unit in self._gathered and self.ledger.capacity_bytes is not None:
-            self._make_room(unit, self._soon())  # evict what was gathered when there was more room than now
+            self._make_room(unit, self._soon())  # evict units that were gathered when there was more room
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
         if not looks and self._counts(unit) and all(c.state is Residency.GATHERED for c in self._transient[unit]):
