@@ -1,5 +1,5 @@
 """Checks that turn silent mistakes into errors: edits, replaced modules, ranks that differ, failed changes.
 
-Nothing here changes what is trained; checks read, compare and raise. What has to be the same on all ranks travels with
-exchanges that are made anyway, or is compared before anything is built.
+Checks do not change training; they read, compare and raise. Values that have to be equal on all ranks are sent with
+other exchanges, or are compared before anything is built.
 """

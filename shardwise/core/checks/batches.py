@@ -81,7 +81,7 @@ class SameBatches:
         self._outlines, self._values, self._sent = 0, None, None
 
     def words(self) -> tuple[float, float]:
-        """Return the fingerprints. On a GPU this waits for what was queued before the last forward pass."""
+        """Return the fingerprints. On a GPU this waits for work that was queued before the last forward pass."""
         word = self._values if self._sent is None else self._sent
         return float(self._outlines), 0.0 if word is None else fingerprint_value(word)
 

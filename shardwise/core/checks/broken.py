@@ -1,4 +1,4 @@
-"""The broken state of a session: a change failed half-way, and what it changed must be loaded before anything else."""
+"""The broken state of a session: a change failed half-way, and the changed values must be loaded before other uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def state_of(optimizer: int) -> str:
 # after the last one. While a part is marked, forward passes, steps and saves raise; loading the part removes the mark.
 # Replicas that find out that they made different steps mark their parts, too.
 class Broken:
-    """The parts of a session that a failed change left neither old nor new, the same on every rank.
+    """The parts of a session that a failed change left half-changed, the same on every rank.
 
     Args:
         roll_back: Drops what a failed change wrote to the disk.
@@ -31,12 +31,12 @@ class Broken:
         """By part, the call that broke it."""
 
     def mark(self, by: str, *parts: str) -> None:
-        """``by`` is about to change ``parts``. The first call that broke a part stays its reason."""
+        """Note that ``by`` is about to change ``parts``. The first call that broke a part stays its reason."""
         for part in parts:
             self._reasons.setdefault(part, by)
 
     def loaded(self, *parts: str) -> None:
-        """All values of ``parts`` have been replaced."""
+        """Note that all values of ``parts`` have been replaced."""
         for part in parts:
             self._reasons.pop(part, None)
 

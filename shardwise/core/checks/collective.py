@@ -1,4 +1,4 @@
-"""Calls that every rank has to make and few make often: what they are is told where ranks do not meet."""
+"""A decorator for rare calls that every rank has to make, so that errors of waiting ranks can name them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from shardwise.core.base.tensors import ordinary_tensors
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# See shardwise.core.comm.activity: it is told to a store, since ranks that do not meet cannot exchange it.
+# See shardwise.core.comm.activity: the call is published in a store, since ranks that are out of sync cannot exchange
+# it.
 def collective(what: str) -> Callable[[F], F]:
-    """Decorate a method of an object with a ``_mesh``: while it runs, this rank is doing ``what``; see
-    :meth:`shardwise.core.mesh.Mesh.doing`. Its results are ordinary tensors, also in inference mode."""
+    """Decorate a method of an object with a ``_mesh``, so that ``what`` is this rank's activity while the method runs.
+
+    See :meth:`shardwise.core.mesh.Mesh.doing`. The results are ordinary tensors, also in inference mode.
+    """
 
     def wrap(method: F) -> F:
         @functools.wraps(method)

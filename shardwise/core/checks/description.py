@@ -1,7 +1,7 @@
-"""What has to be the same on every rank for them to train one model, as data that can be compared.
+"""A description of a build that has to be equal on every rank, as data that can be compared.
 
-Not in it is what may differ: values (rank 0's are taken, or the user means them to differ), devices and their
-capacities, directories and the other settings of a disk, what is printed, and functions.
+It leaves out what may differ between ranks: values (rank 0's are used, or the user wants them to differ), devices and
+their capacities, directories and the other settings of a disk, what is printed, and functions.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardwise.core.comm import Description
 from shardwise.core.shards.layout import ParamInfo
 from shardwise.plan import ByModule, Plan
 
-# A field that is not named here is compared: one that is forgotten is an error, and not a silent difference.
+# Fields without a name here are compared: a forgotten field raises an error instead of hiding a difference.
 PER_RANK = {"verbose", "mesh", "shared_memory", "pin_memory", "device_capacity_bytes", "disk"}
-"""Fields of a plan that each rank may have for itself; the mesh has compared its own already."""
+"""Fields of a plan that may differ between ranks, or that the mesh has compared already."""
 ONLY_WHETHER = {"device_capacity_bytes", "disk"}
-"""Of these all ranks have one, or none."""
+"""Fields of these that either all ranks set or none."""
 
 
 def describe_build(
@@ -34,10 +34,10 @@ def describe_build(
     plan: Plan,
     every: Sequence[tuple[nn.Parameter, ParamInfo]],
 ) -> Description:
-    """Versions, plan, parameters, optimizers and their groups.
+    """Return versions, plan, parameters, optimizers and their groups.
 
     Args:
-        every: the model's parameters, with what is known of each.
+        every: the model's parameters and their facts.
     """
     subjects: dict[str, Mapping[str, Any]] = {
         "the installation": {"version of shardwise": __version__, "version of torch": torch.__version__.split("+")[0]},
@@ -59,7 +59,7 @@ def describe_build(
 
 
 def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
-    """Of a sparse tensor also how its parts look, one by one of which rank 0's are taken."""
+    """Return also the forms of the components of a sparse tensor, since rank 0's are broadcast one by one."""
     if value.layout not in SPARSE:
         return {}
     shapes = [[list(part.shape), str(part.dtype)] for part in parts_of(value)]
@@ -68,7 +68,7 @@ def _of_sparse(value: torch.Tensor) -> dict[str, Any]:
 
 
 def called(optimizer: int, group: int | None = None) -> str:
-    """A subject's name."""
+    """Return the name of an optimizer or of one of its groups in the description."""
     return f"optimizer {optimizer}" if group is None else f"group {group} of optimizer {optimizer}"
 
 
@@ -117,8 +117,8 @@ def _parameters(
 
 
 def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of one of its groups, by name; texts that the user noted under other keys are not among
-    them."""
+    """Return the hyper-parameters of an optimizer's group by name, without texts that the user stored under other
+    keys."""
     return {
         key: plain(value)
         for key, value in sorted(group.items())
@@ -127,8 +127,8 @@ def group_values(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON: numbers, texts and sequences of them; a tensor of one element as its number; of anything else
-    its type."""
+    """Return ``value`` as JSON: numbers, texts, sequences of them, a tensor of one element as a number; otherwise its
+    type."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Real):
@@ -141,14 +141,14 @@ def plain(value: Any) -> Any:
 
 
 def described(value: Any) -> dict[str, Any]:
-    """An entry of a state: the form of a tensor, any other value as :func:`plain` has it."""
+    """Describe an entry of a state: a tensor by shape and dtype, any other value by :func:`plain`."""
     if isinstance(value, torch.Tensor):
         return {"shape": list(value.shape), "dtype": str(value.dtype)}
     return {"value": plain(value)}
 
 
 def _modules(model: nn.Module, plan: Plan) -> dict[str, Mapping[str, Any]]:
-    """The modules that decide what is gathered together."""
+    """Describe the modules that determine which parameters are gathered together."""
     packing = plan.shard.packing
     if not isinstance(packing, ByModule):
         return {}

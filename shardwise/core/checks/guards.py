@@ -36,7 +36,7 @@ def check_shardable(model: nn.Module) -> None:
             already (also by torch's ``FullyShardedDataParallel``), a module is a ``DistributedDataParallel`` or
             ``DataParallel``, a parameter or buffer is a ``DTensor``, or a parameter or persistent buffer is sparse.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whose import takes long, and nobody has such a model before
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import is slow; no FSDP model exists before
     for name, module in model.named_modules():
         if MARK in module.__dict__:
             raise ValueError(f"module {name!r} of the model is sharded already ({MARK}); close that session first")
@@ -60,7 +60,7 @@ def check_shardable(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.requires_grad and not param.is_floating_point():
             raise ValueError(f"{name} is trainable and {param.dtype}: only real floating-point ones can be sharded")
-        # What stands for an absent parameter has no strides; one element has none that tell.
+        # The placeholder of an absent parameter has no strides, except if it has a single element.
         absent = param.numel() > 1 and not param.is_meta and not any(param.stride())
         if absent and param.is_floating_point() and bool(torch.isnan(param.detach().flatten()[0])):
             raise ValueError(
@@ -84,11 +84,12 @@ def _check_layouts(model: nn.Module) -> None:
 
 
 # [Note: What torch would put around a sharded model]
-# DistributedDataParallel averages what stands in ``.grad`` when its own hooks run. The engine has taken the gradient by
-# then, so it would average zeros, and put them where the engine's are. A copy that DataParallel makes for another GPU
-# has the hooks, and not the parameters. Both first ask the module for an attribute: one that refuses is there as long
-# as the model is sharded, and wrappers of it that pass attributes on have it too. Where a module in between has none of
-# its own (a user's, or one that is sharded at its first use) DDP shows when the model runs inside of its forward pass.
+# DistributedDataParallel averages the tensors in ``.grad`` when its own hooks run. The engine has taken the gradient by
+# then, so DDP would average zeros and write them over the engine's gradients. A copy that DataParallel makes for
+# another GPU has the hooks but not the parameters. Both first read an attribute of the module. While the model is
+# sharded, it has such an attribute, which raises, and wrappers that pass attributes on have it, too. If a module in
+# between has no such attribute (a user's module, or one that is sharded at its first use), DDP is detected when the
+# model runs inside its forward pass.
 class _RefusesDDP:
     """Raises when DistributedDataParallel asks which parameters it should ignore."""
 
@@ -120,19 +121,19 @@ def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
 
 
 # [Note: Identities and their objects]
-# Modules and parameters are compared by ``id``, which takes microseconds where names would take a walk through the
-# model. An ``id`` is an object's only as long as the object lives, so whatever is known by one is kept alive here
-# (``_held``, ``_known``): nothing that came later can look like what went.
+# Modules and parameters are compared by ``id``, which takes microseconds; names would take a walk through the model. An
+# ``id`` belongs to an object only while the object lives. So every object that is identified by its ``id`` is kept
+# alive here (``_held``, ``_known``), and no later object can have the same ``id``.
 class Structure:
-    """The modules of ``model`` and where its parameters stand.
+    """The modules of ``model`` and the places of its parameters.
 
-    Each rank would train a new parameter alone, and a parameter in the place of another one would be saved under its
-    name. Modules without trainable parameters may come and go: activations, caches, metrics, wrappers.
+    Each rank would train a new parameter alone, and a parameter in the place of another one would be saved under the
+    wrong name. Modules without trainable parameters may be added and removed: activations, caches, metrics, wrappers.
 
     Args:
         model: the user's module, sharded.
         sharded: its sharded parameters, by index.
-        name_of: what to call one, by its index.
+        name_of: returns the name of a parameter by its index.
     """
 
     def __init__(self, model: nn.Module, sharded: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
@@ -140,11 +141,11 @@ class Structure:
         self._sharded = {id(param): index for index, param in enumerate(sharded)}
         places = list(_places(model))
         self._known = {id(param): param for _, _, _, param in places}
-        """All parameters of the beginning. They are kept, so that no other object gets the ``id`` of one."""
+        """All original parameters. They are kept alive, so that no other object gets the ``id`` of one."""
         self._places = {(id(module), leaf): param for module, _, leaf, param in places}
         self._names = {name for _, name, _, param in places if id(param) in self._sharded}
         self._guests: list[tuple[str, nn.Parameter]] = []
-        """Frozen parameters that came later."""
+        """Frozen parameters that were added later."""
         self._remember()
 
     def _remember(self) -> None:
@@ -164,14 +165,14 @@ class Structure:
             self._look()
 
     def check(self) -> None:
-        """Check that modules and parameters are the original ones, or others that do no harm.
+        """Check that modules and parameters are the original ones, or harmless additions.
 
         Raises:
             RuntimeError: A parameter was added, removed, moved or replaced; it is named.
         """
         if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
             self._look()
-        # What came later may stay as long as it is frozen.
+        # Later parameters are accepted as long as they are frozen.
         for name, guest in self._guests:
             if guest.requires_grad:
                 self._refuse(name, guest)
@@ -204,13 +205,13 @@ class Structure:
                     f"{self._name_of(index)} {tuple(self._known[key].shape)} was removed from the sharded model: "
                     "remove modules and parameters before boost/build"
                 )
-        # Harmless: from here on this is how the model looks.
+        # The changes are harmless: compare with the present modules from here on.
         self._guests = guests
         self._remember()
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, str, nn.Parameter]]:
-    """Every parameter with its module, full name and name there; once for each module that has it."""
+    """Return every parameter with its module, full name and name there; once for each module that has it."""
     return [
         (module, f"{path}.{leaf}" if path else leaf, leaf, param)
         for path, module in model.named_modules()
@@ -230,19 +231,19 @@ def _ids(tables: Sequence[dict[str, Any]]) -> list[int]:
 # [Note: Where a write to a parameter shows]
 # * ``param.data = x``: the parameter's address is not where the engine put it (Chunk.misplaced).
 # * In place, through the parameter: its version counter, which views of it share (Chunk.written).
-# * Through ``.data`` of an absent parameter: its NaN is a number then. Each has one of its own, in one tensor for all
-#   of a dtype, so that a single look tells. In steps and states.
-# * Through ``.data`` of a gathered one: nothing tells, and it is lost.
-# This is checked in passes, steps and states. A write that is found is dropped together with all gathered copies, so
-# that no part of it stays.
+# * Through ``.data`` of an absent parameter: its NaN has become a number. Each absent parameter has a NaN of its own;
+#   those of one dtype are in one tensor, so that one comparison is enough. This is checked in steps and states.
+# * Through ``.data`` of a gathered parameter: it cannot be detected, and is lost.
+# The others are checked in passes, steps and states. If a write is found, it is dropped together with all gathered
+# copies, so that no part of it remains.
 class Edits:
     """Watches for writes to the parameters of ``chunks`` that would be lost.
 
-    A parameter shows memory of the engine: the gathered array, or one NaN where it is not gathered.
+    A parameter shows memory of the engine: the gathered array, or one NaN while it is not gathered.
 
     Args:
         chunks: all of one model, set up.
-        name_of: what to call a parameter, by its index in the layout.
+        name_of: returns the name of a parameter by its index in the layout.
         drop: ends gathered copies.
     """
 
@@ -272,13 +273,13 @@ class Edits:
         """Check that every parameter is where the engine put it, with the data that the engine gave it.
 
         Raises:
-            RuntimeError: one is not; it is named, and all are put back.
+            RuntimeError: one is not; the message names it, and all are put back.
         """
         for chunk in () if self._all_placed() else self._chunks:
             wrong = chunk.misplaced()
             if wrong is not None:
                 param = chunk.params[wrong]
-                # Read before it is put back, which changes what it tells.
+                # Read before it is put back, which changes the result.
                 state = f"now {param.dtype} of shape {tuple(param.shape)} on {param.device}"
                 self._put_back()
                 raise RuntimeError(
@@ -291,22 +292,22 @@ class Edits:
         """Check that nothing was written to the placeholders of parameters that are not gathered.
 
         Raises:
-            RuntimeError: it was; as :meth:`check_written`. On a GPU, of the last time that this was called, so that the
-                host does not wait.
+            RuntimeError: something was written; as :meth:`check_written`. On a GPU the check is of the state at the
+                previous call, so that the host does not wait.
         """
         if self._changed():
             where = next(c for c in self._transient if not all(map(_is_untouched, c.absent)))
             self._refuse_write(where, next(i for i, each in enumerate(where.absent) if not _is_untouched(each)))
 
     def _all_placed(self) -> bool:
-        """Whether each parameter is where its chunk has put it; not so while a chunk is moving some of them."""
-        # Three lists for the whole model, which are compared in C: chunk by chunk takes five times as long.
+        """Return whether each parameter is where its chunk has put it; False while a chunk moves some of them."""
+        # Comparing three lists of the whole model in C takes a fifth of the time of a loop over chunks.
         expected = [address for chunk in self._chunks for address in chunk.addresses]
         placed = [param.data_ptr() for param in self._params] == expected
         return placed and [param.dtype for param in self._params] == self._dtypes
 
     def _changed(self) -> bool:
-        """Whether something was written to what stands for absent parameters."""
+        """Return whether something was written to the placeholders of absent parameters."""
         pending, self._pending = self._pending, []
         if not any(runs_ahead(values.device) for values in self._absent.values()):
             return not all(bool(is_absent(values).all()) for values in self._absent.values())
@@ -317,10 +318,10 @@ class Edits:
         """Check that nothing was written to a parameter that would be lost.
 
         Args:
-            writable: units whose parameters may be written to now.
+            writable: returns whether the parameters of a unit may be written to now.
 
         Raises:
-            RuntimeError: it was; the parameter is named, and the write is dropped.
+            RuntimeError: something was written; the message names the parameter, and the write is dropped.
         """
         for chunk in self._transient:
             wrong = chunk.lost if chunk.lost is not None else chunk.written()
@@ -339,7 +340,7 @@ class Edits:
         )
 
     def _put_back(self) -> None:
-        # Copies first: they end with what was written to them, and are gathered again.
+        # Copies first: dropping them drops the writes, and they are gathered again.
         self._drop()
         self._pending = []
         for dtype, values in self._absent.items():
@@ -362,10 +363,10 @@ class Guards:
     Args:
         model: the user's module.
         params: its sharded parameters, by index.
-        chunks, layout: where they are.
-        pool: knows what is gathered.
-        broken: what failed changes have left.
-        staged: other ranks have other layers.
+        chunks, layout: where the parameters are stored.
+        pool: has the gathered units.
+        broken: the parts that failed changes have left half-changed.
+        staged: whether other ranks have other layers.
 
     Attributes:
         broken: as the argument.
@@ -393,7 +394,7 @@ class Guards:
         self.closed = self.given_back = False
 
     def install(self) -> None:
-        """Begin to watch the model, whose parameters are where they stay."""
+        """Begin to watch the model, whose parameters are in their final places."""
         model, params = self._model, self._params
         self._structure = Structure(model, params, self._name)
         self.edits = Edits(self._chunks, self._name, self._pool.drop_changed)
@@ -401,7 +402,7 @@ class Guards:
         places = self._chunks, self._layout, self._pool
         self.state_dicts = StateDictGuard(model, params, *places, self._staged, check, self._structure.check)
         for module in model.modules():
-            # Past nn.Module's own __setattr__, which subclasses override.
+            # Bypass nn.Module's own __setattr__, which subclasses override.
             module.__dict__[MARK] = True
 
     def check_open(self, call: str) -> None:
@@ -433,8 +434,8 @@ class Guards:
         """Check the model before a forward pass.
 
         Raises:
-            RuntimeError: modules or the data of parameters were replaced, or parameters written to where it is lost;
-                or ``DistributedDataParallel`` has them as well.
+            RuntimeError: modules or the data of parameters were replaced; a write to a parameter would be lost; or
+                ``DistributedDataParallel`` wraps the parameters, too.
         """
         if not torch.compiler.is_compiling():
             self._check_alone()
@@ -445,7 +446,7 @@ class Guards:
         outer = running_ddp()
         if outer is None:
             return
-        # It has nothing to do with a model that its own only calls, nor with one that is frozen.
+        # DDP does not affect a model that its own module only calls, or a frozen model.
         own = {id(param) for param in self._params if param.requires_grad}
         if any(id(param) in own for param in outer.parameters()):
             raise RuntimeError(_around(type(self._model).__name__))
@@ -454,7 +455,7 @@ class Guards:
         """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.
 
         Args:
-            absent: also look at what stands for parameters that are not gathered.
+            absent: also check the placeholders of parameters that are not gathered.
         """
         with self._pool.lock:  # another thread may be gathering
             self.edits.check_placed()
@@ -468,7 +469,8 @@ class Guards:
         """Check that every parameter is the one that was sharded, where the engine put it.
 
         Raises:
-            RuntimeError: one was added, replaced, moved, cast, unfrozen, or written to where it is lost; it is named.
+            RuntimeError: a parameter was added, replaced, moved, cast, unfrozen, or written to where the write would be
+                lost; the message names it.
         """
         self.check_sharded()
         self._structure.check()

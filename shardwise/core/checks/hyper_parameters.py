@@ -1,9 +1,9 @@
 """Checks that the ranks step with the same hyper-parameters, after as many passes, and under one loss scale.
 
-Their fingerprints travel with what a step exchanges anyway. Where the shard group is the whole mesh that is the norm,
-which :meth:`ShardedOptimizer.step` computes right before it updates. Replicas exchange nothing in a step, so there the
-fingerprints travel with the exchange at the end of a pass, together with those of the last step and the number of
-steps. Differences found then come too late: the replicas differ already, so the session is broken until a load.
+Their fingerprints travel with exchanges of the step. If the shard group is the whole mesh, this is the exchange of the
+norm, which :meth:`ShardedOptimizer.step` computes right before it updates. Replicas exchange nothing in a step, so
+their fingerprints travel with the exchange at the end of a pass, together with those of the last step and the number of
+steps. A difference is then found too late: the replicas differ already, so the session is broken until a load.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.core.mesh import Mesh
 
 
 class Piggyback(Protocol):
-    """Values that have to be the same on all ranks, compared with what they exchange at the end of a pass."""
+    """Values that have to be equal on all ranks, compared in the exchange at the end of a pass."""
 
     def piggyback_on_pass(self) -> list[float]:
         """Return the numbers that travel with that exchange."""
@@ -87,24 +87,24 @@ class HyperParameters:
         self._steps += 1
         word = self.word() if self._replicated else self._used[0]
         if word != self._used[0]:
-            # Only where it changed: to describe it takes longer than to compare a number.
+            # Describe them only after a change: a description takes longer than comparing a number.
             self._used = word, self._describe(" at the last step")
 
     def explain(self, group: Group | None = None) -> None:
         """Exchange values after fingerprints differed in ``group`` (None: the data-parallel group). Collective.
 
         Raises:
-            ValueError: Says which rank differs in what, with both values. If that was in the last step, replicas have
-                made it, and the session is broken.
-            RuntimeError: replicas that meet in a pass have made different numbers of steps (the same); or some ranks
-                have dropped gradients that others hold, or multiplied them by another loss scale.
+            ValueError: Some ranks have different values; the message has both values. If replicas have already made a
+                step with them, the session is broken.
+            RuntimeError: replicas have made different numbers of steps before this pass (the session is broken, too);
+                or some ranks have dropped gradients that others have, or multiplied them by another loss scale.
         """
         made_of = {f"the gradients of {called(self._index)}": self._grad_facts() if group is None else {}}
         own = (self._steps, made_of, {**self._describe(""), **self._used[1]}, self._used[0])
         posts: list[Any] = (group or self._mesh.world).exchange_object(own, "hyper-parameters")
         steps, grads, described, used = ([each[place] for each in posts] for place in range(4))
         if self._replicated and (len(set(steps)) > 1 or len(set(used)) > 1):
-            # The replicas are different models now; they can go on from a checkpoint.
+            # The replicas are different models now; training can continue from a checkpoint.
             self._broken.mark("steps that differ between ranks", PARAMETERS, state_of(self._index))
             self._steps, self._used = 0, (0.0, {})
         if self._replicated and len(set(steps)) > 1:
@@ -134,8 +134,8 @@ class HyperParameters:
 
 
 def _append(numbers: array[float], value: Any) -> None:
-    """Numbers stand for themselves; a tensor of the host for its one element, others (reading them would wait for the
-    device) and what has no value of its own are left out."""
+    """Append a number, or the element of a one-element host tensor. Other tensors are left out, since reading them
+    would wait for the device, and so are other types of values."""
     kind = type(value)
     if kind is float or kind is int or kind is bool:
         numbers.append(value)
@@ -143,7 +143,7 @@ def _append(numbers: array[float], value: Any) -> None:
         for each in value:
             _append(numbers, each)
     elif value is None:
-        # Told from 0 by its sign, which the digest sees.
+        # The digest distinguishes it from 0 by its sign.
         numbers.append(-0.0)
     elif isinstance(value, Real):
         numbers.append(float(value))

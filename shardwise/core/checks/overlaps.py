@@ -1,7 +1,7 @@
-"""Parameters, buffers and other tensors of modules that lie in the same memory without being one object.
+"""Parameters, buffers and other tensors of modules that share memory without being one object.
 
-Plain torch updates such memory twice, once for each parameter, and all follow. Sharded, each has a place of its own, so
-they would part after the first update.
+Plain torch updates shared memory twice, once for each parameter, and all tensors see both updates. After sharding, each
+parameter has its own memory, so they would differ after the first update.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.core.deferred.record import DeferredTensor
 
 PARAMETER = "parameter"
 REGISTERED = ("_parameters", "_buffers", "_modules")
-"""Attributes in which modules keep what is registered by name."""
+"""Attributes in which modules keep registered parameters, buffers and modules by name."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def check_apart(model: nn.Module) -> None:
     """Check that no two parameters share an element, and that no buffer or other attribute of a module shares one with
     a trainable parameter.
 
-    Neighbours in one memory (the flat weights of an LSTM) are apart. So are deferred tensors and those on the meta
-    device, whose values are known to be one by their common storage.
+    Neighbours in one memory (the flat weights of an LSTM) do not share elements. Deferred tensors and tensors on the
+    meta device have no addresses; they share values if they have a common storage.
 
     Raises:
-        ValueError: two share one; both are named.
+        ValueError: two tensors share an element; the message names both.
     """
     with no_torch_function():
         spans = sorted(_spans(model), key=lambda each: (each.memory, each.start))
@@ -79,15 +79,15 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
         elif storage.data_ptr():
             memory, start = (str(tensor.device), 0), tensor.data_ptr()
         else:
-            continue  # a subclass that has its values elsewhere
+            continue  # a subclass whose values are elsewhere
         yield _Span(name, tensor, kind, memory, start, start + extent(tensor) * tensor.itemsize)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield plain tensors among the attributes of modules, also in their lists, tuples and dicts.
 
-    Tensors with a graph are left out: a forward pass has left them, and the next makes them anew. So is the weight that
-    ``torch.nn.utils.spectral_norm`` puts beside a parameter ``weight_orig``.
+    Tensors with a graph are left out, because each forward pass makes them again. The weight that
+    ``torch.nn.utils.spectral_norm`` stores next to a parameter ``weight_orig`` is left out, too.
     """
     for path, module in model.named_modules():
         for key, value in list(vars(module).items()):
@@ -106,12 +106,12 @@ def _items(value: Any) -> list[tuple[str, Any]]:
 
 
 def _share(one: _Span, other: _Span) -> bool:
-    """Whether they have a byte in common; their ranges overlap."""
+    """Return whether two tensors with overlapping ranges have a common byte."""
     if one.tensor.is_contiguous() and other.tensor.is_contiguous():
         return True
-    # Columns of one matrix, for example. Which bytes each has is marked in as much memory as they span.
+    # For example, columns of one matrix. Mark the bytes of one in a mask of both.
     start, end = min(one.start, other.start), max(one.end, other.end)
-    # A flag for each byte of what both span: only few tensors come here.
+    # The mask has a flag for each byte of both ranges; only few tensors get here.
     marked = torch.zeros(end - start, dtype=torch.bool, device="cpu")
     _bytes(one, marked, start).fill_(True)
     return bool(_bytes(other, marked, start).any())

@@ -1,4 +1,4 @@
-"""The user's param groups once parameters are packed: they may be reordered and given other options, no more."""
+"""Checks of the user's param groups after sharding: groups may be reordered and their options changed, nothing else."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 
 UNSHARDABLE_MODES = ("differentiable", "capturable")
 BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
-"""What torch's constructors accept: from the first number up to the second, which is excluded unless infinite."""
+"""Valid ranges of options, as in torch's constructors; the upper bound is excluded unless it is infinite."""
 
 
 def _host_value(value: object) -> object:
-    """Return the number in a tensor of the host; to read one of a device would wait for it."""
+    """Return the number in a host tensor; reading a device tensor would wait for the device."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu else value
 
 
@@ -45,14 +45,15 @@ def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping
 
 
 def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
-    """Modes that shards cannot have.
+    """Check that no group has a mode that sharding does not support.
 
     Args:
         name: of the optimizer, or of where the groups come from.
         groups: its param groups.
 
     Raises:
-        ValueError: a group has one, or an option of a group is NaN, which would be in every parameter after a step.
+        ValueError: a group has such a mode, or an option of a group is NaN, which would be in every parameter after a
+            step.
     """
     for position, group in enumerate(groups):
         for option, value in group.items():
@@ -66,7 +67,7 @@ def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
 
 
 class ParamGroups:
-    """Knows the groups of one optimizer, as they are now, wherever in its list they will be.
+    """The groups of one optimizer with their present options, at any position in its list.
 
     Args:
         optimizer: the user's own.
@@ -78,10 +79,10 @@ class ParamGroups:
         self._params = [list(group["params"]) for group in self._own]
 
     def order(self) -> list[int]:
-        """Of the groups as they stand in the optimizer now: which one each of them was when the model was sharded.
+        """Return for each present group of the optimizer its index at the time of sharding.
 
         Raises:
-            RuntimeError: one was added or removed, or holds other parameters.
+            RuntimeError: a group was added or removed, or has other parameters.
         """
         name, groups = type(self._optimizer).__name__, self._optimizer.param_groups
         order: list[int] = []
@@ -92,7 +93,7 @@ class ParamGroups:
                     f"param group {position} of {name}.param_groups ('params' with {len(group.get('params', ()))} "
                     "entries) was added after boost/build, which packed the parameters: take it out, and add it before"
                 )
-            # The dict that stands there now is the group from here on; schedulers act on that one.
+            # The present dict becomes the group, since schedulers change that one.
             self._own[index] = group
             order.append(index)
         missing = sorted(set(range(len(self._own))) - set(order))
@@ -115,12 +116,12 @@ class ParamGroups:
         for index, own in enumerate(self._own):
             if own is group:
                 return index
-        # Another dict about the same parameters, as torch's own load_state_dict() makes them.
+        # A new dict with the same parameters, as torch's own load_state_dict() makes.
         params = group.get("params")
         return next((i for i, own in enumerate(self._params) if own and _same(params, own)), None)
 
     def check(self) -> None:
-        """Before a step. The user's own edits are the same on all ranks, so all of them raise.
+        """Check the groups before a step. The user makes the same edits on all ranks, so all of them raise.
 
         Raises:
             RuntimeError: see :meth:`order`.
@@ -133,7 +134,7 @@ class ParamGroups:
 
     @property
     def now(self) -> list[dict[str, Any]]:
-        """The groups, in the order they had when the model was sharded."""
+        """The groups, in the order at the time of sharding."""
         return self._own
 
 
@@ -142,7 +143,7 @@ def _same(params: object, before: Sequence[nn.Parameter]) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether options are equal, NaN to NaN too; tensors element by element."""
+    """Return whether options are equal, NaN to NaN too; tensors element by element."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         same = type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
         return same and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,4 +1,7 @@
-"""The states of the user's own modules while they are sharded: whole, or an error that says who has them whole."""
+"""Checks of ``state_dict()`` and ``load_state_dict()`` of the user's own modules while they are sharded.
+
+A state with full values is returned; otherwise an error names the call that returns full values.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ LOAD = f"call it, on every rank, on the whole model or {SHARDED_MODEL}, or insid
 
 
 class AbsentTensor(torch.Tensor):
-    """Has the shape, dtype and device of a value, and is an error as soon as that is read, copied or saved.
+    """A tensor with the shape, dtype and device of a value, which raises when it is read, copied or saved.
 
-    Programs ask a layer for its state to see its names (adapters do), which one rank can tell.
+    Programs such as adapters request the state of a layer to see its names, which a single rank has.
     """
 
     why: str
-    # Shapes and dtypes are no values.
+    # Shapes and dtypes can be read without the values.
     __torch_function__ = no_own_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def of(like: torch.Tensor, why: str) -> AbsentTensor:
-        """In the place of ``like``; ``why`` is what the error says."""
+        """Return the stand-in for ``like``; ``why`` is the message of its error."""
         made: AbsentTensor = wrapper_subclass(AbsentTensor, like, like.device)
         made.why = why
         return made
@@ -60,26 +63,26 @@ class AbsentTensor(torch.Tensor):
 
 
 # [Note: What one rank has of the user's own model]
-# Programs ask the model itself, on one rank alone: `if rank == 0: torch.save(model.state_dict(), path)`. Where
-# parameters stay gathered that is what plain torch gives, in the compute dtype, and no other rank is needed for it:
-# gathers of them that are under way began on all ranks, and end without their calls. Where this rank has less than the
-# whole it is an error at once, since a rank that waits for others that go elsewhere says so only when its time is over.
-# Each module's own parameters are looked at, because each has a state_dict() of its own. Of these programs may want the
-# names alone, so it is the values that are the error (AbsentTensor).
+# Programs call the model itself, on one rank alone: `if rank == 0: torch.save(model.state_dict(), path)`. If parameters
+# stay gathered, the result is that of plain torch, in the compute dtype, and needs no other rank: gathers of these
+# parameters that are under way began on all ranks, and end without further calls. If this rank lacks some values, the
+# call raises at once, since waiting for ranks that do something else would raise only after a timeout. The parameters
+# of each module are checked separately, because each module has a state_dict(). Programs may need only the names of
+# these, so the error is raised when a value is used (AbsentTensor).
 class StateDictGuard:
     """Watches ``state_dict()`` and ``load_state_dict()`` of one sharded model and of the modules in it.
 
     Args:
         model: the user's module.
         params: its sharded parameters, by index.
-        chunks, layout: where they lie.
-        pool: knows what is gathered.
-        staged: other ranks have other layers.
-        check: raises where values are neither old nor new.
-        structure: raises where modules were replaced.
+        chunks, layout: where the parameters are stored.
+        pool: has the gathered units.
+        staged: whether other ranks have other layers.
+        check: raises if values are half-changed.
+        structure: raises if modules were replaced.
 
     Attributes:
-        keeps_loads: what is written to parameters now is taken over: inside ``gathered(write_back=True)``.
+        keeps_loads: whether writes to parameters are kept now, that is, inside ``gathered(write_back=True)``.
     """
 
     def __init__(
@@ -97,9 +100,9 @@ class StateDictGuard:
         self._check, self._check_structure = check, structure
         self._naming = self._giving = self.keeps_loads = False
         self._lacks: dict[int, str] = {}
-        """By ``id`` of a parameter of which this rank has less than the whole even inside ``gathered()``: what."""
+        """By ``id`` of a parameter that this rank never has in full, not even inside ``gathered()``: the reason."""
         self._transient: dict[int, tuple[int, str]] = {}
-        """By ``id`` of a parameter that is not always gathered: its unit, and what is said while it is not."""
+        """By ``id`` of a parameter that is not always gathered: its unit, and the message while it is not gathered."""
         for index, (param, fact) in enumerate(zip(params, layout.facts, strict=True)):
             if fact.part is not None:
                 self._lacks[id(param)] = f"{fact.names[0]} is a part of a layer that ranks hold together"
@@ -111,14 +114,14 @@ class StateDictGuard:
             if module is model or module._parameters:
                 saving = module.register_state_dict_pre_hook(self._before_saving)  # type: ignore[no-untyped-call]
                 loading = module.register_load_state_dict_pre_hook(self._before_loading)  # type: ignore[no-untyped-call]
-                # Torch puts a mark on what it is given, which a method does not take.
+                # Torch sets an attribute on the hook, which a bound method does not allow.
                 after = partial(self._after_saving)
                 saved = module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
                 self._handles += [saving, loading, saved]
 
     def names(self) -> StateNames:
-        """Under which names the user's module saves what."""
-        # The module is asked for its names only; nothing of what it gives is saved.
+        """Return the names under which the user's module saves its values."""
+        # Only the names are used; no value of this state is saved.
         self._naming = True
         try:
             return StateNames.read(self.model, self._params)
@@ -127,7 +130,7 @@ class StateDictGuard:
 
     @contextmanager
     def giving(self) -> Iterator[None]:
-        """Inside the block modules get what is no parameter, by their own methods."""
+        """Return a context in which modules load values that are not parameters by their own methods."""
         before, self._giving = self._giving, True
         try:
             yield
@@ -135,18 +138,19 @@ class StateDictGuard:
             self._giving = before
 
     def watches(self, hook: Any) -> bool:
-        """Whether a hook before loads is this one's."""
+        """Return whether a pre-hook of loads belongs to this guard."""
         return getattr(getattr(hook, "hook", None), "__self__", None) is self
 
     def _missing(self, module: nn.Module) -> str:
-        """What of a module's own parameters, of the whole model's all, this rank lacks; empty where nothing."""
+        """Return which part of a module's own parameters (for the model: of all) this rank lacks; empty if it lacks
+        none."""
         of_model = module is self.model
         if of_model and self._stages:
             return self._stages
         return next(filter(None, map(self._lacked, module.parameters(recurse=of_model))), "")
 
     def _lacked(self, param: nn.Parameter) -> str:
-        """Why this rank has less than the whole of a parameter; empty where it has all."""
+        """Return why this rank does not have the full parameter; empty if it has."""
         unit, absent = self._transient.get(id(param), (-1, ""))
         return self._lacks.get(id(param), "" if self._pool.blocks.holds(unit) else absent)
 
@@ -156,7 +160,7 @@ class StateDictGuard:
         self._check()
         self._pool.settle()
         if module is self.model and (missing := self._missing(module)):
-            self._check_structure()  # adapters that came too late: what reads them reads a state first
+            self._check_structure()  # adapters that were added too late: they read a state first
             raise RuntimeError(self._lacking(module, missing))
 
     def _after_saving(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
@@ -176,13 +180,13 @@ class StateDictGuard:
     def _before_loading(self, module: nn.Module, *_args: object) -> None:
         if self._giving or (self.keeps_loads and self._pool.blocks.all_held):
             return
-        self._pool.settle()  # what a step has left under way would arrive over what is loaded
+        self._pool.settle()  # otherwise a pending renewal of the last step would overwrite loaded values
         missing = self._missing(module)
         if not missing and self.keeps_loads:
             return
         if not missing and self._pool.blocks.any_open:
             missing = "inside gathered() without write_back=True"
-        # Of the whole model it is another method's affair, unless a class of the user's has its own.
+        # Another method loads the whole model, unless a class of the user overrides load_state_dict().
         elif not missing and module is self.model:
             missing = "fp32 masters"
         if missing:

@@ -1,6 +1,6 @@
 """Collectives over flat buffers: one interface, the fastest pattern for each backend, and a count of bytes sent.
 
-This package is independent of modules, chunks and optimizers: callers describe in words what they exchange. Backends
+This package is independent of modules, chunks and optimizers: callers name the purpose of what they exchange. Backends
 for other kinds of devices are registered (:func:`register_backend`). The mesh decides which ranks belong to a group.
 """
 

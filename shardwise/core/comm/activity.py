@@ -54,7 +54,7 @@ class Activity:
 
     @property
     def now(self) -> str:
-        """The collective calls that this rank is in, outermost first; empty if there is none."""
+        """The collective calls that this rank is in, outermost first; empty outside any call."""
         return ", ".join(dict.fromkeys(what for what, _ in self._inside))
 
     @property
@@ -96,7 +96,8 @@ class Activity:
 
     @contextlib.contextmanager
     def doing(self, what: str, advice: str = "") -> Iterator[None]:
-        """Note that this rank does ``what`` ("saving checkpoint 'x'") inside the block, and defer Ctrl-C to its end."""
+        """Publish that this rank does ``what`` ("saving checkpoint 'x'") inside the block, and defer Ctrl-C to its
+        end."""
         with deferred_interrupts(what):
             try:
                 self._inside.append((what, advice))
@@ -141,7 +142,7 @@ class Activity:
         asking.start()
         asking.join(ANSWER_S)
         if asking.is_alive():
-            self._store = None  # the thread may hold it for good
+            self._store = None  # the thread may keep the lock forever
             return False
         told.update(found)
         return True

@@ -46,7 +46,7 @@ MakeGroup = Callable[["GroupMaker", GroupRequest], Group]
 MakeLane = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 """Makes a communicator for point-to-point messages from gloo's communicator of the same ranks."""
 _BACKENDS: dict[str, tuple[MakeGroup, MakeLane | None]] = {}
-"""By type of device; without those of :mod:`shardwise` itself."""
+"""Backends by type of device, without those of :mod:`shardwise` itself."""
 
 
 def register_backend(device_type: str, make: MakeGroup, lane: MakeLane | None = None) -> Callable[[], None]:
@@ -214,7 +214,8 @@ class GroupMaker:
         return next(ranks for ranks in rank_lists if rank in ranks)
 
     def share(self, name: str, control: Control) -> tuple[SharedGroup | None, str]:
-        """Return a group in shared memory, or the reason why there is none, equal on all ranks. Collective.
+        """Return a group in shared memory, or the reason why shared memory cannot be used, equal on all ranks.
+        Collective.
 
         Raises:
             ValueError: ``shared_memory`` differs between the ranks.

@@ -64,8 +64,8 @@ class Summary:
     Attributes:
         least, most: minimum and maximum of each value over ranks.
         anywhere: for each flag, whether any rank has it.
-        alike: whether all ranks have the same values and flags.
-        flags_alike: whether all ranks have the same flags.
+        alike: whether the values and flags of all ranks are equal.
+        flags_alike: whether the flags of all ranks are equal.
     """
 
     least: list[float]
@@ -442,7 +442,7 @@ class Group(ABC):
         beside: Sequence[float] = (),
         largest: bool = False,
     ) -> tuple[float, list[bool]]:
-        """Return the sum (or maximum) of all ranks' values, and for each number in ``beside`` whether all ranks agree.
+        """Return the sum (or maximum) of all ranks' values, and for each number to compare whether all ranks agree.
 
         Up to :attr:`rows_up_to` ranks, a sum is exact and rounded once, so it does not depend on the order of the
         ranks.
@@ -477,7 +477,7 @@ class Group(ABC):
         same = [least == most for least, most in zip(found.least[count:], found.most[count:], strict=True)]
         if not largest:
             return self._reduced(list(map(float, values)), "sum", purpose), same
-        # A NaN makes the minimum minus infinity, which no value is.
+        # A NaN makes the minimum minus infinity, which is not a valid value.
         bounds = zip(found.least[:count], found.most[:count], strict=True)
         return [math.nan if least == -math.inf else most for least, most in bounds], same
 

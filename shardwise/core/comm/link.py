@@ -67,7 +67,7 @@ class Message:
         self.arrived = list[Callable[[], object]]()
 
     def wait(self, at_most: timedelta | None = None) -> None:
-        """Return when it is through.
+        """Return when the message is complete.
 
         Args:
             at_most: timeout instead of the communicator's.

@@ -44,9 +44,9 @@ class MappingError(RuntimeError):
 # * A host all-gather has one counter, of arrivals, and two slots for its data, used alternately: a rank that writes a
 #   slot again has seen all ranks arrive at the all-gather in between, so no rank reads the slot then.
 # * A rank that leaves or fails sets a flag of its own; a killed rank is detected through its process. So a wait ends
-#   with an error that names the rank. A rank that gives up a host all-gather writes that to its slot, for late ranks; a
+#   with an error that names the rank. A rank that abandons a host all-gather writes that to its slot, for late ranks. A
 #   rank that failed and then completes a host all-gather with all others resets this.
-# A waiting rank meanwhile does its own part of older reductions; otherwise two ranks could wait for each other's.
+# While a rank waits, it does its own part of older reductions; otherwise two ranks could wait for each other.
 def host_facts() -> dict[str, str]:
     """Return the values that must be equal for ranks to share memory with plain loads and stores; empty if unsupported.
 

@@ -1,9 +1,9 @@
 """The ranks of an existing process group, which make communicators among themselves without other ranks.
 
-``torch.distributed.new_group`` needs all ranks of the run. Its variant for members only names the new group by the
-number of groups that each member has. That number differs between ranks of which some belong to more groups, so they
-never meet; and it is reused once a group is destroyed, so they meet at the addresses of dead ranks. Here one member
-draws a unique name.
+``torch.distributed.new_group`` needs all ranks of the run. Its variant for members names the new group only by the
+number of groups that each member has. That number differs between ranks if some of them belong to more groups, and then
+they never connect. The number is also reused after a group is destroyed, and then they connect to the addresses of dead
+ranks. This module therefore uses a unique name that one member generates.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_room(ranks: int) -> None:
     most = needed if hard == endless else min(needed, hard)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    except (OSError, ValueError):  # the system has a lower one of its own
+    except (OSError, ValueError):  # the system has a lower limit of its own
         most = soft
     if most < needed and not _told.is_set():
         _told.set()
@@ -62,7 +62,7 @@ def make_room(ranks: int) -> None:
 def _open_files() -> int:
     try:
         return len(os.listdir("/dev/fd"))
-    except OSError:  # not everywhere may a process list them
+    except OSError:  # a process may not list them on every system
         return 0
 
 
@@ -211,7 +211,7 @@ class Members:
         self.process_group = group
         self.timeout_s = timeout_s(group)
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        # Each member draws a token, and the first one's is used: no other group of this run has it.
+        # Each member generates a token, and the first one's is used: no other group of this run has it.
         rows = self.exchange([uuid.uuid4().hex, agreed])
         check_alike(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]

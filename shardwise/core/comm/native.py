@@ -128,8 +128,11 @@ class NativeGroup(ControlledGroup):
         broadcast(tensor, src, self._gather, self.name)
 
     def _operation(self, scale: float) -> tuple[Any, float]:
-        """Return the operation, and the factor of its result: the average, which avoids an overflow of fp16 during the
-        reduction, except for the sum itself, which a factor would round."""
+        """Return the operation, and the factor of its result.
+
+        The operation is the average, which avoids an overflow of fp16 during the reduction. For the sum itself
+        (``scale`` is 1) it is the sum, since a factor would round the result.
+        """
         if scale == 1.0:
             return dist.ReduceOp.SUM, 1.0
         return dist.ReduceOp.AVG, 1.0 if scale == 1.0 / self.size else scale * self.size

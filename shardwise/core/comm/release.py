@@ -27,12 +27,12 @@ TASKS = Path("/proc/self/task")
 
 
 # [Note: What is given back, and when]
-# close() releases at once; otherwise the garbage collector does when the last user is gone. Each rank collects garbage
-# at its own time, so nothing may wait for peers then: a communicator is dropped or aborted, not finished, and in shared
-# memory one word is set. At process exit, nothing is released. A forked child has copies of all of this and owns
-# nothing: process ids are compared before anything is released.
+# close() releases at once; otherwise the garbage collector releases when the last user is gone. Each rank collects
+# garbage at its own time, so nothing may wait for peers then: a communicator is dropped or aborted, not finished, and
+# in shared memory one word is set. At process exit, nothing is released. A forked child has copies of all these objects
+# and owns none of them: process ids are compared before anything is released.
 def let_go_with(owner: object, process_groups: list[dist.ProcessGroup]) -> None:
-    """Release what is in ``process_groups`` when ``owner`` is garbage-collected, unless :func:`destroy` came first.
+    """Release ``process_groups`` when ``owner`` is garbage-collected, unless :func:`destroy` was called before.
 
     Nothing is communicated, since every rank collects garbage at its own time. Not at process exit.
     """

@@ -188,7 +188,7 @@ class SharedGroup(Group):
     def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
         made = self._joint(specs) if joint else None
         if made is None:
-            # All are as long as the longest part; pages use memory only once they are touched.
+            # All are as long as the longest part; pages use memory only after they are touched.
             longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
             made = self._buffers(longest)
             for buffer, (bounds, _) in zip(made, specs, strict=True):
@@ -421,7 +421,7 @@ class SharedGroup(Group):
         return self._control.around(ranks)
 
     def fate(self, rank: int, failed: bool = True) -> str:
-        """Return what has become of a peer; empty while it may still come. ``failed`` counts failed peers as gone."""
+        """Return why a peer will not arrive; empty while it still may. ``failed`` counts failed peers as gone."""
         pid, started = self._processes[rank]
         if not is_running(pid, started):
             return f"(process {pid}) died"

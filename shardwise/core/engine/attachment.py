@@ -25,11 +25,11 @@ from shardwise.core.shards.pool import ChunkPool
 
 
 # [Note: Order of the hooks around a forward pass]
-# On the outermost module the engine's own hook runs before the hooks that gather (both are prepended, it is registered
-# later): it drops a pass that failed and refuses wrong uses before anything is gathered. After the pass the gathering
-# hooks release first; then the ranks finish their gathers together, and writes to gathered copies are looked for.
-# Gradients are taken by the last hook of a parameter: earlier hooks of the user see them, later ones are refused
-# (GradFacade.take).
+# On the outermost module the engine's own hook runs before the hooks that gather (both are prepended, and it is
+# registered later). It drops a pass that failed and raises for wrong uses before anything is gathered. After the pass
+# the gathering hooks release first; then the ranks finish their gathers together, and the engine checks for writes to
+# gathered copies. The last hook of a parameter takes the gradient: earlier hooks of the user see it, later ones are
+# refused (GradFacade.take).
 class Attachment:
     """The hooks on one model.
 
@@ -71,7 +71,7 @@ class Attachment:
             param = entry.param
             on_grad = weakly(self._on_grad, entry.place)
             handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
-            if traced:  # backward gathers nothing, so complete gradients are its moments
+            if traced:  # without gathers in backward, complete gradients mark its progress
                 seen = weakly(self._saw_grad, entry.state.spec.unit)
                 handles += [param.register_post_accumulate_grad_hook(seen)]  # type: ignore[no-untyped-call]
             entry.hook_id = handles[-1].id
@@ -100,8 +100,10 @@ class Attachment:
         self._remove += [partial(own.pop, name, None) for name in methods]
 
     def _refuse_copy(self, *_: object) -> Any:
-        """Raises:
-        TypeError: ``copy.deepcopy``, ``pickle`` or ``torch.save`` of the user's model.
+        """Raise for copies of the user's model.
+
+        Raises:
+            TypeError: always; ``copy.deepcopy``, ``pickle`` or ``torch.save`` was called.
         """
         raise TypeError(
             f"a {type(self._model).__name__} sharded over {self._shards.mesh.size} ranks cannot be copied or pickled: "
@@ -172,11 +174,11 @@ class Attachment:
                 self._pool.tell(error)  # the peers wait at the end of their passes
                 raise
         with outside_transforms():
-            # Peers may still gather what this rank did not use.
+            # Peers may still gather units that this rank did not use.
             self._pool.finish_phase()
             self._pool.end_forward()
             if not torch.compiler.is_compiling():
-                self._guards.check_edits()  # what was written to copies that end
+                self._guards.check_edits()  # check for writes to copies that are dropped
             self._events.forward_ended(torch.is_grad_enabled())
             self._expect_update()
         dtype = self._shards.plan.precision.output_dtype
@@ -200,7 +202,7 @@ class Attachment:
         if not param.requires_grad:
             return  # frozen since the forward pass: it counts as unused
         grads, entry = self._grads, self._grads.facade.entries[place]
-        # Taken before anything raises below: it must not be there in the next pass.
+        # Take it before an error is raised below, so that it is not there in the next pass.
         grad = grads.facade.take(place, param)
         grads.passes.gradient_came()
         if grad is None:

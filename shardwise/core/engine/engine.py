@@ -43,11 +43,11 @@ MOVED = (
 
 
 # [Note: What a build changes, and when]
-# Before take_over() nothing of the model and its optimizers changes, except for the optimizers' step(), which build()
-# restores. All refusals come before it, on every rank, and the accounts of device memory include what is not allocated
-# yet. After that there is no way back: there is no memory for a second copy of the values, so an error says that the
-# model has to be created again (MOVED). take_over() moves values first, while there are no exchange buffers,
-# then allocates these, and installs the hooks last.
+# Before take_over() nothing of the model and its optimizers changes, except the optimizers' step(), which build()
+# restores. All checks that may refuse the build come before it, on every rank, and the accounts of device memory
+# include memory that is not allocated yet. take_over() cannot be undone: there is no memory for a second copy of the
+# values, so an error says that the model has to be created again (MOVED). take_over() moves values first, while there
+# are no exchange buffers, then allocates these, and installs the hooks last.
 class Engine:
     """Shards ``model`` in place according to ``plan`` over ``mesh``.
 
@@ -147,7 +147,7 @@ class Engine:
         return sharded
 
     def check(self, optimizers: Sequence[ShardedOptimizer]) -> None:
-        """Raise what is wrong with the optimizers before anything of the model or the optimizers changes.
+        """Check the optimizers before anything of the model or the optimizers changes.
 
         Raises:
             DeviceMemoryError: the device has too little memory for the state that steps will make.

@@ -220,7 +220,7 @@ class EngineLocalState:
         return shapes
 
     def _stored_dtype(self, place: int, fact: ParamInfo) -> torch.dtype:
-        """Return the dtype of the master, or of the shard if there is none."""
+        """Return the dtype of the master, or of the shard without a master."""
         if place not in self._table.index:  # another rank's: by the same rule
             apart = fact.trainable and self._shards.plan.precision.master_weights and fact.dtype in HALF_DTYPES
             return torch.float32 if apart and fact.optimizer >= 0 else fact.dtype

@@ -1,8 +1,8 @@
-"""The ``.grad`` facade: ``.grad`` of sharded parameters as users see it, and what they assign to it.
+"""The ``.grad`` facade: ``.grad`` of sharded parameters as users see it, and tensors that they assign to it.
 
 Between passes each parameter with a gradient on any rank has a :class:`ShardedGrad` in its ``.grad``. During a pass
-``.grad`` is ``None``, so that autograd puts the pass's own gradient there. Anything else that is there at the next pass
-or step was assigned by the user: it replaces the engine's gradient, as in plain PyTorch.
+``.grad`` is ``None``, so that autograd puts the pass's own gradient there. Any other value that is there at the next
+pass or step was assigned by the user: it replaces the engine's gradient, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.grads.sharded_grad import ShardedGrad
 
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
-"""Functions of torch, and their module, that take what they are given for all gradients."""
+"""Functions of torch, and their module, that treat their arguments as full gradients."""
 NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]
 """The row of a gradient that was not changed; see :class:`Change`."""
 TOLERANCE = 1e-4
@@ -62,12 +62,12 @@ class Change:
 
 # [Note: Assigned gradients are compared]
 # backward() averages over the ranks. A gradient that the program computes itself (torch.autograd.grad, a division by
-# its own number of tokens) and assigns to .grad is this rank's own: each rank would take its shard of another gradient.
-# So what is assigned, and the numbers that gradients are changed by, are compared before the step: exactly, by a word
-# that travels with the norm. If the words differ, the norm and sum of each assigned tensor must agree in half of their
-# digits, since the same computation may differ between ranks in its last bits. A tensor that a gradient is changed by
-# in place is not compared: each shard has one owner. Replicas are not compared (neither does DDP). Numbers on a device
-# are not read, since that would wait for the device.
+# its own number of tokens) and assigns to .grad exists on this rank only: each rank would take its shard from another
+# gradient. So assigned gradients, and the numbers that gradients are changed by, are compared before the step: exactly,
+# by a fingerprint that travels with the norm. If the fingerprints differ, the norm and sum of each assigned tensor must
+# agree in half of their digits, since the same computation may differ between ranks in its last bits. A tensor that
+# changes a gradient in place is not compared: each shard has one owner. Replicas are not compared (DDP does not compare
+# them either). Numbers on a device are not read, since that would wait for the device.
 class UserGrads:
     """Changes of gradients by the user since the last step, by optimizer.
 
@@ -99,12 +99,12 @@ class UserGrads:
         change.tolerance = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
 
     def forget(self, optimizer: int | None) -> None:
-        """The gradients of one optimizer, or of all, were used or dropped."""
+        """Forget the changes of one optimizer's gradients, or of all: they were used or dropped."""
         for each in list(self._changes) if optimizer is None else (optimizer, -1):
             self._changes.pop(each, None)
 
     def mark(self, optimizer: int) -> float:
-        """Return a fingerprint of the changes since the last step; 0.0 if there are none."""
+        """Return a fingerprint of the changes since the last step; 0.0 without changes."""
         changes = self._changes.get(optimizer)
         if not changes:
             return 0.0
@@ -114,7 +114,7 @@ class UserGrads:
     def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
         rows = {index: [float(each.count), each.by, 0.0, 0.0, each.tolerance] for index, each in changes.items()}
         figures = {index: each.figures for index, each in changes.items() if each.figures is not None}
-        for device in {each.device for each in figures.values()}:  # one read a device
+        for device in {each.device for each in figures.values()}:  # one read for each device
             own = {index: each for index, each in figures.items() if each.device == device}
             for index, pair in zip(own, torch.stack(list(own.values())).tolist(), strict=True):
                 rows[index][2:4] = pair
@@ -168,9 +168,9 @@ def _by_rank(values: Sequence[float]) -> str:
 # [Note: What stands in .grad]
 # Between passes: a ShardedGrad, which has no memory, for each parameter with a gradient on any rank. Operations on it
 # apply to the shards. During a pass: None, so that autograd puts the pass's own gradient there, which is taken at once
-# (take). Anything else was assigned by the user, and is taken over before the next pass or step (collect). A pass that
-# was not announced finds a ShardedGrad there, and is noticed when autograd adds to it (``arrived``). Users see averaged
-# and unscaled values. Stored values are neither, so each use converts them by the current factor.
+# (take). Any other value was assigned by the user, and is collected before the next pass or step (collect). A pass that
+# was not announced finds a ShardedGrad there, and is detected when autograd adds to it (``arrived``). Users see
+# averaged and unscaled values. Stored values are neither, so each use converts them by the current factor.
 @dataclass(eq=False)
 class Entry:
     """One trainable parameter.
@@ -271,7 +271,7 @@ class GradFacade:
     # ---- shown and hidden
 
     def begin_pass(self) -> None:
-        """Begin an outermost pass: take over what was assigned to ``.grad``, and clear it."""
+        """Begin an outermost pass: collect tensors assigned to ``.grad``, and clear it."""
         self.collect()
         self._changed()
         if not any(state.used_globally or state.filled for state, _ in self._by_state):
@@ -357,7 +357,7 @@ class GradFacade:
     # ---- assigned gradients
 
     def collect(self) -> None:
-        """Take over what the user assigned to ``.grad`` on this rank: a tensor, or ``None``.
+        """Collect the user's assignment to ``.grad`` on this rank: a tensor, or ``None``.
 
         Raises:
             RuntimeError: the gradients have been used already, or are not reduced yet.
@@ -389,7 +389,7 @@ class GradFacade:
             return
         self.stale.replaced(index)
         if value is None and not present:
-            self._hide(entry)  # of a step that is over
+            self._hide(entry)  # of a step that has ended
             return
         self._check_assignable(entry, value)
         self._replace(entry, value)
@@ -408,7 +408,7 @@ class GradFacade:
 
     @torch.no_grad()
     def _replace(self, entry: Entry, value: torch.Tensor | None) -> None:
-        """Replace the gradient by ``value`` (full shape, averaged, unscaled), or by none."""
+        """Replace the gradient by ``value`` (full shape, averaged, unscaled), or remove it."""
         state, at = entry.state, entry.slot
         gathered = isinstance(value, ShardedGrad)
         if value is not None and gathered:
@@ -458,8 +458,10 @@ class GradFacade:
         return self._shards.name(index)
 
     def check_use(self, index: int, what: str) -> None:
-        """Raises:
-        RuntimeError: there is no reduced gradient now, or an optimizer that was made after the build reads it.
+        """Raise if the gradient cannot be used now.
+
+        Raises:
+            RuntimeError: there is no reduced gradient now, or an optimizer that was made after the build reads it.
         """
         self.check_caller(index, what)
         with self._collective(index, what):
@@ -566,7 +568,8 @@ class GradFacade:
         return self.clip.get(optimizer, 1.0) / self.divisor(optimizer)
 
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
-        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. All parameters' at the first request for ``p``."""
+        """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. The first request for ``p`` computes all
+        parameters'."""
         stages = self._shards.mesh.pipeline.size
         if len(indices) > 1 and stages > 1:
             raise RuntimeError(
@@ -660,30 +663,31 @@ class GradFacade:
 
 # [Note: A step uses gradients up]
 # In plain PyTorch gradients stay until zero_grad(): without it, the next pass adds to them, or a second step applies
-# them again. Here a step uses them up, since updates during backward have used them already, and a mean over passes or
-# tokens has no meaning across a step. A program without zero_grad() gets another result at its next step, so the
-# warning comes there, and not in the pass before, whose gradients zero_grad() may still drop (two losses, one network).
+# them again. Here step() clears the gradients, since updates during backward have reused their memory already, and a
+# mean over passes or tokens has no meaning across a step. A program without zero_grad() gets another result at its next
+# step. The warning therefore comes in that step, and not in the pass before, whose gradients zero_grad() may still drop
+# (two losses, one network).
 class StaleGradWarnings:
     """Warns about programs that rely on gradients that a step has used."""
 
     def __init__(self) -> None:
         self._stale: dict[int, set[int]] = {}
-        """By optimizer, parameters whose gradient a step has used, and no ``zero_grad()`` has dropped since."""
+        """By optimizer, parameters whose gradient a step has used, and no ``zero_grad()`` has dropped since then."""
         self._warned = False
 
     def note(self, optimizer: int, states: Iterable[ChunkGrads]) -> None:
-        """A step of ``optimizer`` is about to drop the gradients in ``states``."""
+        """Note that a step of ``optimizer`` is about to drop the gradients in ``states``."""
         if not self._warned:
             stale = self._stale.setdefault(optimizer, set())
             stale.update(state.spec.slots[at].param for state in states for at in state.used_globally)
 
     def cleared(self, optimizer: int | None) -> None:
-        """``zero_grad()`` of one optimizer, or of all (``None``)."""
+        """Note ``zero_grad()`` of one optimizer, or of all (``None``)."""
         for each in list(self._stale) if optimizer is None else [optimizer]:
             self._stale.pop(each, None)
 
     def replaced(self, param: int) -> None:
-        """The user assigned the gradient of a parameter, cleared it, or made it zero."""
+        """Note that the user assigned the gradient of a parameter, cleared it, or set it to zero."""
         for stale in self._stale.values():
             stale.discard(param)
 

@@ -71,7 +71,7 @@ class Gradients:
         self.facade.clear(optimizer)
 
     def drop(self, optimizer: int | None = None) -> None:
-        """As :meth:`zero`, but leave ``.grad`` in place; it raises when it is used."""
+        """Drop gradients as :meth:`zero`, but leave ``.grad`` in place; it raises when it is used."""
         self.passes.recover(dropping=optimizer is None or self._single)
         self.batches.forget()
         self.reducer.clear(optimizer)

@@ -35,10 +35,10 @@ LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
 
 # [Note: States that ranks are given]
-# Every rank gets a full state and keeps its part. Ranks with different states would go on with a model that is in no
-# file; the usual cause is a state that only one rank has read. So before the first value is written they compare names,
-# shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If one rank
-# rejects its state, all of them raise.
+# Every rank loads a full state and keeps its part. If the ranks loaded different states, the resulting model would be
+# in no file; the usual cause is a state that only one rank has read. So before the first value is written they compare
+# names, shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If
+# one rank rejects its state, all of them raise.
 def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
 
@@ -202,7 +202,7 @@ def check_buffers_and_extra(
         ValueError: a computed tensor differs, and no module can restore it.
     """
     modules = dict(state_dicts.model.named_modules())
-    # Most models have none, and are not asked for their state again.
+    # Most models have none; their state is not computed again.
     unkept = [
         name
         for name in values

@@ -71,13 +71,13 @@ class ShardedModule(TransparentModule):
         self.__dict__["_grads"].zero()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
-        """``to()``, ``half()`` and the like: allowed where they change nothing.
+        """Accept ``to()``, ``half()`` and similar calls if they change nothing.
 
         Raises:
             RuntimeError: they would cast or move parameters that are sharded.
         """
         for chunk in self.sharded_values.shards.chunks:
-            # Only a call tells what the function does.
+            # The result of the function is known only after a call.
             probe = torch.empty(1, dtype=chunk.spec.dtype, device=chunk.device)
             result = fn(probe)
             if result.dtype != probe.dtype or result.device != probe.device:

@@ -67,13 +67,13 @@ class Counting:
             )
 
     def others(self, settings: HyperParameters, refusal: Exception | None = None) -> OtherParts:
-        """Return the argument for ``global_norm``, with which the ranks compare their settings and learn of a
+        """Return the argument for ``global_norm``, with which the ranks compare their settings and exchange a
         ``refusal`` of the step. Collective."""
         words: tuple[float, ...] = (settings.word(), *self._batches.words(), float(refusal is not None))
         differ = partial(self._explain, settings, refusal)
         if self._rng is not None:
             self._rng.check()
-        # All gradients of the first rank count: None stands for that.
+        # None means that all gradients of the first rank count.
         if self._group.rank == 0:
             return OtherParts(self._group, None, words, differ)
         counted = [
@@ -85,7 +85,7 @@ class Counting:
         return OtherParts(self._group, counted, words, differ)
 
     def _explain(self, settings: HyperParameters, refusal: Exception | None) -> None:
-        """Raise: some of the words differ."""
+        """Raise the error for words that differ."""
         text = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
         texts = self._group.exchange_object(text, "a step that a rank refused")
         if refusal is not None:

@@ -164,8 +164,8 @@ class OneParameter:
 
     @torch.no_grad()
     def unreduced(self) -> torch.Tensor | None:
-        """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32; ``None`` if
-        there is none. Not collective."""
+        """Return a copy of the gradient of this rank's passes under ``no_sync()``, unscaled, at least fp32; ``None``
+        without such passes. Not collective."""
         state = self._grads.states.get(self._chunk.spec.index)
         grad = None if state is None else state.local_grad(self._chunk.spec.slots.index(self._slot))
         if grad is None or not self._grads.passes.unreduced:

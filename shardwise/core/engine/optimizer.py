@@ -100,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.skipped_because is not None
 
     def _compared_settings(self) -> HyperParameters:
-        """The settings of the next step, which the ranks compare with what they exchange anyway."""
+        """Return the settings of the next step, which the ranks compare in exchanges of the step."""
         grads, index = self._grads, self.index
         counts = grads.counts
 
@@ -185,7 +185,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # [Note: When step hooks run]
     # The pre-hooks of the user's optimizer run before the closure, as torch's do, so that their changes of gradients
     # and options count in this step and are compared between ranks. They also run before a step that the loss scale
-    # skips, since only the norm, which is made later, tells that on every rank.
+    # skips, since every rank learns of the skip only from the norm, which is computed later.
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters once. Every rank calls it. Ctrl-C waits for its end.
 
@@ -235,7 +235,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return value
             factor = inverse * clip * clip_factor(clipped, limit)
         self._update(factor)
-        # Only now may the scale move: these gradients were made under the old one.
+        # The scale may change only now: these gradients were made with the old one.
         if self.scaler is not None and (
             norm or self._counting is not None or any(s.used_globally for s in self._states)
         ):
@@ -246,12 +246,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if meter is not None and meter.stats is not None and not self.updates.moved:  # once, after a traced step
             self.updates.move_to_device(meter.margin_bytes())
         self.steps_ended += 1
-        guards.broken.loaded(*self.updates.parts)  # last: from here on everything is of one step
+        guards.broken.loaded(*self.updates.parts)  # last: from here on all values belong to one step
         return value
 
     def _refusal(self) -> Exception | None:
-        """Return why this rank refuses the step. The ranks with other parts of the model, which may have nothing to
-        refuse, learn of it with the norm that they wait for; without such ranks it is raised here."""
+        """Return why this rank refuses the step.
+
+        Ranks with other parts of the model, which may have nothing to refuse, learn of it in the exchange of the norm.
+        Without such ranks the error is raised here.
+        """
         guards = self._values.guards
         try:
             guards.broken.check("step()")
@@ -265,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return None
 
     def _make_late_norm(self) -> LateNorm | TileNorm | None:
-        """The norm of steps that do not depend on it, where it is cheaper to make it after or during the update."""
+        """Compute the norm of steps that do not depend on it during or after the update, if this is cheaper."""
         mesh, plan = self._mesh, self._shards.plan
         needed = self.scaler is not None or plan.grad.max_norm > 0.0 or self._early is not None
         if needed or mesh.model_parallel is not None or not plan.tiers.all_on_device:
@@ -364,10 +367,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grads.passes.backward(loss, tokens, self.loss_scale, retain_graph)
 
     def _warn_of_nan(self, loss: torch.Tensor) -> None:
-        """Warn once about a NaN loss where parameters are gathered on use: it may have read one outside of a forward
-        pass. A gradient of a parameter that no forward pass reads is an error when it comes.
+        """Warn once about a NaN loss if parameters are gathered on use: the loss may have read one outside of a forward
+        pass.
 
-        On a device only the first loss is looked at, since reading it waits for the device.
+        If no forward pass reads a parameter, its gradient raises an error when it arrives. On a device only the first
+        loss is checked, since reading it waits for the device.
         """
         if self._watches_loss:
             nan = bool(torch.isnan(loss.detach()).any())
@@ -591,8 +595,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:
-    """Return the sharded optimizer that a build made of ``optimizer``, also after it was closed; ``None`` if there is
-    none."""
+    """Return the sharded optimizer that a build made of ``optimizer``, also after it was closed; ``None`` if no build
+    did."""
     owner = getattr(vars(optimizer).get("state_dict"), "__self__", None)
     return owner if isinstance(owner, ShardedOptimizer) else None
 
@@ -616,7 +620,7 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
                 finite = torch.isfinite(reduced[start:end]).all()
                 checks.setdefault(reduced.device, []).append((slot.param, finite))
     bad = [nobody]
-    for own in checks.values():  # one read a device, however many parameters
+    for own in checks.values():  # one read for each device, for any number of parameters
         flags = torch.stack([finite for _, finite in own]).tolist()
         bad += [float(param) for (param, _), finite in zip(own, flags, strict=True) if not finite]
     first = mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0]

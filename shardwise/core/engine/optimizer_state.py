@@ -63,8 +63,10 @@ class OptimizerState:
         self._made_at_once = bool(self._prior) and makes_state_at_once(optimizer)
 
     def check_prior(self) -> None:
-        """Raises:
-        ValueError: state that the optimizer has already cannot be sharded.
+        """Check the state that the optimizer has already.
+
+        Raises:
+            ValueError: it cannot be sharded.
         """
         for position, tile in enumerate(self._updates.tiles):
             for piece, entry in zip(tile.pieces, self._prior_of(position), strict=True):
@@ -279,7 +281,7 @@ class OptimizerState:
         return {int(param): entry for param, entry in entries.items()}
 
     def _not_plain(self, pieces: Sequence[ParamShard]) -> str:
-        """Return a message about state of an unsupported type; empty if there is none."""
+        """Return a message about state of an unsupported type; empty if all types are supported."""
         for piece in pieces:
             entry = self.optimizer.state.get(piece.value, {})
             for misfit in (each for key, value in entry.items() for each in misfits(value, key)):
@@ -306,7 +308,7 @@ class OptimizerState:
         return entries
 
     def _read(self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Return this rank's shard of one chunk's element-wise state by key; zero where there is none."""
+        """Return this rank's shard of one chunk's element-wise state by key; zero for parameters without state."""
         shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
         for position in positions:
             with self._updates.opened(position):
@@ -386,7 +388,7 @@ class OptimizerState:
         new = list[list[dict[str, Any] | None] | None]()
         for position, tile in enumerate(self._updates.tiles):
             states = self._own(full, numbers, position)
-            new.append(None if tile.state.on_disk else states)  # all of a disk's at once may not fit into memory
+            new.append(None if tile.state.on_disk else states)  # all state on a disk may not fit into memory
         return new
 
     def _own(self, full: dict[str, Any], numbers: dict[int, int], position: int) -> list[dict[str, Any] | None]:

@@ -150,7 +150,7 @@ class Partition:
             group["params"] = [param for param in group["params"] if self.owns(param)]
 
     def install(self) -> None:
-        """Reduce the model to this rank's part and free the rest."""
+        """Reduce the model to this rank's part and free the other parts."""
         if self.sequences is not None:  # first, since the layers that it leaves are divided next
             self.sequences.install()
         if self.tp_plan is not None:

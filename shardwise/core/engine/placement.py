@@ -110,7 +110,7 @@ class ChunkPlacement:
 
     @property
     def arena_bytes(self) -> int:
-        """What the chunk takes from the arena."""
+        """The bytes that the chunk takes from the arena."""
         master, grad = self.master_dtype, self.spec.trainable and self.grad_memory == "arena"
         sizes = [self.shard_bytes, self.secondary_bytes] if self.memory == "arena" else []
         sizes += [self.shard_bytes] if self.keeps_new_shard else []
@@ -145,7 +145,7 @@ class Placement:
     Attributes:
         chunks: by index.
         disk_buffers: of the store.
-        warnings: what the plan asks for and the chunks do not allow.
+        warnings: requests of the plan that the chunks do not allow.
     """
 
     chunks: tuple[ChunkPlacement, ...]
@@ -212,12 +212,12 @@ def is_trained(spec: ChunkSpec) -> bool:
 # [Note: Which memory a tensor gets]
 # * Exchange memory of the group, which peers read: shards and resident arrays, if there are peers; on CPU ranks also
 #   shards of the host tier. Shards that are gathered and evicted may be neighbours in one mapping, so that a gather is
-#   a view of it; not under a declared capacity, where gathers have to take room.
+#   a view of it. This does not apply under a declared capacity, where gathers have to use memory.
 # * The arena, one block of host memory, page-locked on request: masters, gradients and shards of the host tier, and new
-#   parameters that wait for step(). Its size is known before, so that a build that does not fit fails at once.
-# * Exchange memory of the smaller group, or the arena: secondary shards, in the tier of the shard. With them nothing is
-#   mapped: gathers are copies.
-# * Buffers of the store: what is at home on a disk; see [Note: Buffers of shards on a disk].
+#   parameters that wait for step(). Its size is known in advance, so that a build that does not fit fails at once.
+# * Exchange memory of the smaller group, or the arena: secondary shards, in the tier of the shard. With secondary
+#   shards nothing is mapped: gathers are copies.
+# * Buffers of the store: data whose home is a disk; see [Note: Buffers of shards on a disk].
 # * Device memory: everything else.
 def _shard_memory(
     spec: ChunkSpec, home: Home, resident: bool, quantization: Quantization | None, facts: RankFacts
@@ -228,18 +228,18 @@ def _shard_memory(
         return "exchange" if facts.size > 1 and facts.device_type == "cpu" else "arena"
     if resident:  # a frozen array is never exchanged
         return "exchange, full" if facts.size > 1 and spec.trainable else "full"
-    # Under a capacity gathers have to take room; a gather that quantizes, and a secondary shard, are copies.
+    # Under a capacity gathers have to use memory; gathers that quantize, and secondary shards, are copies.
     by_gather = quantization is not None and not quantization.by_owner
     return "exchange, mapped" if not facts.limited and not by_gather and facts.secondary is None else "exchange"
 
 
 def master_dtype(spec: ChunkSpec, home: Home, plan: Plan, quantization: Quantization | None) -> torch.dtype | None:
-    """Return the dtype of masters; ``None`` if there are none."""
+    """Return the dtype of masters; ``None`` for a chunk without masters."""
     if not is_trained(spec):
         return None
     if spec.dtype in HALF_DTYPES and plan.precision.master_weights:
         return torch.float32
-    # Parameters that backward still reads cannot be updated themselves.
+    # Parameters that backward still reads must not be updated in place.
     shared = home.param is home.state is not Tier.DISK and plan.grad.update == "step"
     return None if shared and quantization is None else spec.dtype
 
@@ -297,7 +297,7 @@ def _disk_buffers(plan: Plan, chunks: Sequence[ChunkPlacement]) -> DiskBuffers:
     tiles = [(tile, each.master_dtype) for each in masters for tile in each.tiles]
     return DiskBuffers(
         shard_bytes=max((each.shard_bytes for each in shards), default=0),
-        # One is in use and one is written, if there are as many; the rest gathers and reads ahead.
+        # One is in use and one is written, if there are as many; the others are for gathers and reads ahead.
         gathers=max(disk.param_buffers, 2, 1 + renewals) - renewals if shards else 0,
         renewals=renewals,
         value_bytes=max(((tile.end - tile.start) * dtype.itemsize for tile, dtype in tiles if dtype), default=0),

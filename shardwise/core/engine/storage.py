@@ -118,12 +118,12 @@ class Storage:
         return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
 
     def commit(self, optimizer: int | None = None) -> None:
-        """Make what was written to the disk current: the records of one optimizer, or all."""
+        """Commit the writes to the disk: of the records of one optimizer, or of all."""
         if self.store is not None:
             self.store.commit(optimizer)
 
     def roll_back(self, optimizer: int | None = None) -> None:
-        """Drop what was written to the disk and not committed: the records of one optimizer, or all."""
+        """Drop uncommitted writes to the disk: of the records of one optimizer, or of all."""
         if self.store is not None:
             self.store.rollback(optimizer)
 
@@ -139,7 +139,7 @@ class Storage:
                 group.round_(shard)
 
     def round_whole(self, chunk: Chunk) -> None:
-        """As :meth:`round_`, with the peers' shards if they are here."""
+        """Quantize the shard as :meth:`round_` does, together with the peers' shards if they are on this rank."""
         group = self.comm_dtypes.by_owner(chunk.spec)
         if not chunk.resident:
             self.round_(chunk)

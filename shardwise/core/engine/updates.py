@@ -62,7 +62,7 @@ class StateOffload:
         """Raise if state is offloaded, since training needs it.
 
         Raises:
-            RuntimeError: it is.
+            RuntimeError: it is offloaded.
         """
         if self._moved:
             raise RuntimeError(
@@ -71,7 +71,7 @@ class StateOffload:
             )
 
     def offload(self, pin: bool) -> int:
-        """Move what is at home on the device to host memory, which must have room for it.
+        """Move masters and state whose home is the device to host memory, which must have room for them.
 
         Args:
             pin: page-lock that memory if the device is a GPU, and keep it for the next time.
@@ -103,18 +103,18 @@ class StateOffload:
         return size
 
     def reload(self) -> None:
-        """Move it back to the device."""
+        """Move masters and state back to the device."""
         if self._moved:
             self.move_to_device(self._moved)
             self._moved, self._host_before = [], []
 
     def move_to_device(self, tiles: Sequence[UpdateTile]) -> None:
         """Move masters and state of ``tiles``, all those of their chunks, to the device."""
-        # A copy also where both are the same memory, as on a CPU: what is on the host stays there.
+        # Copy even if both are the same memory, as on a CPU: state on the host stays there.
         self.move(tiles, lambda value: value.to(tiles[0].chunk.device, copy=True), Tier.DEVICE)
 
     def _tensors(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
-        """Return state of more than one element, each tensor once, without what was on the host before."""
+        """Return state of more than one element, each tensor once, without tensors that were on the host before."""
         found = dict[int, torch.Tensor]()
         for piece in (piece for tile in tiles for piece in tile.pieces):
             for each in tensors_of([*self._optimizer.state.get(piece.value, {}).values()]):
@@ -140,16 +140,16 @@ class StateOffload:
                     entry[key] = new.get(id(value), value)
                     continue
                 for inner in [each for each in tensors_of(value) if id(each) in new]:
-                    point(inner, new[id(inner)])  # in place, since it stands in a list or tuple
+                    point(inner, new[id(inner)])  # in place, since it is in a list or tuple
         self._changed()
 
 
 # [Note: The order of an update]
 # The parts that an update changes are marked as broken before the first value changes (run), and the mark is removed
-# when the step has ended. Tiles with state or parameters on a disk come first, in the uncommitted version of their
-# records; then what is in memory. Where a disk or an unknown optimizer may fail on one rank alone, the ranks tell each
-# other whether it did; then the store is rolled back and every rank raises. Otherwise publish() commits the records.
-# See [Note: Two versions of a record] and [Note: Broken sessions].
+# when the step has ended. Tiles with state or parameters on a disk are updated first, in the uncommitted version of
+# their records; then the tiles in memory. If a disk or an unknown optimizer may fail on one rank alone, the ranks
+# exchange whether it did. After a failure the store is rolled back and every rank raises. Otherwise publish() commits
+# the records. See [Note: Two versions of a record] and [Note: Broken sessions].
 class TileUpdates:
     """Updates the tiles of one optimizer.
 
@@ -225,7 +225,8 @@ class TileUpdates:
         events.backward_asked.listen(self.offload_state.check)
 
     def expected_bytes(self, tier: Tier) -> int:
-        """Return the bytes of state in ``tier`` after every parameter was stepped, found by stepping a dummy."""
+        """Return the bytes of state in ``tier`` after a step of every parameter, measured by a step of a dummy
+        parameter."""
         own = [tile for tile in self.tiles if tile.state.tier is tier]
         if not own:
             return 0
@@ -238,7 +239,7 @@ class TileUpdates:
         return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in numels.items())
 
     def _give_back(self, optimizer: int) -> None:
-        """Free the buffers of reads ahead, if they are this optimizer's."""
+        """Free the buffers of reads ahead, if they belong to this optimizer."""
         if optimizer == self._index:
             self._visits.release()
 
@@ -290,7 +291,7 @@ class TileUpdates:
             itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
             size = state.chunk.shard_numel * itemsize + sum(value.nbytes for value in tensors_of(entries))
             if moved + size <= room_bytes:
-                if state.master is None:  # from here on these are masters of their own
+                if state.master is None:  # from here on these masters are separate
                     state.master, state.dtype = state.chunk.shard, state.chunk.spec.dtype
                 self.offload_state.move_to_device(own)
                 grads.move_to_device(storage.ring(Tier.DEVICE) if early else None)
@@ -351,7 +352,7 @@ class TileUpdates:
                     self._update_disk(update)
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
-                # Nothing else is on a disk: the shards need not be opened.
+                # Nothing else is on a disk, so the shards need not be opened.
                 for run in self._calls.of([tile for tile in self._in_memory if tile.grads.present]):
                     update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
         except BaseException:
@@ -361,7 +362,7 @@ class TileUpdates:
             raise
 
     def _together(self) -> AbstractContextManager[None]:
-        """Return a block that fails on every rank if it fails on one, where it may fail on one rank alone."""
+        """Return a context that fails on every rank if it fails on one, if it may fail on one rank alone."""
         error = DiskError if self.uses_disk else PeerError
         name = type(self.optimizer).__name__
         return collectively(
@@ -369,17 +370,17 @@ class TileUpdates:
         )
 
     def _roll_back(self) -> None:
-        """Free buffers and drop what was written to the disk and not committed, after a failure."""
+        """After a failure, free buffers and drop uncommitted writes to the disk."""
         self._visits.end_step()
         self._shards.storage.roll_back(self._index)
         self.stepper.state_changed()
 
     def finish_early(self, early: EarlyUpdates) -> None:
-        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises what
-        failed.
+        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises their
+        error.
 
         Raises:
-            Exception: what one of them raised.
+            Exception: the error of one of them.
             PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         early.catch_up()

@@ -11,15 +11,15 @@ import torch
 FORWARDED = ("zero_grad", "state_dict", "load_state_dict")
 """Methods that redirect to the sharded optimizer."""
 REPLACED = ("step", "add_param_group", *FORWARDED)
-"""Those, and the ones that raise (``TileStepper``)."""
+"""The redirected methods, and those that raise (``TileStepper``)."""
 
 
 # [Note: What groups hold]
 # The param groups of a sharded optimizer hold the model's own parameters, as before the build. The optimizer gets this
 # rank's shards only within its step (TileStepper). So a program may use the groups as before: clip_grad_norm_ of
-# group["params"] and loops over .grad see the gradients (a ShardedGrad each, as many on every rank, since these calls
-# are collective), and requires_grad_() is seen by autograd. Shards have gradients within a step only. The state is
-# keyed by shards, so a lookup by a parameter, which would find nothing, raises (ShardState).
+# group["params"] and loops over .grad see the gradients (a ShardedGrad each, equally many on every rank, since these
+# calls are collective), and autograd sees requires_grad_(). Shards have gradients only within a step. The keys of the
+# state are shards, so a lookup by a parameter, which would find nothing, raises (ShardState).
 class ShardState(defaultdict[Any, Any]):
     """``optimizer.state`` of a sharded optimizer, keyed by this rank's shards of parameters."""
 
@@ -88,7 +88,7 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
     optimizer.state.clear()  # it is keyed by parameters
     for name in FORWARDED:
         own[name] = getattr(sharded, name)
-    if type(own.get("state")) is defaultdict:  # otherwise it is of a kind that the class needs
+    if type(own.get("state")) is defaultdict:  # otherwise the class needs this type
         own["state"] = ShardState.of(names)
 
 
@@ -96,18 +96,18 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
 
 
 def call_state_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call the hooks of the beginning of ``state_dict()``."""
+    """Call the pre-hooks of ``state_dict()``."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 
 def call_state_post_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks make of the result of ``state_dict()``."""
+    """Return the result of ``state_dict()`` after its post-hooks."""
     return _through(optimizer._optimizer_state_dict_post_hooks, optimizer, state)
 
 
 def call_load_pre_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks make of the argument of ``load_state_dict()``."""
+    """Return the argument of ``load_state_dict()`` after its pre-hooks."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks
     return _through(hooks, optimizer, dict(state) if hooks else state)
 
@@ -120,7 +120,7 @@ def _through(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, state: 
 
 
 def call_load_post_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call the hooks of the end of ``load_state_dict()``."""
+    """Call the post-hooks of ``load_state_dict()``."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
 

@@ -1,7 +1,7 @@
 """Access to all parameter values of one model: gathered for a while, written, and published after updates.
 
-The optimizer trains masters; shards and gathered copies follow them. Everything that reads or writes all values comes
-here first, so that the program's writes to gathered copies are taken over before.
+The optimizer trains masters; shards and gathered copies follow them. All code that reads or writes all values goes
+through this module, which first keeps the program's writes to gathered copies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _Block:
 
 # [Note: Between two fences]
 # A step writes shards between before_update() and publish(). before_update() is a fence after which no rank reads
-# shards, late gathers of resident chunks included (pool.settle); the host also waits for uploads that read what the CPU
-# will write. publish() makes the written values current, in this order: commit the disk; forget what was read ahead; a
-# fence, after which all ranks have written; renew resident arrays; drop gathered copies; invalidate older graphs. From
-# then on, writes to parameters are the program's (edits.accept). See [Note: Fences]. If gathers read the peers' memory,
-# resident arrays are renewed at their first use (WhenAsked), at the latest in the next before_update().
+# shards, including late gathers of resident chunks (pool.settle). The host also waits for uploads that read memory
+# which the CPU will write. publish() makes the written values current, in this order: commit the disk; drop what was
+# read ahead; a fence, after which all ranks have written; renew resident arrays; drop gathered copies; invalidate older
+# graphs. From then on, writes to parameters are the program's (edits.accept). See [Note: Fences]. If gathers read the
+# peers' memory, resident arrays are renewed at their first use (WhenAsked), at the latest in the next before_update().
 class Values:
     """The parameter values of one model.
 
@@ -58,7 +58,7 @@ class Values:
         """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
 
     def make_current(self, what: str) -> None:
-        """Take over the program's writes to parameters before ``what`` reads or writes all values. Collective.
+        """Keep the program's writes to parameters before ``what`` reads or writes all values. Collective.
 
         Raises:
             RuntimeError: some values are half-changed; see :class:`Broken` and :class:`EarlyObserver`.
@@ -73,8 +73,8 @@ class Values:
         self.master_edits.take()
 
     def take_written(self) -> None:
-        """Take over what the program has written so far inside a ``gathered(write_back=True)`` block, before all values
-        are read. Collective inside of one.
+        """Keep the program's writes so far inside a ``gathered(write_back=True)`` block, before all values are read.
+        Collective inside such a block.
 
         Raises:
             RuntimeError: as at the end of the block.
@@ -98,7 +98,7 @@ class Values:
         self.pool.settle()
 
     def take_edits(self, optimizer: int | None = None) -> None:
-        """Take over the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
+        """Keep the program's writes to parameters of ``optimizer`` (``None``: all) before an update."""
         if self.master_edits.moved(optimizer):
             self._take_edits("an update of changed parameters")
 
@@ -183,7 +183,7 @@ class Values:
 
     @torch.no_grad()
     def _note_dtype(self, error: RuntimeError) -> None:
-        """Add what to do to torch's error about operands of two dtypes: a moving average in fp32 of 16-bit values."""
+        """Explain torch's error about operands of two dtypes: a moving average in fp32 of 16-bit values."""
         dtypes = {param.dtype for param in self.shards.params if param.dtype.itemsize < 4}
         if "expected dtype" in str(error) and dtypes:
             error.add_note(
@@ -193,12 +193,12 @@ class Values:
             )
 
     def _take_assigned(self) -> None:
-        """Take ``parameter.data = values`` in the block for a write (``vector_to_parameters`` does it)."""
+        """Treat ``parameter.data = values`` in the block as a write (``vector_to_parameters`` does it)."""
         for chunk in self._in_blocks():
             chunk.take_given()
 
     def take_given(self) -> None:
-        """Take assignments ``parameter.data = values`` in ``gathered()`` for writes. Collective.
+        """Treat assignments ``parameter.data = values`` in ``gathered()`` as writes. Collective.
 
         Raises:
             RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
@@ -208,7 +208,7 @@ class Values:
         wrong = any(chunk.misplaced() is not None for chunk in self.shards.chunks)
         posts = self.shards.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
         if any(post[0] for post in posts):
-            self.guards.check_edits()  # which raises, and says what was given
+            self.guards.check_edits()  # it raises and describes the assigned data
             ranks = [rank for rank, post in enumerate(posts) if post[0]]
             raise RuntimeError(
                 f"parameters were moved, cast or given data of another shape on ranks {ranks}; the error on "
@@ -224,7 +224,7 @@ class Values:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
         self.shards.mesh.shard.fence("before an update")
-        # What was broken before stays so, since most blocks do not load the whole model.
+        # Parts that were broken before stay so, since most blocks do not load the full model.
         with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             self._write_back(chunks)
 
@@ -285,7 +285,7 @@ class Values:
                 chunk.refuse_graphs()
 
     def _renew_resident(self, updated: Sequence[Chunk]) -> None:
-        # No renewal is under way: before_update() saw to that.
+        # before_update() has ended all renewals.
         group, storage = self.shards.mesh.shard, self.shards.storage
         for chunk in updated:
             storage.round_(chunk)
@@ -313,7 +313,7 @@ class Values:
             RuntimeError: inside :meth:`gathered`, whose parameters would become stale; or after ``unshard()``.
         """
         shards = self.shards
-        self.guards.check_sharded()  # publish() would evict what is the user's
+        self.guards.check_sharded()  # publish() would evict parameters that the user owns
         if self.pool.blocks.any_open:
             name = type(shards.model).__name__
             raise RuntimeError(f"an update or a load of the {name} inside gathered(): leave the block first")

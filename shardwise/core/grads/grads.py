@@ -64,19 +64,19 @@ REDUCTION = Table(
 
 
 # [Note: Who owns a gradient's array]
-# A gradient passes through these, in this order:
+# A gradient passes through these tensors, in this order:
 # * autograd's own tensor of one parameter, which is copied and dropped as soon as it is complete;
-# * ``bucket``, the gradients of the whole chunk on this rank. It lies in an exchange buffer that chunks of similar size
-#   use in turn (BucketPool), in private memory while that buffer is busy, or, where whole gradients are kept, in a
-#   buffer of the chunk's own. From the launch of the reduction on, peers read it: it is written again after its handle
-#   was waited for and Buffer.wait_writable() has returned. Gradients that come meanwhile (nested passes) go to
+# * ``bucket``, the gradients of the whole chunk on this rank. It is in an exchange buffer that chunks of similar size
+#   use in turn (BucketPool); in private memory while that buffer is busy; or, if unsharded gradients are kept, in a
+#   buffer of the chunk's own. Peers read it from the launch of the reduction on. It may be written again after its
+#   handle was waited for and Buffer.wait_writable() has returned. Gradients that arrive meanwhile (nested passes) go to
 #   ``overflow``;
 # * ``rs_output``, which the reduce-scatter writes: memory of this rank's shard, or a part of exchange memory;
-# * ``reduced``, the gradient shard, which the update reads: ``rs_output`` itself, or the sum it was added to. In
-#   exchange memory it is ``aliased``, and moves to private memory (claim) before that memory is written.
-# The private memory of a shard is the chunk's for good, except where gradients stream: there it is a ring's, and goes
-# back as soon as the update has read it. A copy from a GPU to the host is waited for when ``reduced`` is read;
-# ``memory`` returns the same tensor without a wait.
+# * ``reduced``, the gradient shard, which the update reads: ``rs_output`` itself, or the sum it was added to. If it is
+#   in exchange memory, it is ``aliased``, and moves to private memory (claim) before that memory is written.
+# The chunk keeps the private memory of its shard, except if gradients stream: then a ring lends it, and gets it back as
+# soon as the update has read it. Reading ``reduced`` waits for a copy from a GPU to the host; ``memory`` returns the
+# same tensor without a wait.
 class ChunkGrads:
     """Gradients of one trainable chunk, and their state.
 
@@ -89,8 +89,8 @@ class ChunkGrads:
         ring: lends that memory until the gradient has been used; instead of ``take_memory``.
 
     Attributes:
-        summed: the dtype in which whole gradients of several passes add up, where they are kept.
-        buffer: the exchange memory with this chunk's whole gradient, or ``None``.
+        summed: the dtype in which unsharded gradients of several passes add up, if they are kept.
+        buffer: the exchange memory with this chunk's unsharded gradient, or ``None``.
         bucket: where backward writes: ``buffer.local``, or private memory while no buffer is free.
         arrived: slots whose gradient arrived in the running backward pass.
         expected: slots that arrived in the last reduced pass; when all have, the chunk may be reduced early.
@@ -100,10 +100,11 @@ class ChunkGrads:
         overflow_filled: slots with content in ``overflow``.
         used_globally: slots that any rank has a gradient for since the last step.
         reduced: the gradient shard: this rank's part of the averaged gradient, summed over the passes of the step.
-        aliased: ``reduced`` lies in exchange memory, or in ``bucket``, and must be copied before that is written again.
+        aliased: ``reduced`` is in exchange memory, or in ``bucket``, and must be copied before that memory is written
+            again.
         handle: the reduction in flight, or ``None``.
         rs_output: the output of the reduction in flight, or ``None``.
-        unwanted: the gradients in reduction were dropped meanwhile.
+        unwanted: whether the gradients were dropped while their reduction was in flight.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class ChunkGrads:
         self.home, self._take_memory, self.ring = home, take_memory, ring
         self.spec = chunk.spec
         self.dtype, self.accumulate_dtype = dtype, accumulate_dtype
-        # The array in which they travel is there anyway.
+        # Use the dtype of communication if it is wide enough, since that array exists anyway.
         self.summed = dtype if torch.promote_types(dtype, accumulate_dtype) == dtype else accumulate_dtype
-        self._ledger: Ledger | None = None  # where whole ones are kept
+        self._ledger: Ledger | None = None  # set if unsharded gradients are kept
         self.buffer: Buffer | None = None
         self.bucket: torch.Tensor | None = None
         self.arrived: set[int] = set()
@@ -159,7 +160,7 @@ class ChunkGrads:
 
     @property
     def launched(self) -> bool:
-        """Whether their reduction has begun in the running pass."""
+        """Whether the reduction has begun in the running pass."""
         return self._state in (Reduction.REDUCING, Reduction.REDUCED)
 
     @property
@@ -188,8 +189,8 @@ class ChunkGrads:
         return [each for each in (self.bucket, self.overflow, self._reduced) if each is not None]
 
     def lands(self, memory: torch.Tensor | None, land: Callable[[], None]) -> None:
-        """Make ``memory`` the gradient shard, which is complete once ``land`` has returned."""
-        # A copy of an earlier result lands before: both are on one stream.
+        """Make ``memory`` the gradient shard, which is complete after ``land`` has returned."""
+        # The copy of an earlier result ends first: both are on one stream.
         self._reduced, self._arrival = memory, land
 
     def land(self) -> None:
@@ -199,7 +200,7 @@ class ChunkGrads:
             self._arrival = None
 
     def own_memory(self) -> torch.Tensor:
-        """Return the long-lived private memory of the gradient shard."""
+        """Return the chunk's own private memory of the gradient shard."""
         if self.kept_memory is None:
             ring, take = self.ring, self._take_memory or self._on_device
             numel, dtype = self.chunk.shard_numel, self.accumulate_dtype
@@ -214,10 +215,10 @@ class ChunkGrads:
             self.ring.give(memory)
 
     def move_to_device(self, ring: GradRing | None) -> None:
-        """Make the device the home of the gradient shard; called while there is none.
+        """Make the device the home of the gradient shard. It must have no gradient shard then.
 
         Args:
-            ring: lends memory of the device, where gradients stream.
+            ring: lends memory of the device, if gradients stream.
         """
         self.home, self._take_memory, self.kept_memory, self.ring = Tier.DEVICE, None, None, ring
 
@@ -225,7 +226,8 @@ class ChunkGrads:
         return torch.empty(self.chunk.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
 
     def result_memory(self) -> torch.Tensor:
-        """Return memory for a reduction's output: the long-lived memory if it is free and on the device, or new."""
+        """Return memory for a reduction's output: the chunk's own memory if it is free and on the device, or new
+        memory."""
         own = self.own_memory()
         return own if self._reduced is None and own.device == self.chunk.device else self._on_device()
 
@@ -291,9 +293,9 @@ class ChunkGrads:
             self.become(Reduction.EMPTY)
 
     def keep_unsharded(self, buffer: Buffer, ledger: Ledger) -> None:
-        """Keep whole gradients in ``buffer``, or in private memory if they add up in another dtype than they travel in.
+        """Keep unsharded gradients in ``buffer``, or in private memory if they add up in another dtype.
 
-        That memory is allocated at the second pass of a step, so that programs without one need none.
+        Private memory is allocated at the second pass of a step, so programs with one pass need none.
         """
         self.buffer, self._ledger = buffer, ledger
         self.bucket = buffer.local
@@ -313,7 +315,7 @@ class ChunkGrads:
         return wide
 
     def hand_over(self, out: Buffer, filled: Collection[int]) -> None:
-        """Have the input of the reduction in ``out``: the slots ``filled``, and zero for other slots and padding."""
+        """Write the input of the reduction to ``out``: the slots ``filled``, and zero for other slots and padding."""
         bucket = self.bucket
         if bucket is None:
             return
@@ -385,10 +387,10 @@ class GradRing:
 class BucketPool:
     """Buckets in exchange memory, shared by chunks of similar size.
 
-    Chunks whose padded sizes lie within a factor of two share a class; a class has at most ``depth`` buckets, which its
-    chunks use in turn, and as many more as ``extra_bytes`` allow, larger classes first. So the total is at most
-    ``2 * depth`` times the largest chunk plus ``extra_bytes``, however many chunks there are. Which bucket a chunk uses
-    is fixed, because peers that map each other's memory must agree on it.
+    Chunks whose padded sizes are within a factor of two share a class. A class has at most ``depth`` buckets, which its
+    chunks use in turn, and as many more as ``extra_bytes`` allow, larger classes first. So the total is at most ``2 *
+    depth`` times the largest chunk plus ``extra_bytes``, for any number of chunks. Each chunk always uses the same
+    bucket, because peers that map each other's memory must agree on it.
     """
 
     def __init__(self, chunks: Sequence[tuple[ChunkSpec, torch.dtype]], depth: int, extra_bytes: int = 0) -> None:
@@ -403,7 +405,7 @@ class BucketPool:
                 extra_bytes -= more * nbytes
                 first, count = len(self.specs), min(depth + more, len(members))
                 self.specs += [(capacity, dtype)] * count
-                # Neighbours in the layout finish one after the other, so they alternate.
+                # Neighbours in the layout finish one after the other, so they use different buckets.
                 self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(members)})
         self._buffers: list[Buffer] = []
         self._user: list[ChunkGrads | None] = [None] * len(self.specs)
@@ -439,7 +441,7 @@ class BucketPool:
         self._user[self._slot[state.spec.index]] = None
 
 
-# Between hosts each reduction is a round trip; more buckets let more of them overlap. As much as is prefetched.
+# Between hosts each reduction is a round trip; more buckets let more of them overlap. Use as much as prefetches do.
 EXTRA_BYTES = 16 << 20
 
 
@@ -469,7 +471,7 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
     own = [state.kept_memory for state in states if state.home is tier]
     own_memory = [memory for memory in own if memory is not None]
     rings = {id(s.ring): s.ring for s in states if s.ring is not None and s.home is tier}
-    # Memory that is given back meanwhile is in both.
+    # Memory that is given back meanwhile is counted in both.
     in_use = {storage_id(memory.untyped_storage()) for memory in own_memory}
     idle_memory = [memory for ring in rings.values() for memory in ring.idle()]
     idle = sum(memory.nbytes for memory in idle_memory if storage_id(memory.untyped_storage()) not in in_use)

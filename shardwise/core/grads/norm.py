@@ -46,7 +46,7 @@ class OtherParts:
     Attributes:
         group: those ranks and this one.
         counted: this rank's gradients without those that a lower rank of ``group`` has, too; ``None``: all.
-        words: numbers that have to be the same on all of them.
+        words: numbers that have to be equal on all of them.
         differ: called on each rank if the numbers differ; raises.
     """
 
@@ -103,7 +103,7 @@ def global_norm(
     extra = [torch.tensor(known, dtype=torch.float64, device="cpu")] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
     norm = _combined(everything, p, torch.float32, ask, others)
-    # The same on all ranks, so all of them compute it again.
+    # Equal on all ranks, so all of them compute it again.
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
         norm = _combined(everything, p, torch.float64, ask, others)
@@ -115,10 +115,10 @@ PART = 1 << 22
 
 
 class LateNorm:
-    """A norm that the step itself does not need: computed on the device, and read later.
+    """A norm that the step itself does not need: computed on the device and read later.
 
     Args:
-        group: the ranks that hold the other shards. Collective: every rank makes one, and makes the same calls.
+        group: the ranks that hold the other shards. Collective: every rank creates one and makes the same calls.
     """
 
     def __init__(self, group: Group) -> None:
@@ -132,7 +132,7 @@ class LateNorm:
         """
         gathered, self._gather = self._gather, DONE
         gathered.wait()
-        self._group.fence()  # peers that read this memory have read it
+        self._group.fence()  # peers that read this memory are done
         own = self._group.slice_of(self._shares.local, self._group.rank)
         # For p other than 1, 2 and infinity a kernel converts its whole input in new memory; parts bound that.
         parts = [part for each in tensors for part in torch.split(each, PART)]

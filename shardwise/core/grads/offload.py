@@ -1,6 +1,6 @@
 """Copies of reduced gradients from a GPU to the host, on their own stream. The host does not wait for them.
 
-A copy has landed when the gradient shard is first read (:attr:`ChunkGrads.reduced`).
+The first read of the gradient shard (:attr:`ChunkGrads.reduced`) waits for its copy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shardwise.core.memory.tier import Tier
 class GradOffload:
     """Copies to the host, of one reducer.
 
-    A later result of a step is added on the GPU: the sum so far is copied there and back, behind earlier copies. The
-    host would have to wait for a copy before it could add.
+    A later result of a step is added on the GPU: the sum so far is copied there and back, after earlier copies. Adding
+    on the host would have to wait for a copy first.
 
     Args:
         device: of the results.
@@ -28,15 +28,15 @@ class GradOffload:
 
     def __init__(self, device: torch.device) -> None:
         self._downloads: Any = side_stream(device)
-        """``None`` where nothing is copied."""
+        """The stream of the copies; ``None`` if nothing is copied."""
 
     def takes(self, state: ChunkGrads) -> bool:
-        """Whether the result leaves a GPU."""
+        """Return whether the result is copied from a GPU to the host."""
         return self._downloads is not None and state.home is not Tier.DEVICE
 
     @labelled("offload", lambda _, state, *__: state.spec.title)
     def begin(self, state: ChunkGrads, out: torch.Tensor, exchanged: Buffer | None) -> None:
-        """Begin to copy ``out`` to the gradient shard of ``state``, or to add it. It may lie in ``exchanged``."""
+        """Begin to copy ``out`` to the gradient shard of ``state``, or to add it. ``out`` may be in ``exchanged``."""
         total, memory = out, state.memory
         with behind_current(out.device, self._downloads):
             if memory is None:

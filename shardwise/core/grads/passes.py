@@ -1,7 +1,7 @@
 """Backward passes: when one begins, when it ends on every rank, and how a failed one is dropped.
 
 A pass begins at its first gradient or gather (``note``), and ends in ``_finish``: gathers first, then
-:meth:`Reducer.finish` reduces what is left.
+:meth:`Reducer.finish` makes the remaining reductions.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, t
 
 
 # [Note: A pass that failed]
-# If a pass fails, nothing waits for the peers: they may be in the midst of it, and come to no agreement. The failure is
-# noted (``_failed``) until all ranks have dropped the pass. The flag is set before the end of a pass, where anything
-# can raise, and taken back when the last reduction is done, so an interrupted end counts as a failure; so does an
-# interrupted change of present gradients (``rewriting``: rescaled or clipped). If autograd itself gave up a pass, it
-# has dropped its callback (``_tasks`` has weak references). The next forward pass or zero_grad() recovers, on every
-# rank: the ranks exchange how far each came, begin the reductions that any of them has begun, wait for them, and drop
-# the gradients of the step. A rank that noticed no failure comes to another exchange instead; the purposes differ, all
-# raise, and the pass counts as failed until they do agree. step() or a new pass before that is refused, because reduced
-# gradients differ between the ranks. Earlier gradients of the step go with the failed pass, since it may have been
-# added to them; a forward pass or a new pass, after which a program would go on to its step, warns of that. If gathers
-# go in program order, a forward pass that ended in an exception counts as well, with or without a graph: ranks that
-# stopped at different places have issued different gathers.
+# If a pass fails, nothing waits for the peers: they may be in the middle of it, and would not take part in an exchange.
+# The failure is noted (``_failed``) until all ranks have dropped the pass. The flag is set before the end of a pass,
+# where anything can raise, and reset when the last reduction is done, so an interrupted end counts as a failure. An
+# interrupted change of present gradients (``rewriting``: rescaled or clipped) counts as one, too. If autograd itself
+# ended a pass with an error, it has dropped its callback (``_tasks`` has weak references). The next forward pass or
+# zero_grad() recovers, on every rank: the ranks exchange how far each came, begin the reductions that any of them has
+# begun, wait for them, and drop the gradients of the step. A rank that noticed no failure comes to another exchange
+# instead. The purposes differ, so all ranks raise, and the pass counts as failed until they agree. Before that, step()
+# and a new pass raise, because reduced gradients differ between the ranks. Earlier gradients of the step are dropped
+# with the failed pass, since it may have been added to them. A forward pass or a new pass warns of that, since the
+# program would then continue to its step. If gathers go in program order, a forward pass that ended in an exception
+# counts as failed as well, with or without a graph: ranks that stopped at different places have issued different
+# gathers.
 class BackwardPasses:
-    """Notices backward passes over one model and ends them on every rank alike.
+    """Detects backward passes over one model and ends them on every rank.
 
-    A pass inside :meth:`around` ends with that context. One that the user starts (``loss.backward()``) ends with
-    autograd's callback of its outermost task; nested ones (reentrant checkpointing) end nothing by themselves.
+    A pass inside :meth:`around` ends with that context. A pass that the user starts (``loss.backward()``) ends with
+    autograd's callback of its outermost task; nested passes (reentrant checkpointing) end nothing by themselves.
 
     Args:
         pool, reducer, meter: of the model; ``meter`` is ``None`` if memory has no limit.
@@ -112,14 +113,14 @@ class BackwardPasses:
             )
 
     def _begin(self) -> None:
-        """All that may refuse the pass, then all that begins with it."""
+        """Make all checks that may refuse the pass, then begin it."""
         self._events.backward_asked()
         self._before = self.held()
         self._events.backward_began()
 
     @contextlib.contextmanager
     def rewriting(self) -> Iterator[None]:
-        """Around a change of the gradients that are held, one by one: if it is interrupted they are dropped."""
+        """Return a context for changes of present gradients, one by one; an interrupt in it drops them."""
         self._failed = True
         yield
         self._failed = False
@@ -134,7 +135,7 @@ class BackwardPasses:
         return self._around or bool(self._tasks)
 
     def watch(self, output: Any) -> None:
-        """Hook a model's output, so that a pass that starts from it is noticed as the outermost one."""
+        """Hook a model's output, so that a pass that starts from it is recognised as the outermost one."""
         if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
             return
         if not is_transformed(output):  # a transform's own passes give no gradients
@@ -203,7 +204,7 @@ class BackwardPasses:
         """
         if self._has_failed():
             earlier = self.held() if self._before is None else self._before
-            # Until it is done: otherwise this rank's next pass would answer the others' exchange.
+            # Until it is dropped: otherwise this rank's next pass would answer the other ranks' exchange.
             self._failed = True
             self._tasks.clear()
             if self._gathering:
@@ -211,7 +212,7 @@ class BackwardPasses:
                 self._gathering = False
             try:
                 self._reducer.abort(self._pool.make_up)
-            except PeerError:  # others may still be at the exchange before it
+            except PeerError:  # other ranks may still be at the previous exchange
                 self._gathering = True
                 raise
             self._pool.catch_up()
@@ -259,7 +260,7 @@ class BackwardPasses:
 
     def _finish(self) -> None:
         with torch.no_grad():
-            self._failed = True  # if anything below raises
+            self._failed = True  # in case anything below raises
             self._pool.finish_phase()
             self._gathering = False
             self._reducer.finish(self.sync)

@@ -1,10 +1,11 @@
 """Reduce gradients from buckets into shards, in an order that all ranks share.
 
-A gradient goes down the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
-``_take_result`` of :class:`Reducer`; docs/architecture.md has the whole way. The chunks that are left are reduced at
-the end of backward (``finish``), so that ranks which use different parameters still issue the same collectives. At that
+A gradient passes through the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
+``_take_result`` of :class:`Reducer`; docs/architecture.md describes all of its path. The end of backward (``finish``)
+reduces the remaining chunks, so that ranks which use different parameters still issue the same collectives. At that
 point the ranks exchange which parameters had a gradient: a parameter that no rank used is neither reduced nor updated
-(its gradient is None in plain PyTorch), and one that only some ranks used counts as zero on the others (as in DDP).
+(its gradient is None in plain PyTorch), and a parameter that only some ranks used counts as zero on the others (as in
+DDP).
 """
 
 from __future__ import annotations
@@ -124,27 +125,27 @@ MAX_BACKOFF = 1024
 
 # [Note: Why no wait inside backward is without end]
 # On CPU ranks the host waits. A peer that does not use a chunk, or that has stopped waiting, joins the chunk's
-# reduction only at the end of its pass. So an unbounded wait for a reduction in the midst of backward could last for
-# ever. Until a rank's last gradient it waits for these things only:
+# reduction only at the end of its pass. So an unbounded wait for a reduction in the middle of backward could deadlock.
+# Until a rank's last gradient it waits only for:
 # * a bucket that chunks share: its last reduction, and peers that read it; for a limited time;
-# * a bucket of the chunk's own: peers that still read the last pass's sum, which need nothing of this rank any more;
-# * the next gather, where the ranks agree on gathers, and the operations that follow at once (the result of a read from
-#   a disk, the gather's messages, a fence): every rank comes to its next gather, or to the end of its backward, with
-#   nothing but this list in between;
-# * a gather in program order ([Note: Program order]): every rank comes to it, or those that wait time out;
+# * a bucket of the chunk's own: peers that still read the last pass's sum, and no longer need anything of this rank;
+# * the next gather, if the ranks agree on gathers, and the operations that follow at once (the result of a read from a
+#   disk, the gather's messages, a fence): every rank reaches its next gather, or the end of its backward, with nothing
+#   but the waits of this list in between;
+# * a gather in program order ([Note: Program order]): every rank reaches it, or waiting ranks time out;
 # * a disk, its buffers, an update in its thread: these wait for no peer.
-# Reductions are waited for after the last gradient. By then the ranks have agreed on what is reduced and begin it in
-# one order ([Note: One order of reductions]), so a wait for the n-th is a wait for ranks that wait for an earlier one
-# at most. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside a pass
-# closes a cycle]. tests/ranks/grads/test_failed_passes.py ends the wait at places that it draws at random.
+# Reductions are waited for after the last gradient. By then the ranks have agreed on the reductions and begin them in
+# one order ([Note: One order of reductions]). A wait for the n-th reduction therefore depends only on ranks that wait
+# for earlier ones. A fence waits for no reduction ([Note: Fences]). On GPUs streams wait; see [Note: Why no wait inside
+# a pass closes a cycle]. tests/ranks/grads/test_failed_passes.py ends the wait at random places.
 class WaitPolicy:
-    """How long backward waits for a bucket that peers still use, before it goes on in private memory.
+    """The time that backward waits for a bucket that peers still use, before it goes on in private memory.
 
-    A wait costs nothing if all ranks do the same: a rank that is behind will come, and a step ends with its slowest
-    rank. Private memory costs fresh pages, a copy and overlap. But a rank that does not use a chunk, or uses chunks in
-    another order, joins the reduction only at the end of its pass, so a wait for it is in vain. Hence the limit is half
-    a backward pass. After a wait in vain there is none in the same pass, and it is short in the next passes: 2, then 4,
-    and so on. It is short, too, after a pass in which the ranks used different parameters.
+    A wait costs nothing if all ranks do the same: a rank that is behind will arrive, and a step ends with its slowest
+    rank. Private memory costs new pages, a copy and overlap. But a rank that does not use a chunk, or uses chunks in
+    another order, joins the reduction only at the end of its pass, so a wait for it fails. Hence the limit is half a
+    backward pass. After a failed wait, there are no waits in the same pass and short ones in the next passes: 2, then
+    4, and so on. Waits are also short after a pass in which the ranks used different parameters.
 
     Args:
         limited: the device has a declared capacity, which private memory may exceed. So a rank waits longer for a peer
@@ -171,7 +172,7 @@ class WaitPolicy:
         return SHORT_S if self._short_passes else max(self._least_s, self._half_pass_s)
 
     def waited(self, seconds: float, in_vain: bool) -> None:
-        """Count a wait that is over."""
+        """Count a wait that has ended."""
         self._waited_s += seconds
         self._in_vain |= in_vain
 
@@ -196,13 +197,14 @@ class WaitPolicy:
 
 
 # [Note: One order of reductions]
-# All ranks begin the same reductions in the same order, whatever parameters they use. The order is that of the layout,
-# backwards, and from the first pass on rank 0's order of arrival. All ranks adopt it when a set of chunks comes into
-# use, and again whenever that set does (of the last sets; a pass that failed forgets them on all ranks).
-# Within a pass a chunk begins early only behind all chunks before it (Reducer.begun). At the end of the pass the ranks
-# exchange which parameters had gradients, and begin the rest: a chunk that no rank used is not reduced, one that some
-# used counts as zero on the others. Gradients that came after their chunk was reduced follow in a second round, in the
-# same order. Results are waited for in that order, too, oldest first: with replicas the all-reduces begin in it.
+# All ranks begin the same reductions in the same order, independent of the parameters that they use. The order is the
+# reverse of the layout, and from the first pass on rank 0's order of arrival. All ranks adopt it when a new set of
+# chunks is used, and again whenever that set is used (the last sets are kept; after a failed pass all ranks forget
+# them). Within a pass a chunk begins early only after all chunks before it (Reducer.begun). At the end of the pass the
+# ranks exchange which parameters had gradients, and begin the remaining reductions: a chunk that no rank used is not
+# reduced, and a chunk that some ranks used counts as zero on the others. Gradients that arrived after their chunk was
+# reduced follow in a second round, in the same order. Results are waited for in that order, too, oldest first: with
+# replicas the all-reduces begin in it.
 class ThenReplicas:
     """A reduce-scatter over the shard group followed by an all-reduce of the shard over the replicas.
 
@@ -249,7 +251,7 @@ class ThenReplicas:
 
 
 class Observer(Protocol):
-    """Uses gradients as soon as they are reduced, while the pass goes on. Events notify it of single results."""
+    """Uses gradients as soon as they are reduced, during the pass. Events notify it of individual results."""
 
     @property
     def active(self) -> bool:
@@ -257,16 +259,16 @@ class Observer(Protocol):
 
     @property
     def pending(self) -> Sequence[int]:
-        """The optimizers that have used gradients of a whole pass and made no step since."""
+        """The optimizers that have used gradients of a whole pass and made no step since then."""
 
     def catch_up(self) -> None:
-        """Finish what was begun."""
+        """Finish the uses that have begun."""
 
     def end_pass(self) -> None:
-        """A reduced pass is over."""
+        """End a reduced pass."""
 
     def lose(self) -> None:
-        """A pass failed after something was reduced on some rank."""
+        """Note that a pass failed after a reduction on some rank."""
 
 
 MAX_ORDERS = 64  # one for each set of chunks in use
@@ -321,11 +323,11 @@ class Reducer:
         self._waits, self._offload = WaitPolicy(ledger.capacity_bytes is not None), GradOffload(mesh.device)
         self._arrivals, self._in_flight = list[ChunkGrads](), list[ChunkGrads]()
         self._dropping, self._replica = False, dict[int, Buffer]()
-        """Whether results are dropped at once; by chunk, the replicas' buffers."""
+        """Whether results are dropped at once; and the replicas' buffers, by chunk."""
         self._buckets, self._sizes = self._exchange_memory()
         self._side_stream = side_stream(mesh.device) if self._sizes[1] else None
         self._stream: Any = None
-        """Of this pass; see :meth:`_on_one_stream`."""
+        """The stream of this pass; see :meth:`_on_one_stream`."""
         self._announced_bytes = sum(numel * dtype.itemsize for sizes in self._sizes for numel, dtype in sizes)
         ledger.account("gradients", lambda: self.bytes(Tier.DEVICE))
 
@@ -395,7 +397,7 @@ class Reducer:
                         self._complete(self._in_flight[0])
 
     def _on_one_stream(self, *used: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a block whose work goes to the stream of the pass's first gradient, behind the current stream's.
+        """Return a context whose work goes to the stream of the pass's first gradient, after the current stream's.
 
         Autograd accumulates a gradient on the stream where forward used its parameter. Buckets are freed, written and
         reduced on one stream, so a reduction waits for all of a chunk's gradients. ``used`` is kept for that stream.
@@ -411,7 +413,8 @@ class Reducer:
         return behind_current(self.mesh.device, self._stream)
 
     def pass_by(self, unit: int, upcoming: Collection[int]) -> None:
-        """``unit`` is used, in program order: units that do not come again in the pass get no more gradients."""
+        """Note in program order that ``unit`` is used: units that are not ``upcoming`` get no more gradients in the
+        pass."""
         while self._reduces and self.begun < len(self._order):
             state = self._order[self.begun]
             if state.state is not Reduction.FILLING or state.spec.unit in (unit, *upcoming):
@@ -459,10 +462,10 @@ class Reducer:
             self._waits.waited(waited_s, in_vain)
 
     def _take_behind(self, state: ChunkGrads) -> Buffer | None:
-        """Take the bucket where a reduction that has begun ends without this rank's host.
+        """Take the bucket if a reduction that has begun ends without this rank's host.
 
-        That is so if it has begun on all ranks (in agreements), or if they begin it in one order without a wait for
-        this rank. Only a user whose turn has not come keeps the bucket.
+        This is the case if it has begun on all ranks (in agreements), or if all ranks begin it in one order without a
+        wait for this rank. Only a user whose turn has not come keeps the bucket.
         """
         while not self._buckets.free(state):
             user = self._buckets.user(state)
@@ -474,7 +477,7 @@ class Reducer:
     def _vacate(self, user: ChunkGrads) -> None:
         """Free the bucket of a chunk whose reduction has begun."""
         if self._group.starts_together and isinstance(user.handle, ThenReplicas):
-            user.handle.wait_for_first()  # the all-reduce needs other ranks, and not the bucket
+            user.handle.wait_for_first()  # the all-reduce needs other ranks, but not the bucket
             self._release(user)
         else:
             self._complete(self._in_flight[0])
@@ -487,11 +490,14 @@ class Reducer:
         state.buffer, state.bucket = buffer, buffer.local
 
     def _advance(self) -> None:
-        """Reduce the chunks whose turn it is. One that lacks gradients, or a bucket, waits for the next gradient of any
-        chunk (:meth:`add`), or for the end of the pass (:meth:`finish`)."""
+        """Reduce the chunks whose turn it is.
+
+        A chunk that lacks gradients, or a bucket, waits for the next gradient of any chunk (:meth:`add`), or for the
+        end of the pass (:meth:`finish`).
+        """
         while self.begun < len(self._order) and (state := self._order[self.begun]).state is Reduction.DEPOSITED:
             if state.buffer is None and not self._move_in(state, self._take_bucket(state)):
-                return  # no bucket without a wait: the rest is reduced at the end of the pass
+                return  # no bucket without a wait: the end of the pass reduces the remaining chunks
             self.begin(self.begun + 1)
 
     def _move_in(self, state: ChunkGrads, buffer: Buffer | None) -> bool:
@@ -507,7 +513,7 @@ class Reducer:
     # ---- reducing
 
     def _into_buffer(self, state: ChunkGrads) -> Buffer:
-        """Return the exchange memory with the whole gradient, moved there from private memory if need be."""
+        """Return the exchange memory with the unsharded gradient, moved there from private memory if necessary."""
         while (buffer := state.buffer) is None:
             if self._move_in(state, self._buckets.take(state)):
                 continue
@@ -622,7 +628,7 @@ class Reducer:
                 for state, any_rank in zip(self._order, used, strict=True):
                     if any_rank and not state.launched:
                         self._reduce(state, state.filled)
-                self.begun = len(self._order)  # as on every rank, should the rest of this fail
+                self.begun = len(self._order)  # set on every rank, in case a later statement fails
             self._complete_all()
             with deferred_interrupts(REDUCTION):
                 for state, any_rank in zip(self._order, overflow, strict=True):
@@ -662,7 +668,7 @@ class Reducer:
             self.begun += 1
         self._dropping = True
         try:
-            # Anything that reads gradients in another thread is done first.
+            # First end everything that reads gradients in another thread.
             self._observer.catch_up()
             counts = self._summarize([float(self.begun)], "how far a failed backward pass came")
             make_up()

@@ -34,7 +34,7 @@ class NoMemory(torch.UntypedStorage):
 
 
 def without_memory(what: str, of: object) -> str:
-    """Return the message of the error that ``what`` raises."""
+    """Return the message of the error for operation ``what``."""
     return f"{what} of {of}: it has no memory of its own; call clone() on every rank first"
 
 
@@ -109,7 +109,8 @@ class ShardedGrad(torch.Tensor):
         views: tuple[View, ...] = (),
         complete: bool = True,
     ) -> ShardedGrad:
-        """
+        """Initialise a gradient or a view of it.
+
         Args:
             owner: returns the owner of the gradients, or ``None`` when the session is closed.
             index: the parameter's.
@@ -161,19 +162,19 @@ class ShardedGrad(torch.Tensor):
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
-        """Raises: there is no memory to point to."""
+        """Raise, because there is no memory to point to."""
         raise RuntimeError(without_memory("data_ptr()", self))
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """One of no bytes, whose elements are an error."""
+        """A storage of no bytes; access to its elements raises."""
         return NoMemory(0, device=self.device)  # type: ignore[no-untyped-call]
 
     def storage(self) -> NoReturn:
-        """Raises, as :meth:`data_ptr`."""
+        """Raise, as :meth:`data_ptr`."""
         raise RuntimeError(without_memory("storage()", self))
 
     def __dlpack__(self, **_kwargs: Any) -> Any:
-        """Raises, since a consumer could write to the array, which would be a copy."""
+        """Raise, since a consumer could write to the array, which would be a copy."""
         raise BufferError(without_memory("__dlpack__()", self))
 
     def is_shared(self) -> bool:
@@ -343,7 +344,7 @@ def _local(name: str, edit: Callable[..., None], operands: int, bounds: bool = F
 
 
 def _add(part: torch.Tensor, scale: float, other: Any, alpha: Any = 1) -> None:
-    # The other operand in the wider of both before it is scaled.
+    # Cast the other operand to the wider of both dtypes before it is scaled.
     part.add_(other, alpha=alpha * scale)
 
 
@@ -404,7 +405,7 @@ def _zero(x: Any) -> Any:
 
 
 def _div(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    if rounding_mode is not None:  # rounding of values in other units gives another result
+    if rounding_mode is not None:  # rounding values in other units gives another result
         return NotImplemented
     return _local("div_", lambda part, scale, by: part.div_(by), 1)(x, other)
 
@@ -509,7 +510,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
 
 
 def _take_over(grad: ShardedGrad, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Write the changed elements back; the others keep a precision that the parameter's dtype may not have."""
+    """Write the changed elements back; unchanged elements keep a precision that the parameter's dtype may not have."""
     part, where, scale = grad.checked_owner("a change").part(grad.param_index, None, False)
     old, new = (each.reshape(-1)[where].to(part.device) for each in (before, after))
     part.copy_(torch.where(old == new, part, new.to(part.dtype) * scale))

@@ -14,12 +14,13 @@ _UNSHARED = storage_holders(torch.empty(1, device="cpu"))
 
 
 # [Note: When an array may be used again]
-# When torch counts no holder of its storage but the tensor in ``_idle``: each view that autograd or the program keeps
-# is one more. The parameters' own views are gone before an array is given back, since eviction points them elsewhere
-# first. An array that is still read waits in ``_idle`` until its size is needed; after an update, or if too much is
-# idle, it is dropped, so that its last reader frees it. Dropped arrays are watched by weak references, because under a
-# declared capacity memory counts until it is free. ``_UNSHARED`` is measured on a fresh array; if torch gives no count
-# (0), nothing is ever reused. Nor is it on CUDA, where the caching allocator does the same and knows of streams.
+# An array may be reused when torch counts no holder of its storage except the tensor in ``_idle``: each view that
+# autograd or the program keeps is another holder. The parameters' own views are gone before an array is given back,
+# since eviction points them elsewhere first. An array that is still read waits in ``_idle`` until its size is needed.
+# After an update, or if too much is idle, it is dropped, so that its last reader frees it. Dropped arrays are watched
+# by weak references, because under a declared capacity memory counts until it is free. ``_UNSHARED`` is measured on a
+# fresh array. If torch gives no count (0), no array is reused. Arrays on CUDA are not reused either, since the caching
+# allocator does the same and respects streams.
 class ArrayPool:
     """Reuses flat host arrays: a fresh page costs about 2 microseconds per 4 KiB, a reused one nothing.
 

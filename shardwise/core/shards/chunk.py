@@ -1,9 +1,9 @@
 """One chunk: its flat storage, the parameters that are views of it, and its state.
 
-A *resident* chunk keeps its whole array (DDP, ZeRO-1/2, small persistent tensors). A *transient* one keeps this rank's
-shard, and has a whole array only between gather and eviction (FSDP2's unshard and reshard). Memory is never freed under
-a reader: eviction drops the chunk's reference, and views that autograd still holds keep the old array alive; a chunk
-whose parameters themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
+A *resident* chunk keeps its unsharded array (DDP, ZeRO-1/2, small persistent tensors). A *transient* chunk keeps this
+rank's shard, and has an unsharded array only between gather and eviction (FSDP2's unshard and reshard). Memory is never
+freed under a reader: eviction drops the chunk's reference, and views that autograd still holds keep the old array
+alive. A chunk whose parameters themselves are held (:attr:`Chunk.is_read`) is not evicted before an update.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def is_absent(values: torch.Tensor) -> torch.Tensor:
 
 
 # [Note: Who counts as a reader]
-# Norms, attention and RNNs save the parameter itself, kernels put it on their ``ctx``, programs keep it in lists. A
-# view of a gathered array keeps its array; the parameter is pointed elsewhere at eviction, for every holder. So before
-# that holders are counted. Two counts are needed, because neither sees all:
-# * torch's count of the tensor: its Python object is one holder, the node that accumulates its gradient another; more
-#   is a graph.
+# Norms, attention and RNNs save the parameter itself, kernels put it on their ``ctx``, and programs keep it in lists. A
+# view of a gathered array keeps its array, but a parameter is pointed elsewhere at eviction, for every holder. So
+# before an eviction, holders are counted. Two counts are needed, because neither sees all holders:
+# * torch's count of the tensor: its Python object is one holder, the node that accumulates its gradient another. A
+#   higher count means that a graph holds it.
 # * Python's count of the object, compared with the count when the parameter was pointed at the gathered array, since
-#   modules, hooks and the user's own lists hold it for good. A higher count is a new holder.
-# Both err on one side: a list that a forward pass made and kept looks like a reader, so its unit stays gathered, which
-# costs memory. A reader that was not counted would cost right numbers.
+#   modules, hooks and the user's own lists hold it permanently. A higher count is a new holder.
+# Both can only count too many readers: a list that a forward pass made and kept looks like a reader, so its unit stays
+# gathered, which costs memory. A reader that was not counted would make results wrong.
 def _added_by_torch() -> int:
     """Return how many more references Python counts while torch itself holds a tensor."""
     param = nn.Parameter(torch.empty(1, device="cpu"))
@@ -89,7 +89,7 @@ def is_read(params: Sequence[nn.Parameter], holders: Sequence[int], in_transform
 def _saved_in_transform(param: nn.Parameter) -> bool:
     if not param.requires_grad:
         return tensor_holders(param) > 1
-    edge = get_gradient_edge(param)  # creates the node if there is none, so there are two owners
+    edge = get_gradient_edge(param)  # creates the node if it does not exist, so there are two owners
     return edge is not None and tensor_holders(param) > 2
 
 
@@ -101,11 +101,11 @@ class Residency(Enum):
     UNPLACED = auto()
     """The parameters are still in the memory of the user's model."""
     SHARDED = auto()
-    """This rank has its shard only; the parameters read as NaN."""
+    """This rank has only its shard; the parameters read as NaN."""
     GATHERING = auto()
-    """The whole array is being filled; the parameters read as NaN."""
+    """The unsharded array is being filled; the parameters read as NaN."""
     GATHERED = auto()
-    """The parameters are views of the whole array and can be read."""
+    """The parameters are views of the unsharded array and can be read."""
     RENEWING = auto()
     """A resident chunk gathers the other ranks' parts of its array, after an update."""
 
@@ -124,16 +124,16 @@ RESIDENCY = Table(
 
 # [Note: Who owns a gathered array]
 # ``full`` is an ordinary tensor with a reference count. The chunk holds it from the beginning of the gather to the
-# eviction, as do the parameters, which are pointed at parts of it, and every view that autograd or the program keeps.
+# eviction. The parameters, which point at parts of it, and every view that autograd or the program keeps hold it, too.
 # Eviction ends the first two: parameters point at one NaN, expanded to their shape, so that a read without a gather is
-# noticed; the array goes back to its pool, which uses it again when the last view is gone ([Note: When an array may be
-# used again]). Memory is never freed under a reader, at the price of memory as long as something reads it.
+# noticed. The array goes back to its pool, which reuses it after the last view is gone ([Note: When an array may be
+# used again]). Memory is never freed under a reader, so an array uses memory as long as something reads it.
 # * A parameter is not a view: it is the same object before and after. So holders are counted before it is pointed
 #   elsewhere; see [Note: Who counts as a reader].
-# * A joined array is a zero-copy view of the ranks' shards themselves (comm: Group.joined) and shows their changes: it
+# * A joined array is a zero-copy view of the ranks' shards themselves (comm: Group.joined) and shows their changes. It
 #   must not be read after the fence behind which they are written ([Note: Fences]), and the eviction after the update
 #   ends it.
-# * A resident chunk's array is its exchange memory, for good; an update changes its values.
+# * A resident chunk's array is always its exchange memory; an update changes its values.
 # * On a GPU the array goes back to torch's allocator, which reuses it in stream order; for copies on another stream see
 #   SideCopy in base/device.py.
 class Chunk:
@@ -142,14 +142,14 @@ class Chunk:
     Args:
         spec: its layout.
         params: the parameters of its slots.
-        source: the home of the shard, or of the whole array of a resident chunk.
+        source: the home of the shard, or of the unsharded array of a resident chunk.
         rank: this rank in the shard group.
         device: of gathered parameters.
-        resident: whether the whole array stays on the device.
+        resident: whether the unsharded array stays on the device.
 
     Attributes:
         shard_start, shard_end, shard_numel: this rank's shard, in elements of the chunk.
-        full: the whole array, or ``None`` while there is only the shard.
+        full: the unsharded array, or ``None`` while there is only the shard.
         pending: the gather that fills it, while GATHERING or RENEWING.
         joined: ``full`` is a zero-copy view of the ranks' shards, not a copy.
         in_transform: a ``torch.func`` transform has used it since it was gathered.
@@ -210,7 +210,7 @@ class Chunk:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's :attr:`shard_numel` elements where they are in memory; see :meth:`opened` for any tier."""
+        """This rank's :attr:`shard_numel` elements if they are in memory; see :meth:`opened` for any tier."""
         local = self.source.exchange.local
         return local[self.shard_start : self.shard_end] if self.resident else local
 
@@ -300,12 +300,12 @@ class Chunk:
     def is_read(self) -> bool:
         """Whether a graph or Python code has taken a parameter since it was pointed at the gathered array.
 
-        An eviction would change it for them. Views of the array do not count, since they keep the array.
+        An eviction would change the parameter for them. Views of the array do not count, since they keep the array.
         """
         return self._holders is not None and is_read(self.params, self._holders, self.in_transform)
 
     def refuse_graphs(self) -> None:
-        """Have autograd refuse graphs that hold the old values, as if each parameter had been updated in place."""
+        """Make autograd refuse graphs that hold the old values, as if each parameter had been updated in place."""
         # No value changes; users know torch's error message.
         torch.autograd.graph.increment_version(self.params)
 
@@ -353,7 +353,7 @@ class Chunk:
         """Return whether a parameter's values differ from this rank's shard, and from mapped shards of its peers."""
         slot, shown, source = self.spec.slots[index], self._shown, self.source
         if shown is None:
-            # torch lets a single element be computed with, and NaN stays NaN.
+            # torch can compute with an expanded single element, and NaN stays NaN.
             return slot.numel == 1 or not bool(is_absent(self.absent[index]).all())
         if source.tier is Tier.DISK:
             return True  # the shard is not in memory

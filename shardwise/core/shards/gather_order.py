@@ -35,22 +35,22 @@ MAX_LOG = 4096
 # [Note: Program order]
 # Collectives match by their order alone, so all ranks have to issue the same gathers in the same order. They do if they
 # run the same modules in the same order and if nothing else decides what a rank gathers: evictions and prefetches
-# follow from the order of use in this step and the last one, and from sizes. Two things do not:
+# follow from the order of use in this step and the last one, and from sizes. There are two exceptions:
 # * Something may hold a parameter on this rank and not on others (a graph, a list). Then the unit stays gathered here,
 #   counts as evicted, and is gathered again, over the same values, when the others gather it (ChunkPool._still_read).
-# * What fits on a device differs between ranks. Under a declared capacity they agree before each gather.
-# Where memory is mapped, ranks need no order. Gathers that still need all ranks there (from a disk, of secondary
-# shards) are agreed on, as under same_order=False.
+# * What fits on a device differs between ranks. Under a declared capacity the ranks agree before each gather.
+# If memory is mapped, ranks need no order. Gathers that still need all ranks then (from a disk, of secondary shards)
+# are agreed on, as under same_order=False.
 # Reductions have an order of their own, which all ranks share (see grads/reducer.py). They begin as soon as their
-# gradients are complete, and the rest at the end of the pass, so parameters that only some ranks use make no
-# difference. On a GPU a rank that has begun a reduction may wait for it before its next gather (for a bucket), and a
-# peer that begins it at the end of its pass would wait for that gather. So there a chunk that lacks gradients is
-# reduced as soon as its unit has had its turn (Reducer.pass_by), as in FSDP2; later gradients are reduced again.
-# Ranks that differ all the same end in an error before anything is updated: at the end of a pass they compare a
-# fingerprint of their gathers, and a rank that waits for a gather that another one never issues gives up and reports
-# what each rank is doing. Ranks that fail in the midst of a pass have issued different numbers of gathers: when they
-# drop the pass, those that are behind issue the missing ones (ChunkPool.make_up) before anything waits for a reduction,
-# because a peer's device may come to that reduction after one of these gathers.
+# gradients are complete, or at the end of the pass, so parameters that only some ranks use make no difference. On a GPU
+# a rank that has begun a reduction may wait for it before its next gather (for a bucket), and a peer that begins it at
+# the end of its pass would wait for that gather. So on a GPU a chunk that lacks gradients is reduced as soon as its
+# unit has had its turn (Reducer.pass_by), as in FSDP2; later gradients are reduced again.
+# If ranks still differ, they raise before anything is updated. At the end of a pass they compare a fingerprint of their
+# gathers. A rank that waits for a gather that another rank never issues times out and reports what each rank is doing.
+# Ranks that fail in the middle of a pass have issued different numbers of gathers: when they drop the pass, ranks that
+# are behind issue the missing ones (ChunkPool.make_up) before anything waits for a reduction, because a peer's device
+# may reach that reduction after one of these gathers.
 class GatherLog:
     """The gathers that this rank has issued, of one model over one shard group.
 
@@ -86,8 +86,8 @@ class GatherLog:
     def make_up(self, group: Group, model_id: ModelId, chunks: Sequence[Chunk], arrays: ArrayPool) -> None:
         """Issue the gathers that another rank of ``group`` has issued and this one has not. Collective.
 
-        Where waits are queued nothing waits for them before :meth:`wait_made_up`, because what other ranks wait for
-        first may have to begin here.
+        If waits are queued on the device, nothing waits for these gathers before :meth:`wait_made_up`, because
+        collectives that other ranks wait for first may have to begin here.
 
         Raises:
             PeerError: on every rank, if more gathers are missing than are logged.
@@ -147,8 +147,10 @@ class GatherOrderCheck:
         return [float(self._issued.fingerprint), float(self._issued.since_restart)]
 
     def explain(self) -> None:
-        """Raises:
-        PeerError: ranks of one replica have issued different gathers.
+        """Raise if ranks of one replica have issued different gathers.
+
+        Raises:
+            PeerError: they have.
         """
         log = self._issued
         own = [self._replica, log.since_restart - len(log.last), list(log.last)]
@@ -210,24 +212,25 @@ class Reductions(Protocol):
 
 
 # [Note: Why no wait inside a pass closes a cycle]
-# In an agreement every rank says which units it wants next, and all gather the union in one order; a rank whose pass is
-# over keeps answering until all passes are. So every collective that begins in an agreement begins on every rank, with
-# nothing but the host's own work in between.
-# Where waits are queued on a GPU, reductions begin in agreements, too. The compute stream waits for results, and the
-# collectives wait for the compute stream. If a rank began a reduction alone and its compute stream waited for it, to
-# use the bucket again, its next gather would wait behind that; a peer on another branch needs that gather before it
-# comes to the reduction; and neither goes on.
-# Put all collectives of a shard group, gathers and reductions, in the order in which agreements start them; it is the
-# same on every rank. Collective n begins on a rank's stream behind the work that its compute stream was given before
-# agreement n, so behind waits for collectives of earlier agreements only. By induction all of these end on every rank,
-# hence n does. Within one shard group this holds for whatever waits for them: the compute stream, the host (a page that
-# is locked, memory given back with cudaFree, a module that is loaded: each may wait for the whole device) and, where
-# NCCL's kernels share a GPU, the order in which they are given to it. An all-reduce over the replicas begins with its
-# reduce-scatter, before anything else; so in each shard group what has begun over the replicas is a prefix of one
-# order, a stream waits for the m-th of them only when its group has begun m, and induction over m ends there too. It
-# does not for a host that waits for its whole device: with replicas, and at stages 1 and 2, where there are no
-# agreements, that is left to luck where ranks are on different branches. The rest of the reductions begins at the end
-# of the pass, before any rank waits. On CPU ranks see [Note: Why no wait inside backward is without end].
+# In an agreement every rank states which units it wants next, and all gather the union in one order. A rank whose pass
+# is over keeps answering until all passes are over. So every collective that begins in an agreement begins on every
+# rank, with nothing but the host's own work in between.
+# If waits are queued on a GPU, reductions begin in agreements, too. The compute stream waits for results, and the
+# collectives wait for the compute stream. Suppose that a rank began a reduction alone and its compute stream waited for
+# it, to reuse the bucket. Its next gather would wait behind that, a peer on another branch needs that gather before it
+# reaches the reduction, and neither could continue.
+# Consider all collectives of a shard group, gathers and reductions, in the order in which agreements start them; it is
+# the same on every rank. Collective n begins on a rank's stream after the work that its compute stream was given before
+# agreement n, so after waits for collectives of earlier agreements only. By induction all of these end on every rank,
+# so n ends, too. Within one shard group this holds for everything that waits for the collectives: the compute stream;
+# the host (a page that is locked, memory given back with cudaFree, a module that is loaded: each may wait for the whole
+# device); and, if NCCL's kernels share a GPU, the order in which they are given to it.
+# An all-reduce over the replicas begins with its reduce-scatter, before anything else. In each shard group, the
+# all-reduces that have begun are therefore a prefix of one order, and a stream waits for the m-th of them only after
+# its group has begun m, so induction over m applies there as well. It does not apply to a host that waits for its whole
+# device: with replicas, and at stages 1 and 2, where there are no agreements, ranks on different branches may then
+# deadlock. The remaining reductions begin at the end of the pass, before any rank waits. On CPU ranks see [Note: Why no
+# wait inside backward is without end].
 class GatherAgreement:
     """Agreement of a shard group on the gathers of one model.
 
@@ -292,7 +295,7 @@ class GatherAgreement:
             self._reductions.begin(reductions)
 
     def give_up(self) -> None:
-        """Tell the others, at their next agreement, that this rank is out of memory."""
+        """Tell the other ranks, at their next agreement, that this rank is out of memory."""
         self._exchange((), [0.0, 0.0, 0.0], out_of_memory=True)
         self.group.exchange([1.0], SHORT, self._model_id)
 

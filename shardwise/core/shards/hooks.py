@@ -295,7 +295,7 @@ class GatherHooks:
         pins, top = running.frames[-1].pins, top_saved_hooks()
         if top is None or top[0] is not running.packs[-1] or [u for u in units if u not in pins]:
             return False
-        return module not in [frame.module for frame in running.frames]  # one that calls itself
+        return module not in [frame.module for frame in running.frames]  # a module that calls itself
 
     def _enter(self, module: nn.Module, units: list[int]) -> None:
         frames = self._running.frames
@@ -425,8 +425,10 @@ class GatherHooks:
         return _SavedView(chunk, tensor.size(), tensor.stride(), tensor.storage_offset(), chunk.generation)
 
     def _check_there(self, param: nn.Parameter) -> None:
-        """Raises:
-        RuntimeError: an operation saves the parameter while it is NaN, because it is not gathered.
+        """Raise if an operation saves a parameter that is not gathered.
+
+        Raises:
+            RuntimeError: the parameter is NaN, because it is not gathered.
         """
         unit = self.pool.units[self._unit_of[id(param)]]
         if any(self.pool.chunks[index].is_absent(param) for index in unit.chunks):

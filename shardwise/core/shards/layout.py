@@ -88,7 +88,7 @@ class ChunkSpec:
     index: int
     unit: int
     title: str
-    """Of its unit."""
+    """The title of its unit."""
     dtype: torch.dtype
     trainable: bool
     optimizer: int
@@ -339,10 +339,11 @@ def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> 
 
 
 # [Note: Whole tensors]
-# An optimizer that needs whole tensors gets each on one rank, which alone holds and updates it. The largest of a chunk
-# goes first, each to the rank that has the least so far, of all chunks together: so no rank has more than another by
-# more than the largest tensor, however many chunks there are. Shards of a chunk then differ in length, which a group
-# has to be able to exchange (Group.uneven). Otherwise all shards of a chunk are padded to the length of its fullest.
+# An optimizer that needs whole tensors gets each tensor on one rank, which alone stores and updates it. The largest
+# tensor of a chunk is placed first, and each goes to the rank with the fewest bytes so far, over all chunks. So for any
+# number of chunks, the loads of two ranks differ by at most the largest tensor. Shards of a chunk then differ in
+# length, and the group has to be able to exchange such shards (Group.uneven). Otherwise all shards of a chunk are
+# padded to the length of the longest one.
 def _place_whole(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
 ) -> list[list[ParamSpan]]:

@@ -1,7 +1,8 @@
-"""Measure the device memory of a step beside model data, and the room that it leaves for gathered parameters.
+"""Measure the device memory of a step that is not model data, and the room that it leaves for gathered parameters.
 
 Source: Gemini's chunk-based memory management with a warm-up step (PatrickStar, arXiv 2108.05818, sections 6 and 8):
-the first step records, at every use of a unit, how much memory the rest takes; later steps fill what remains.
+the first step records, at every use of a unit, how much memory is used for other data; later steps fill the remaining
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class MemoryMeter:
     """Measures one model's steps on its device.
 
     Args:
-        ledger: accounts of the device's memory; the measured rest becomes one of them.
+        ledger: accounts of the device's memory; the measured memory becomes one of them.
         device: the device.
         auto: placement by measured memory; ``None`` to measure only.
         foreseen_bytes: returns the bytes of model data in the accounts that are not allocated yet.
@@ -51,10 +52,10 @@ class MemoryMeter:
         self._recorder: MemoryRecorder | None = None
         self._depth = 0
         self._thread = 0
-        # To measure peaks of a GPU's allocator they are reset, which users notice; so only while a trace is needed.
+        # A trace resets the peaks of a GPU's allocator, which users notice; so only while it is needed.
         self._always = not self._tracker.shares_peak
         self._uses: set[tuple[int, bool]] = set()
-        """Uses of the running pass, as (unit, in backward); the rest was measured at each."""
+        """Uses of the running pass, as (unit, in backward); other memory was measured at each of them."""
 
     def attach(self, pool: ChunkPool) -> None:
         """Measure ``pool``, whose events have to reach :meth:`before_use` and :meth:`after_use`."""
@@ -165,7 +166,7 @@ class MemoryMeter:
         self._make_room_in_time()
 
     def _make_room_in_time(self) -> None:
-        """Evict idle units while the rest grows, as with a larger batch than the traced one.
+        """Evict idle units while other memory grows, as with a larger batch than the traced one.
 
         Called again after half of the room is used, since model data grows as well.
         """
@@ -241,7 +242,7 @@ class MemoryMeter:
         return max(total - self._ledger.model_bytes() + pool.reusable_bytes, 0)
 
     def margin_bytes(self) -> int:
-        """Return the bytes of optimizer state that may move to the device for good."""
+        """Return the bytes of optimizer state that may move to the device permanently."""
         capacity, auto = self._ledger.capacity_bytes, self._auto
         if capacity is None or auto is None or self.stats is None or auto.margin_ratio == 0.0:
             return 0

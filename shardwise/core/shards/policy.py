@@ -80,14 +80,14 @@ class Trace:
 
 
 # [Note: When a unit may be evicted]
-# When another unit needs room (ChunkPool._make_room), and not when its use ends: a unit that is used again at once
-# would be gathered twice. Then every idle unit may be evicted except
+# A unit is evicted when another unit needs room (ChunkPool._make_room), and not when its use ends: a unit that is used
+# again at once would be gathered twice. Then every idle unit may be evicted except
 # * pinned units: a running module reads them, or an open gathered() keeps them;
 # * prefetched units (:func:`next_units`): they would be gathered again right away;
-# * units that something holds; see [Note: Who counts as a reader].
-# If memory is short (drop_idle) the second does not count. After an update none of them does, since the values are
-# those of the step before: graphs that still hold a parameter are refused then (Chunk.refuse_graphs). The budget bounds
-# idle units. Pinned units count against it and are never refused for it.
+# * units whose parameters have another holder; see [Note: Who counts as a reader].
+# If memory is short (drop_idle), prefetched units may be evicted, too. After an update, all of these may be evicted,
+# since their values are those of the step before: graphs that still hold a parameter are refused then
+# (Chunk.refuse_graphs). The budget bounds idle units. Pinned units count against it and are never refused for it.
 def choose_victim(trace: Trace, candidates: Collection[int]) -> int:
     """Return which of the ``candidates`` (not empty) to evict first."""
     if len(candidates) == 1:  # as nearly always: the unit before the one that is used

@@ -118,7 +118,7 @@ class GatherScopes:
         return self._any(lambda scope: unit in scope.units)
 
     def _any(self, matches: Callable[[_Scope], bool]) -> bool:
-        # Nearly always none is open, and this is asked for each unit that is used.
+        # Nearly always no scope is open, and this is checked for each unit that is used.
         return bool(self._open) and bool([scope for scope in self._open.values() if matches(scope)])
 
 
@@ -168,7 +168,7 @@ class ChunkPool:
         self.copied_bytes = self.peak_copied_bytes = 0  # of own memory, not of mapped views of the ranks' shards
         self._transient = {u.index: [chunks[c] for c in u.chunks if not chunks[c].resident] for u in units}
         sources = [chunk.source for chunks in self._transient.values() for chunk in chunks]
-        # Where everything stays gathered there is nothing to agree on, and passes under no_sync cost nothing.
+        # If everything stays gathered, there is nothing to agree on, and passes under no_sync cost nothing.
         together = group.size > 1 and any(s.peers_take_part or not group.one_sided_gather for s in sources)
         self.agrees = together and (limits.agree or group.one_sided_gather)
         self.in_order = together and not self.agrees
@@ -178,7 +178,7 @@ class ChunkPool:
         self._reshards = {c.spec.unit for cs in self._transient.values() for c in cs if c.spec.reshard_after_forward}
         self._reads_disks = any(source.tier is Tier.DISK for source in sources)
         self._far = self.in_order and not group.starts_together  # a trip between hosts
-        # Between CPU ranks of one host a gather is a copy by the reader, which nothing hides.
+        # Between CPU ranks of one host the reader copies a gather, which cannot overlap.
         self._ahead_pays = not group.one_sided_gather or group.device.type == "cuda"
         self.sizes = {u: sum(c.spec.padded_bytes for c in cs) for u, cs in self._transient.items()}
         largest, ahead = max(self.sizes.values(), default=0), AHEAD_BYTES if self._far and prefetch else 0
@@ -237,13 +237,14 @@ class ChunkPool:
             pass
 
     def abandon_phase(self) -> None:
-        """This rank's pass failed. Raise PeerError here, and on ranks that wait for its next gather, unless all come
-        here."""
+        """Note that this rank's pass failed. Raise PeerError here, and on ranks that wait for its next gather, unless
+        all ranks come here."""
         if self.agrees:
             self.group.exchange([], "how far a failed backward pass came", self._model_id)
 
     def tell(self, error: DeviceMemoryError) -> None:
-        """This rank cannot go on with its pass: the others raise as well, at their next gather or their pass's end."""
+        """Note that this rank cannot continue its pass: the others raise as well, at their next gather or their pass's
+        end."""
         if self.agrees and not error.announced:
             error.announced = True
             with suppress(PeerError):  # they failed, too
@@ -257,7 +258,7 @@ class ChunkPool:
 
     @locked
     def catch_up(self) -> None:
-        """Wait for the gathers of :meth:`make_up`; all ranks go on from the same state."""
+        """Wait for the gathers of :meth:`make_up`; afterwards all ranks have the same state."""
         if not self.in_order:
             return
         self.issued.wait_made_up(self.arrays)
@@ -270,7 +271,7 @@ class ChunkPool:
 
     @locked
     def invalidate(self, everything: bool = False) -> None:
-        """After an update: evict trainable chunks, or all, since their values are stale. Ends the trace's step."""
+        """After an update, evict trainable chunks, or all, since their values are stale. Ends the trace's step."""
         self.group.activity.step += 1
         for unit in list(self._gathered):
             if everything or [c for c in self._transient[unit] if c.spec.trainable]:
@@ -285,7 +286,7 @@ class ChunkPool:
     @locked
     def acquire(self, unit: int, holder: object = None) -> None:
         """Make a unit's parameters readable. With a ``holder`` they stay readable until its :meth:`unpin`."""
-        # Pinned meanwhile in any case, so that room for others is not made of this unit.
+        # Pin it in any case, so that making room for other units does not evict it.
         pins, key, pinned = self._pins[unit], id(holder), False
         try:
             pins.add(key)
@@ -313,19 +314,19 @@ class ChunkPool:
 
     @locked
     def used_in_transform(self, unit: int) -> None:
-        """A ``torch.func`` transform uses the unit, which is gathered."""
+        """Note that a ``torch.func`` transform uses the unit, which is gathered."""
         for chunk in self._transient[unit]:
             chunk.in_transform = True
 
     def _bring(self, unit: int) -> None:
         if unit in self._gathered and self.ledger.capacity_bytes is not None:
-            self._make_room(unit, self._soon())  # evict what was gathered when there was more room than now
+            self._make_room(unit, self._soon())  # evict units that were gathered when there was more room
             self._trim_idle()
         looks, self._looked = self._ahead_pays and self._looked != len(self.trace.current), len(self.trace.current)
         if not looks and self._counts(unit) and all(c.state is Residency.GATHERED for c in self._transient[unit]):
             return
         absent, soon = not self._counts(unit), self._soon()
-        # Also for a prefetched unit: it counts from here on, and makes place for the next ones.
+        # Also for a prefetched unit: it counts from here on, and makes room for the next ones.
         self._make_room(unit, soon)
         with ordinary_tensors():
             self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
@@ -335,7 +336,7 @@ class ChunkPool:
             chunk.source.prepare()
 
     def _soon(self) -> list[int]:
-        """Return the units to prefetch beside the one that is used."""
+        """Return the units to prefetch in addition to the unit in use."""
         return next_units(self.trace, self.prefetch, self.sizes if self._far else None)
 
     def _counts(self, unit: int) -> bool:
@@ -408,7 +409,7 @@ class ChunkPool:
         left = self.blocks.end(holder)
         for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
             chunk.allow_holders()  # lists of parameters that were made inside and are kept
-        self._make_room(None, self._gathered.difference(left))  # nothing says when the next step begins
+        self._make_room(None, self._gathered.difference(left))  # no event marks the beginning of the next step
 
     # ---- eviction
 
@@ -436,7 +437,7 @@ class ChunkPool:
                 idle -= self.sizes[victim]
 
     def _reshard(self, units: Iterable[int]) -> None:
-        """Evict those of ``units`` that are idle, whatever the budget."""
+        """Evict the idle ones of ``units``, independent of the budget."""
         for unit in sorted(self._gathered.intersection(units)):
             if unit not in self._still_read and not self._pinned(unit):
                 self._evict_unread(unit)
@@ -453,7 +454,7 @@ class ChunkPool:
         return self.in_order or not read
 
     def _is_read(self, unit: int) -> bool:
-        """Whether something holds its parameters, and would see them change if they pointed elsewhere."""
+        """Whether a holder of its parameters would see them change if they pointed elsewhere."""
         return bool([c for c in self._transient[unit] if c.is_read])
 
     @locked
@@ -525,11 +526,11 @@ class ChunkPool:
         return agreed.running
 
     def _gather_for_peers(self, unit: int) -> None:
-        """Take part in a gather for the others: into an array that is dropped at once, or over equal values."""
+        """Take part in a gather for other ranks: into an array that is dropped at once, or over equal values."""
         for chunk in self._transient[unit]:
             full = chunk.full
             if chunk.joined:
-                continue  # the others read by themselves
+                continue  # the other ranks read by themselves
             if full is None:
                 self._require_room([chunk], unit)
             out = full if full is not None else self.arrays.take(chunk.spec.padded_numel, chunk.spec.dtype)
@@ -591,8 +592,10 @@ class ChunkPool:
     # ---- room on the device, which is unlimited without a declared capacity
 
     def _require_room(self, chunks: Sequence[Chunk], unit: int) -> None:
-        """Raises:
-        DeviceMemoryError: the device has no room for these ``chunks`` of ``unit``.
+        """Check that the device has room for these ``chunks`` of ``unit``.
+
+        Raises:
+            DeviceMemoryError: it has not.
         """
         if self.ledger.capacity_bytes is None:
             return

@@ -31,7 +31,7 @@ class ShardSource(ABC):
     """
 
     peers_take_part = False
-    """Whether a gather needs every rank, even where the group's own gathers do not."""
+    """Whether a gather needs every rank, even if the group's own gathers do not."""
 
     def __init__(self, tier: Tier, exchange: Buffer | None, over: Group | None) -> None:
         self.tier, self._exchange, self._over = tier, exchange, over
@@ -142,20 +142,21 @@ class _Keeping:
 
 # [Note: Buffers of shards on a disk]
 # All shards on one disk share a fixed number of equal buffers. Each kind of use has its own number of them, so that
-# none waits for another: ``renewals`` are the update thread's, which writes new shards while the caller gathers. Of the
-# rest two are never read ahead into: one is for the gather in use, one for a change. Buffers are equal because a small
-# shard that took the only large one would leave a large shard without. With one rank a gather holds its buffer until
-# the array is filled, oldest first (``gathers``). With several the gather is over when it returns: each rank copies its
-# shard into exchange memory that all chunks share, and that may be written again after the fence at its end.
+# none waits for another: ``renewals`` are for the update thread, which writes new shards while the caller gathers. Two
+# of the other buffers are never read ahead into: one is for the gather in use, one for a change. Buffers are equal,
+# because otherwise a small shard could take the only large buffer that a large shard needs. With one rank a gather
+# holds its buffer until the array is filled, oldest first (``gathers``). With several ranks the gather is over when it
+# returns: each rank copies its shard into exchange memory that all chunks share, and that may be written again after
+# the fence at its end.
 @dataclass
 class ReadAhead:
     """The buffers that the shards on one disk share, and their use.
 
     Attributes:
-        buffer_bytes: the size of every buffer, so that a small shard takes no large one's.
-        buffers: how many there are for gathers, reads ahead and changes, at least 1.
-        renewals: how many more there are for :meth:`DiskSource.renewing`, which another thread may call.
-        count: how many hold a shard that was read ahead.
+        buffer_bytes: the size of every buffer, so that a small shard does not take a large shard's buffer.
+        buffers: number of buffers for gathers, reads ahead and changes, at least 1.
+        renewals: number of further buffers for :meth:`DiskSource.renewing`, which another thread may call.
+        count: number of buffers with a shard that was read ahead.
         gathers: of a single rank, under way, oldest first.
     """
 
@@ -227,7 +228,7 @@ class DiskSource(ShardSource):
 
     @contextmanager
     def opened(self, write: bool) -> Iterator[torch.Tensor]:
-        # This takes a shard that was read ahead, so no old values remain after a write.
+        # This uses a shard that was read ahead, so no old values remain after a write.
         buffer, reading = self._read(newest=True)
         try:
             reading.wait()
@@ -274,7 +275,7 @@ class DiskSource(ShardSource):
             failure = error
         finally:
             self.store.give(buffer)
-        # A rank that cannot read tells the others, which would wait for it. All shards are in place after this.
+        # A rank that cannot read reports it to the others, which would wait for it. All shards are in place after this.
         if not group.summarize([float(failure is None)], "whether a shard could be read from the disk").least[0]:
             posts = group.exchange([float(failure is None)], "which ranks could not read a shard from the disk")
             if failure is not None:
@@ -328,17 +329,18 @@ class _FromDisk:
 # Under ``secondary=k`` each ``k`` neighbours of a shard group keep a copy of the parameters together, in the dtype and
 # the tier of the shards. The whole group makes the first gather of a chunk after an update. As soon as it has arrived,
 # and before any parameter shows it (a module may write to its parameters), each rank copies its k-th part. From then on
-# the k ranks alone gather the chunk, in all passes, until shards are written (forget). The values are equal, and so
-# are all results.
+# only the k ranks gather the chunk, in all passes, until shards are written (forget). The values are equal, and so are
+# all results.
 # * Which ranks have secondary shards depends on which gathers have begun, not on which have arrived: all ranks of the
-#   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a pass
-#   that failed, and where ranks agree on gathers and find a difference (SecondaryShards), all of them forget
-#   everything, and gather as a whole group again.
-# * A gather of secondary shards first waits for the gather that brings this rank's. Where memory is mapped a rank
-#   cannot see that the peers have theirs: then all k meet before they read. They read at once, and the memory is
-#   written again after a later agreement at the earliest, to which every rank comes after its read.
-# * Values that travel in 8 bits are rounded when they arrive (see [Note: Rounded parameters]). A k-th of a chunk is
-#   whole shards, so it travels in 8 bits among the k ranks too, in the blocks that were rounded together.
+#   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a
+#   failed pass, and if ranks that agree on gathers find a difference (SecondaryShards), all of them drop all secondary
+#   shards and gather as a whole group again.
+# * A gather of secondary shards first waits for the gather that fills this rank's. If memory is mapped, a rank cannot
+#   see that the peers have theirs: then all k ranks synchronize before they read. They read at once, and the memory is
+#   written again only after a later agreement, which every rank reaches after its read.
+# * Values that are communicated in 8 bits are rounded when they arrive (see [Note: Rounded parameters]). A k-th of a
+#   chunk consists of entire shards, so the k ranks communicate it in 8 bits, too, in the blocks that were rounded
+#   together.
 class SecondarySource(MemorySource):
     """A shard in memory with a secondary shard; see [Note: Secondary shards].
 
@@ -354,11 +356,11 @@ class SecondarySource(MemorySource):
         super().__init__(own.exchange, own.tier, own._uploads, own._over)
         self.secondary, self._among = secondary, among
         self.begun = False
-        """Whether a gather has begun that brings the secondary shard, or has brought it."""
+        """Whether a gather has begun, or ended, that fills the secondary shard."""
         self._arriving: _Arriving | None = None
 
     def forget(self) -> None:
-        """Have the whole group make the next gather, since the shards have other values."""
+        """Make the whole group do the next gather, since the shards have other values."""
         self.begun, self._arriving = False, None
 
     def gather(self, group: Group, out: torch.Tensor) -> Handle:
@@ -383,7 +385,7 @@ class SecondarySource(MemorySource):
 
 
 class _Arriving:
-    """A gather by the whole group, of which this rank keeps its k-th part."""
+    """A gather by the whole group; this rank keeps its k-th part."""
 
     def __init__(self, source: SecondarySource, handle: Handle, full: torch.Tensor) -> None:
         self._source, self._handle = source, handle

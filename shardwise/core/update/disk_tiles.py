@@ -1,8 +1,9 @@
 """Optimizer tiles whose values and state are on a disk between steps.
 
-Each tile has a record of its values (masters) and, once the optimizer has made state, a record of that. During a step a
-bounded number of tiles is in host memory: while one is updated, the next are read and the previous are written. Nothing
-is overwritten before all ranks have agreed that the step succeeded (the store keeps two versions of every record).
+Each tile has a record of its values (masters) and, once the optimizer has made state, a record of its state. During a
+step a bounded number of tiles is in host memory: while one tile is updated, the next tiles are read and the previous
+ones are written. Nothing is overwritten before all ranks have agreed that the step succeeded (the store keeps two
+versions of every record).
 
 Source: the pipelined optimizer swapper of ZeRO-Infinity (arXiv 2104.07857, section 6.3); any element-wise optimizer.
 """
@@ -28,7 +29,7 @@ from shardwise.core.update.tiles import ParamShard, UpdateTile
 # A cache line.
 ALIGN_BYTES = 64
 DESCRIBE = ("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "data_ptr", "__hash__", "__len__")
-"""What may be asked of a tensor that is on the disk."""
+"""Attributes that remain available while a tensor is on the disk."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class _Entry:
 
 @dataclass
 class BufferSizes:
-    """What all tiles of an optimizer ask the store for, whatever they need themselves.
+    """The buffer sizes that every tile of an optimizer requests from the store, even if the tile itself needs less.
 
-    With buffers of two sizes a small tile could otherwise take the one that a large tile needs next.
+    With buffers of two sizes, a small tile could otherwise take the buffer that a large tile needs next.
     """
 
     values_bytes: int
@@ -58,23 +59,23 @@ class BufferSizes:
 
 # [Note: One visit of a tile]
 # start() takes buffers and begins to read; bind() waits, and points values and state at the buffers; the optimizer
-# steps; save() begins to write and takes values and state away; finish() waits and gives the buffers back. Between
-# visits values are NaN and state is a tensor without values (OnDisk): what uses them by mistake fails, or shows, and
-# never computes with numbers of another tile whose buffer it was. Writes go to the version that is not committed, so a
-# visit changes nothing for good; see [Note: Two versions of a record]. TileVisits keeps at most ``depth`` tiles between
-# start() and finish(). A tile is in one of its lists before it starts and until after it has finished, so wherever an
-# interrupt comes release() finds it. The caller reads ahead in forward passes, the update thread visits; a read-ahead
-# that finds a visit under way leaves instead of waiting for it.
+# steps; save() begins to write and detaches values and state; finish() waits and returns the buffers. Between visits
+# values are NaN and state is a tensor without values (OnDisk). A use by mistake therefore fails or becomes visible, and
+# never computes with the numbers of another tile that uses the same buffer. Writes go to the version that is not
+# committed, so a visit can be rolled back; see [Note: Two versions of a record]. TileVisits keeps at most ``depth``
+# tiles between start() and finish(). A tile is in one of its lists before it starts and until after it has finished, so
+# release() finds it after an interrupt at any point. The caller reads ahead in forward passes, and the update thread
+# visits. If a visit is under way, the read-ahead returns instead of waiting for it.
 class DiskTile:
     """One tile on the disk.
 
     Args:
-        tile: its pieces; their values are pointed at buffers while the tile is in memory and read as NaN otherwise.
-        store: where it is.
+        tile: its pieces; their values point at buffers while the tile is in memory, and read as NaN otherwise.
+        store: the store that has the records.
         values: the record of its values, written already.
-        optimizer: whose state is kept.
-        sizes: of the buffers to ask for.
-        make_room: called with the bytes an element's state takes, before the first buffer for state is needed.
+        optimizer: the optimizer whose state is stored.
+        sizes: the buffer sizes to request.
+        make_room: called with the bytes of state for each element, before the first buffer for state is needed.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DiskTile:
         self._state: Record | None = None
         self._entries: tuple[_Entry, ...] = ()
         self._room: dict[tuple[str, torch.dtype], int] = {}
-        """Where each key's tensors of the whole tile begin in the state record."""
+        """By key, the offset of the whole tile's tensors in the state record."""
         self._buffers: list[torch.Tensor] = []
         self._transfers: list[Transfer] = []
         self._made = 0
@@ -107,7 +108,7 @@ class DiskTile:
 
     def start(self) -> None:
         """Begin to read."""
-        self._give_back()  # what an interrupt has left
+        self._give_back()  # remains of an interrupted visit
         self._take(self._values, self._sizes.values_bytes)
         if self._state is not None and self._entries:
             self._take(self._state, self._sizes.state_bytes)
@@ -118,7 +119,7 @@ class DiskTile:
         self._transfers.append(self._store.read(record, buffer, newest=True))
 
     def bind(self) -> None:
-        """Wait for the read and point values and state at what was read."""
+        """Wait for the read, and point values and state at the buffers."""
         self._wait()
         values = self._buffers[0][: self._values.nbytes].view(self._dtype)
         for index, piece in enumerate(self.tile.pieces):
@@ -129,7 +130,7 @@ class DiskTile:
                     state[entry.key] = entry.view(self._buffers[1])
 
     def save(self) -> None:
-        """Begin to write what the optimizer left; values and state are out of reach from here on."""
+        """Begin to write the updated values and state, and detach them from the buffers."""
         entries = self._current_entries()
         if any((entry.key, entry.dtype) not in self._room for entry in entries):
             entries = self._make_state_record(entries)
@@ -147,7 +148,7 @@ class DiskTile:
         self.unbind()
 
     def unbind(self) -> None:
-        """Values read as NaN, and state not at all."""
+        """Make values read as NaN, and state unreadable."""
         for piece in self.tile.pieces:
             point(piece.value, _absent(piece.value))
         for entry in self._entries if len(self._buffers) > 1 else ():
@@ -157,7 +158,7 @@ class DiskTile:
                 state[entry.key] = OnDisk.like(held)
 
     def finish(self) -> None:
-        """Wait for the transfers and give the buffers back, whatever happened."""
+        """Wait for the transfers and return the buffers, also after an error."""
         try:
             self._wait()
         finally:
@@ -165,7 +166,8 @@ class DiskTile:
 
     def _give_back(self) -> None:
         while self._buffers:
-            # It waits for transfers whose handle was lost. Out of the list first: what nobody holds becomes free.
+            # It waits for transfers whose handle was lost. Clear the list first: a buffer without a holder becomes
+            # free.
             self._store.give(self._buffers.pop(0))
 
     def finished(self) -> bool:
@@ -185,7 +187,7 @@ class DiskTile:
 
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[None]:
-        """Values and state in memory inside the block; with ``write`` changes are kept."""
+        """Return a context with values and state in memory; with ``write``, changes are kept."""
         try:
             self.start()
             self.bind()
@@ -199,7 +201,7 @@ class DiskTile:
     # ---- the layout of the state record
 
     def _current_entries(self) -> list[_Entry]:
-        """The element-wise state that the pieces have now, at its place in the record."""
+        """Return the element-wise state of the pieces, each tensor at its place in the record."""
         entries = []
         for index, piece in enumerate(self.tile.pieces):
             for key, value in self._optimizer.state.get(piece.value, {}).items():
@@ -209,7 +211,8 @@ class DiskTile:
         return entries
 
     def _make_state_record(self, entries: list[_Entry]) -> list[_Entry]:
-        """Space for every key that is in use now, for the whole tile, so that pieces stepped later find theirs."""
+        """Reserve space for every key in use, for the whole tile, so that pieces that are stepped later have space,
+        too."""
         self._bring_in()
         keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
         room: dict[tuple[str, torch.dtype], int] = {}
@@ -218,7 +221,7 @@ class DiskTile:
             room[key, dtype] = at
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
         self._make_room(sum(dtype.itemsize for _, dtype in keys))
-        # The old layout stays valid if there is no space for the new one.
+        # The old layout stays valid if the disk has no space for the new one.
         self._made += 1
         spec, tile = self.tile.chunk.spec, self.tile
         name = f"optimizer state {self._made} of chunk {spec.index}, elements {tile.start} to {tile.end}"
@@ -226,7 +229,7 @@ class DiskTile:
         return self._current_entries()
 
     def _bring_in(self) -> None:
-        """State that was read moves to memory of its own, because the record will be another one."""
+        """Move state that was read to separate memory, because the record will be replaced."""
         for entry in self._entries:
             state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
             if entry.key in state:
@@ -235,7 +238,7 @@ class DiskTile:
             self._store.give(self._buffers.pop())
 
     def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Write other state, one dict a piece (``None``: never stepped), in place of what there is."""
+        """Replace the state by ``state``, one dict for each piece (``None``: never stepped)."""
         self._entries = ()
         for piece, state in zip(self.tile.pieces, states, strict=True):
             self._optimizer.state.pop(piece.value, None)
@@ -246,11 +249,11 @@ class DiskTile:
 
 
 class OnDisk(torch.Tensor):
-    """Has shape and dtype and no values. Another tensor may be put in its place; every use of it is an error."""
+    """A tensor with a shape and a dtype but no values. It can be replaced by another tensor; any other use raises."""
 
     @staticmethod
     def like(tensor: torch.Tensor) -> OnDisk:
-        """In place of ``tensor``, which goes to the disk."""
+        """Return the stand-in for ``tensor``, which moves to the disk."""
         fill = float("nan") if tensor.is_floating_point() else 0
         absent = torch.full((), fill, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
         made: OnDisk = give_subclass(OnDisk, absent)
@@ -281,7 +284,8 @@ class OnDisk(torch.Tensor):
 
 
 def is_element_wise(value: object, piece: ParamShard) -> bool:
-    """Whether a piece's state is a tensor with one element for each of its own (a step count is not)."""
+    """Return whether a tensor of a piece's state has one element for each element of the piece (a step count has
+    not)."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == piece.value.shape
 
 
@@ -292,8 +296,9 @@ def _absent(like: torch.Tensor) -> torch.Tensor:
 class TileVisits:
     """Brings the tiles of one optimizer into memory one after the other, at most ``depth`` at a time.
 
-    While one is updated the next are read and the previous written. Which are next is taken from the order of the last
-    step, so that the first may be read before it is known that they are needed. Two threads may use it, not at once.
+    While one tile is updated, the next are read and the previous are written. The order of the last step predicts the
+    next tiles, so that the first ones can be read before they are known to be needed. Two threads may use an instance,
+    but not at the same time.
 
     Args:
         tiles: all of them, in the order that is expected of the first step.
@@ -310,9 +315,11 @@ class TileVisits:
         self._lock = threading.RLock()
 
     def read_ahead(self) -> None:
-        """Begin to read what is expected next, as far as there is room; nothing while another thread visits.
+        """Begin to read the tiles that are expected next, as far as buffers are free; do nothing while another thread
+        visits.
 
-        What cannot be read is no error yet, in a pass, where peers would wait for this rank; :meth:`visit` meets it.
+        A failed read does not raise here, because peers would wait for this rank in the middle of a pass. :meth:`visit`
+        raises it.
         """
         if self._visiting:
             return
@@ -332,11 +339,11 @@ class TileVisits:
                 tile.start()
 
     def visit(self, tile: DiskTile, update: Callable[[DiskTile], None]) -> None:
-        """Have ``tile`` in memory, call ``update`` and begin to write it back; once a step.
+        """Bring ``tile`` into memory, call ``update`` and begin to write the tile back. Called once for each step.
 
         Raises:
-            DiskError: a transfer failed, of this tile or of one before. All have ended and no buffer is held; some
-                tiles have been written.
+            DiskError: a transfer failed, of this tile or of an earlier one. All transfers have ended and no buffer is
+                in use; some tiles have been written.
         """
         with self._lock:
             try:
@@ -358,27 +365,27 @@ class TileVisits:
 
     def _bring(self, tile: DiskTile) -> None:
         if tile in self._reading:
-            self._writing.append(tile)  # for a moment in both, rather than in none
+            self._writing.append(tile)  # in both lists for a moment, so that it is always in one
             self._reading.remove(tile)
             return
         while len(self._reading) + len(self._writing) >= self._depth:
             if self._writing:
                 self._finish_oldest()
             else:
-                _leave(self._reading[-1])  # it is expected, but others come first
+                _leave(self._reading[-1])  # it is expected, but other tiles come first
                 self._reading.pop()
         self._writing.append(tile)
         tile.start()
 
     def _finish_oldest(self) -> None:
         self._writing[0].finish()
-        self._writing.popleft()  # only now: it holds buffers until then, also if this is interrupted
+        self._writing.popleft()  # not earlier: it holds buffers until then, also if this is interrupted
 
     def drain(self) -> None:
-        """Wait until all that was visited is written.
+        """Wait until all visited tiles are written.
 
         Raises:
-            DiskError: some of it is not; see :meth:`visit`.
+            DiskError: a write failed; see :meth:`visit`.
         """
         with self._lock:
             try:
@@ -389,7 +396,7 @@ class TileVisits:
                 raise
 
     def release(self) -> None:
-        """Give all buffers back: for who reads or changes tiles otherwise, and after a failure."""
+        """Return all buffers, before other code reads or changes tiles, and after a failure."""
         with self._lock:
             for tile in self._writing:
                 tile.unbind()
@@ -404,7 +411,7 @@ class TileVisits:
         self._at = 0
 
     def end_step(self) -> None:
-        """The step was made, or has failed. The next one is expected to be like it."""
+        """End a step, whether it succeeded or failed. The next one is expected to have the same order."""
         with self._lock:
             self.release()
             if self._visited:

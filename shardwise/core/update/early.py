@@ -1,8 +1,8 @@
-"""Updates during backward: a chunk's masters and state are updated as soon as its gradient is reduced, beside the rest.
+"""Updates during backward: masters and state of a chunk are updated as soon as its gradient is reduced.
 
-The update is made in place, so nothing that comes later may change it: plans refuse clipping and a loss scale with it,
-each step is one backward pass, and what was updated cannot be put back. The gradient's memory is used again at once:
-gradients stream. Parameters change at ``step()`` only, since backward still reads them.
+The update overlaps with the rest of backward. It is made in place, so later events must not change it: plans refuse
+clipping and a loss scale, each step is one backward pass, and an update cannot be undone. The memory of the gradient is
+reused at once (gradients stream). Parameters change at ``step()`` only, since backward still reads them.
 
 Source: fused backward and optimizer steps (LOMO, arXiv 2306.09782); for tiles on a disk the pipelined optimizer swapper
 of ZeRO-Infinity (arXiv 2104.07857, section 6.3), begun before the step.
@@ -41,18 +41,19 @@ class EarlyUpdates:
 
     Args:
         stepper: updates tiles.
-        tiles: all of the optimizer's in memory; on a GPU those on it are left to ``step()``.
-        disk: those on a disk, by chunk index.
+        tiles: all tiles of the optimizer in memory; on a GPU, ``step()`` updates the tiles that are on the device.
+        disk: the tiles on a disk, by chunk index.
         visits: brings these into memory.
-        new_shards: by chunk index, memory for new parameters that are at home in memory, of tiles on a disk.
+        new_shards: by chunk index, memory for new parameters of tiles on a disk whose parameters have their home in
+            memory.
         norm_type: p of the norm that ``step()`` reports.
-        device: where the model computes; the current one of the thread that updates, where it is a GPU.
+        device: where the model computes; if it is a GPU, the current device of the update thread.
 
     Attributes:
         updated: chunks whose masters are those of the next step already.
         pending: whether a pass has reached the optimizer since its last step; the same on all ranks.
-        norms: of gradients whose memory has been used again.
-        failure: what an update raised; those after it are not made.
+        norms: of gradients whose memory has been reused.
+        failure: the error that an update raised; later updates are skipped.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class EarlyUpdates:
         for tile in tiles:
             if tile.pieces[0].value.device.type == "cpu" and tile.state.master is not None:
                 self._tiles.setdefault(tile.chunk.spec.index, []).append(tile)
-        # A new thread's current GPU is the first one, where torch's optimizers would ask about streams.
+        # The current GPU of a new thread is GPU 0, and torch's optimizers would query its streams.
         self._worker = ThreadPoolExecutor(1, "shardwise-update", initializer=make_current, initargs=(device,))
         self._jobs: deque[Future[None]] = deque()
         self._options: list[dict[str, Any]] = []
@@ -81,10 +82,10 @@ class EarlyUpdates:
         self.failure: Exception | None = None
 
     def begin_pass(self) -> None:
-        """A pass begins; its updates are made with the options of now.
+        """Begin a pass, whose updates use the present options.
 
         Raises:
-            ValueError: one of them is no number that a step can be made with.
+            ValueError: an option is not a number that a step can use.
         """
         self._stepper.param_groups.check()
         self._options = self._read_options()
@@ -95,20 +96,20 @@ class EarlyUpdates:
         return [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in groups]
 
     def takes(self, state: ChunkGrads) -> bool:
-        """Whether the chunk's update can be made now: all of its parameters are known to have a gradient."""
+        """Return whether the chunk can be updated now: all of its parameters are known to have a gradient."""
         if len(state.arrived | state.used_globally) < len(state.spec.slots):
             return False
         if self._disk.get(state.spec.index):
             return True
         tiles = self._tiles.get(state.spec.index)
-        # State may have moved to a GPU since.
+        # State may have moved to a GPU since then.
         return tiles is not None and tiles[0].pieces[0].value.device.type == "cpu"
 
     def update(self, state: ChunkGrads, factor: float) -> None:
         """Begin to update a chunk with ``factor`` times its gradient, which is reduced."""
         while len(self._jobs) >= PENDING:
             self._jobs[0].result()
-            self._jobs.popleft()  # after the wait, so that an interrupt does not forget one
+            self._jobs.popleft()  # after the wait, so that an interrupt does not lose a tile
         self.updated.add(state.spec.index)
         self._jobs.append(self._worker.submit(self._run, state, factor))
 
@@ -116,7 +117,7 @@ class EarlyUpdates:
         if self.failure is not None:
             return
         try:
-            reduced = state.reduced  # this thread waits for its copy to the host, autograd's does not
+            reduced = state.reduced  # this thread waits for the copy to the host; autograd's thread does not
             if reduced is None:
                 raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}); report this")
             self._update_chunk(state.chunk, reduced, factor)
@@ -124,7 +125,7 @@ class EarlyUpdates:
             state.release()
         except Exception as error:
             self.failure = error
-        except BaseException as error:  # as SystemExit of a user's optimizer: waiting for the worker must not raise it
+        except BaseException as error:  # such as SystemExit of an optimizer; catch_up() must not raise it
             self.failure = RuntimeError(f"an update during backward was ended by {error!r}")
             self.failure.__cause__ = error
 
@@ -146,9 +147,9 @@ class EarlyUpdates:
                     self._visits.visit(each, lambda one: step(one.tile, shard))
 
     def catch_up(self) -> None:
-        """Wait for all that was begun; what it raised is in :attr:`failure`."""
+        """Wait for all updates that have begun; :attr:`failure` has their error."""
         if self.updated:
-            # Behind all that was begun, also what an interrupt has kept from being noted down.
+            # Behind all of them, including those that an interrupt kept from being recorded.
             self._worker.submit(int).result()
         self._jobs.clear()
         if self.failure is None:
@@ -158,8 +159,10 @@ class EarlyUpdates:
                 self.failure = error
 
     def check_options(self) -> None:
-        """Raises:
-        RuntimeError: updates were made with other options than those of now.
+        """Check that the options did not change after updates were made with them.
+
+        Raises:
+            RuntimeError: an option has changed.
         """
         options = self._read_options()
         if self.pending and not same_value(self._options, options):
@@ -170,7 +173,7 @@ class EarlyUpdates:
 
     @torch.no_grad()
     def take_over(self, chunks: Sequence[Chunk]) -> None:
-        """What was updated counts: ``chunks`` get their new parameters. Committing a disk is the caller's."""
+        """Accept the updates: ``chunks`` get their new parameters. The caller commits the disk."""
         for chunk in [chunk for chunk in chunks if chunk.spec.index in self.updated]:
             index = chunk.spec.index
             tiles = self._tiles.get(index)
@@ -179,30 +182,30 @@ class EarlyUpdates:
                 self._stepper.slots.copy(chunk.shard, memory)
 
     def lose(self) -> None:
-        """Give up what was updated: no step will follow."""
+        """Discard the updates, because no step will follow."""
         self.catch_up()
         self._visits.end_step()
         self.forget()
 
     def forget(self) -> None:
-        """The step is over."""
+        """End the step."""
         self.updated.clear()
         self.norms.clear()
         self.failure, self.pending = None, False
 
     def close(self) -> None:
-        """Wait for what was begun and end the worker."""
+        """Wait for all updates that have begun, and end the worker."""
         self._worker.shutdown()
         self.updated.clear()
 
 
 class EarlyObserver:
-    """Hands reduced gradients to the early updates of their optimizers.
+    """Passes reduced gradients to the early updates of their optimizers.
 
     Args:
         grads: by index of the chunk.
         counts: of the steps under way.
-        broken: values that cannot be used any more are marked here.
+        broken: marks values that cannot be used any more.
         store: the disk, or ``None``.
     """
 
@@ -211,7 +214,7 @@ class EarlyObserver:
     ) -> None:
         self._grads, self._counts, self._broken, self._store = grads, counts, broken, store
         self.by_optimizer: dict[int, EarlyUpdates] = {}
-        """Filled by the optimizers that update early."""
+        """The early updates by optimizer; optimizers that update early add theirs."""
 
     @property
     def active(self) -> bool:
@@ -224,10 +227,10 @@ class EarlyObserver:
         return [index for index, each in self.by_optimizer.items() if each.pending]
 
     def begin_pass(self) -> None:
-        """An outermost pass is about to begin.
+        """Begin an outermost pass.
 
         Raises:
-            RuntimeError: the step has had its pass.
+            RuntimeError: the step has already had its pass.
         """
         if used := self.pending:
             raise RuntimeError(
@@ -238,10 +241,10 @@ class EarlyObserver:
             each.begin_pass()
 
     def check_current(self, what: str) -> None:
-        """``what`` reads or writes values.
+        """Check before the operation ``what`` reads or writes values.
 
         Raises:
-            RuntimeError: some are those of the next step already.
+            RuntimeError: some values are those of the next step already.
         """
         if self.pending:
             raise RuntimeError(
@@ -250,25 +253,25 @@ class EarlyObserver:
             )
 
     def result_added(self, chunk: int) -> None:
-        """Update the chunk if that can be done now."""
+        """Update the chunk if this is possible now."""
         state = self._grads[chunk]
         early = self.by_optimizer.get(state.spec.optimizer)
         if early is not None and early.takes(state):
             early.update(state, 1.0 / self._counts.loss_scale)
 
     def catch_up(self) -> None:
-        """Wait until no update runs any more."""
+        """Wait until no update is running."""
         for each in self.by_optimizer.values():
             each.catch_up()
 
     def end_pass(self) -> None:
-        """A reduced pass is over on all ranks."""
+        """End a reduced pass, which has ended on all ranks."""
         self.catch_up()
         for index, each in self.by_optimizer.items():
             each.pending = self._counts.reduced.get(index, 0) > 0
 
     def lose(self, optimizers: Collection[int] | None = None) -> None:
-        """Break the session: what these optimizers (``None``: all) updated can be neither used nor undone."""
+        """Break the session: the updates of these optimizers (``None``: all) can be neither used nor undone."""
         for index in self.by_optimizer if optimizers is None else optimizers:
             self._broken.mark(BY, PARAMETERS, state_of(index))
             self.by_optimizer[index].lose()
@@ -280,7 +283,7 @@ class EarlyObserver:
                 self._store.rollback(index)
 
     def dropped(self, optimizer: int | None) -> None:
-        """Gradients are dropped.
+        """Check before gradients are dropped.
 
         Raises:
             RuntimeError: they have been used already.

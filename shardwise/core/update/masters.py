@@ -1,9 +1,9 @@
-"""The master weights of chunks, and what a program writes to parameters that have masters.
+"""The master weights of chunks, and detection of writes to parameters that have masters.
 
-Where the whole array stays on the device a parameter can be written to at any time (``zero_``, ``clamp_``, weights of
-a moving average). The update would start from the master and undo it. So before an update parameters whose version has
-moved since the last one are compared with their masters, and what differs goes into these, as in torch. Writes that
-move no version (through ``.data``) are lost.
+If the whole array stays on the device, a program can write to a parameter at any time (``zero_``, ``clamp_``, weights
+of a moving average). The update starts from the master and would undo the write. So before an update, parameters whose
+version has changed since the last one are compared with their masters, and differences are copied to the masters, as in
+torch. Writes that do not change the version (through ``.data``) are lost.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 from shardwise.core.update.tile_plan import TileRange
 
 SLOTS, SLOT_BYTES = 2, 1 << 22
-"""One is cast into while the other is copied; a tile of fp32."""
+"""Size of one slot: a tile of fp32. The host casts into one slot while the GPU copies the other."""
 
 PART = 1 << 22
-"""Elements that are taken over at a time, to bound what that needs; whole blocks of what is rounded together."""
+"""Elements that are compared at a time, to bound memory; whole blocks of values that are rounded together."""
 Rounded = Callable[[torch.Tensor], torch.Tensor]
-"""What is shown where a master, in the shard's dtype, has these values, from the beginning of a block on."""
+"""Returns the rounded values of a master, in the shard's dtype, from the beginning of a block on."""
 
 
 # [Note: Masters apart from parameters]
-# The optimizer updates the parameter shard itself, unless something stands against it: 16-bit parameters, which are too
-# coarse to add small updates to; a state in another tier, since the update works where the state is; a shard on a disk;
-# updates during backward, which still reads the parameters. Then there are masters, in fp32 or in the parameters' own
-# dtype (engine/placement.py), and between steps the parameter is what its master rounds to: whoever writes one writes
-# the other. What a program writes to a parameter alone is found before the next update (update/masters.py).
+# The optimizer updates the parameter shard itself, with these exceptions: 16-bit parameters, which are too coarse for
+# small updates; a state in another tier, since the update runs where the state is; a shard on a disk; updates during
+# backward, which still reads the parameters. In these cases there are masters, in fp32 or in the parameters' own dtype
+# (engine/placement.py). Between steps a parameter is its rounded master: code that writes one of them has to write the
+# other. What a program writes to a parameter alone is detected before the next update (update/masters.py).
 class ChunkState:
-    """What the optimizer updates for one chunk.
+    """The masters of one chunk, which the optimizer updates.
 
     Args:
         chunk: the chunk.
         home: its tiers.
-        dtype: of the masters; ``None``: there are none, the parameter shard itself is updated.
-        memory: the masters' memory, where they are in memory.
-        events: is told before all masters are read from a disk or written to it, so that whoever has taken buffers in
-            advance gives them back.
+        dtype: of the masters; ``None``: there are no masters, and the parameter shard itself is updated.
+        memory: the masters' memory, if they are in memory.
+        events: notified before all masters are read from a disk or written to it, so that listeners return buffers that
+            they took in advance.
 
     Attributes:
-        master: this rank's masters, or ``None`` (there are none, or they are on the disk).
+        master: this rank's masters, or ``None`` if there are no masters or they are on the disk.
         values: the masters' records on the disk, by tile; empty otherwise.
     """
 
@@ -76,11 +76,11 @@ class ChunkState:
 
     @property
     def device(self) -> torch.device:
-        """Where updates are computed."""
+        """The device on which updates are computed."""
         return self.chunk.device if self.tier is Tier.DEVICE else torch.device("cpu")
 
     def use_disk(self, store: DiskStore, ranges: Sequence[TileRange]) -> None:
-        """The masters are written to ``store``, one record a tile."""
+        """Write the masters to ``store``, one record for each tile."""
         self.store, self.ranges = store, ranges
         itemsize = (self.dtype or self.chunk.spec.dtype).itemsize
         name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
@@ -90,9 +90,10 @@ class ChunkState:
 
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:
-        """This rank's masters in memory (``None`` if there are none); with ``write`` changes to them are kept.
+        """Return a context with this rank's masters in memory (``None`` without masters); with ``write``, changes are
+        kept.
 
-        From the disk they come into memory of their own, all at once: for loading, saving and inspection.
+        Masters on a disk are read into separate memory, all at once: for loading, saving and inspection.
         """
         if self.store is None:
             yield self.master
@@ -153,12 +154,12 @@ class UploadSlots:
 
 
 class MasterEdits:
-    """Watches the chunks that stay on the device and have masters elsewhere.
+    """Detects writes to chunks that stay on the device and have separate masters.
 
     Args:
         chunks: all of one model.
         states: masters, by chunk index.
-        rounding: how each is rounded, where it is.
+        rounding: how each chunk is rounded, if it is.
     """
 
     def __init__(
@@ -170,23 +171,23 @@ class MasterEdits:
         self._rounding = rounding
         self._watched = [(c, states[c.spec.index]) for c in chunks if c.resident and c.spec.index in states]
         self._versions: dict[int, list[int]] = {}
-        """By chunk index, of its parameters."""
+        """The last seen versions of the parameters, by chunk index."""
 
     def _separate(self, optimizer: int | None) -> list[tuple[Chunk, ChunkState]]:
         return [(c, s) for c, s in self._watched if s.dtype is not None and optimizer in (None, c.spec.optimizer)]
 
     def note(self, optimizer: int | None = None) -> None:
-        """The parameters of an optimizer (of all) are what their masters say."""
+        """Note that the parameters of an optimizer (``None``: all) are equal to their rounded masters."""
         for chunk, _ in self._separate(optimizer):
             self._versions[chunk.spec.index] = versions_of(chunk.params)
 
     def moved(self, optimizer: int | None = None) -> bool:
-        """Whether one of these parameters may have been written to since."""
+        """Return whether a program may have written to one of these parameters since then."""
         return any(self._versions[c.spec.index] != versions_of(c.params) for c, _ in self._separate(optimizer))
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take changes over into the masters, this rank its part; what was not changed keeps its precision.
+        """Copy changes into the masters, on each rank its part; unchanged values keep their precision.
 
         Raises:
             RuntimeError: the masters are on a disk, which needs all ranks.
@@ -214,17 +215,17 @@ def take_over(
     rounded: Rounded | None,
     slots: Sequence[ParamSpan] | None = None,
 ) -> bool:
-    """Changed values go into the master; what was not changed keeps the precision that the shard does not have.
+    """Copy changed values into the master; unchanged values keep the precision that the shard does not have.
 
     Args:
-        chunk: whose they are.
-        shard: what the program has left.
-        kept: the master, or the shard itself where another one is shown.
-        rounded: what ``kept`` shows, where that is rounded in blocks.
+        chunk: the chunk.
+        shard: the values that the program has left.
+        kept: the master, or the shard itself if the parameters show a rounded copy of it.
+        rounded: the rounded values of ``kept``, if they are rounded in blocks.
         slots: of the parameters that may have changed; ``None``: all.
 
     Returns:
-        Whether anything was.
+        Whether any value was copied.
     """
     if kept is None:
         return False
@@ -256,11 +257,12 @@ def take_over(
 
 
 # [Note: Written to what is rounded]
-# A weight that is set to zero may be so small that it had been rounded to that: it does not differ from what is shown.
-# Where larger ones of its block are set to zero with it the block's scale shrinks, and it would come back. So in
-# parameters that were written to, what can be shown as it was written is shown so. Scales are powers of two: where one
-# shrinks all that the block has shown can still be shown, and what would show something else is taken over. Where it
-# grows masters round to what is nearest, and are kept; and so are all of parameters that nobody has written to.
+# A weight that is set to zero may be so small that it had been rounded to zero: it does not differ from the rounded
+# value. If larger weights of its block are set to zero with it, the scale of the block shrinks, and the small weight
+# would come back. So parameters that were written to keep the written values wherever the rounding can represent them.
+# Scales are powers of two: if a scale shrinks, all earlier values of the block can still be represented, and values
+# that would be rounded to others are copied to the masters. If a scale grows, masters round to the nearest value and
+# are kept. Masters of parameters without a write are kept as well.
 def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Tensor, rounded: Rounded) -> None:
     possible = (rounded(values) == values) & written
     while True:

@@ -1,7 +1,8 @@
-"""How a rank's shard of a chunk is cut for the update: pure arithmetic, known before any optimizer state exists.
+"""How a rank's shard of a chunk is divided for the update: pure arithmetic, known before any optimizer state exists.
 
 A *piece* is the part of one parameter in this rank's shard, at most a tile long. A *tile* is a run of neighbouring
-pieces of one param group that are stepped in one call. Where an optimizer needs whole tensors, a piece is one.
+pieces of one param group that are stepped in one call. If an optimizer needs whole tensors, a piece is one whole
+tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from shardwise.core.shards.layout import ChunkSpec
 
 TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""About what stays in a CPU's cache with its state; on a GPU, so much that launches do not count."""
+"""About the size that stays in a CPU's cache together with its state; on a GPU, large enough to hide launches."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TileRange:
 
 
 def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: int) -> list[TileRange]:
-    """This rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter of the model."""
+    """Return this rank's tiles of a chunk, in order; ``group_of[param]`` is the param group of each parameter."""
     shard_start, shard_end = spec.bounds[rank], spec.bounds[rank + 1]
     tiles: list[TileRange] = []
     run: list[ShardRange] = []

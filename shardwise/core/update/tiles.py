@@ -1,10 +1,10 @@
 """Steps any element-wise torch optimizer over this rank's shards, a cache-sized tile at a time.
 
-A *piece* is the part of one parameter in this rank's shard (at most a tile long): a flat tensor that the optimizer
-takes for a parameter in its step, so that per-parameter state such as Adam's step count is exactly torch's, also for
-parameters that some steps do not use. Its param groups keep the model's own parameters ([Note: What groups hold]). A
-*tile* is a run of neighbouring pieces that are stepped in one call, with the cast of the gradient, the unscaling and
-clipping, and the cast of the result done while the data is in cache.
+A *piece* is the part of one parameter in this rank's shard (at most a tile long). The optimizer steps this flat tensor
+as a parameter, so per-parameter state such as Adam's step count is exactly torch's, also for parameters that some steps
+do not use. The optimizer's param groups keep the model's own parameters ([Note: What groups hold]). A *tile* is a run
+of neighbouring pieces that are stepped in one call. The cast of the gradient, the unscaling and clipping, and the cast
+of the result run while the data is in cache.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 
 NEVER = ("lbfgs", "sparseadam")
-"""Names of optimizers whose update of a parameter needs the others, or gradients that are not arrays."""
+"""Names of optimizers whose update of a parameter needs other parameters, or gradients that are not arrays."""
 WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "came")
-"""Names of those that need a parameter's shape or norm."""
+"""Names of optimizers that need a parameter's shape or norm."""
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
-"""Modules whose optimizers, but for those above and those that say otherwise, are known to be element-wise."""
+"""Modules whose optimizers are known to be element-wise, except the names above and classes that declare otherwise."""
 Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
-"""What tiles that one call steps have in common: home, device, and dtypes of values and gradients."""
+"""The properties that all tiles of one call share: home, device, and dtypes of values and gradients."""
 NOTHING: dict[str, Any] = {}
-"""What an optimizer keeps of a piece that it has not stepped."""
+"""The state of a piece that the optimizer has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Their fused kernels only read gradients; others may not (``SGD(nesterov=True, foreach=True)`` writes into them)."""
+"""Optimizers whose fused kernels only read gradients; others may write (``SGD(nesterov=True, foreach=True)`` does)."""
 ADAGRAD_ON_GPUS = TorchVersion(torch.__version__.split("+")[0]) >= "2.12"
-"""Whether torch has Adagrad's fused kernel for them; before 2.12 its step raises there."""
+"""Whether torch has Adagrad's fused kernel for GPUs; before 2.12 its step raises there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class UpdateTile:
 
     @property
     def numel(self) -> int:
-        """Elements of the shard that it spans."""
+        """Number of elements of the shard that the tile spans."""
         return self.end - self.start
 
 
@@ -91,9 +91,9 @@ class PendingTile(NamedTuple):
     """A tile to be updated.
 
     Attributes:
-        active: the pieces that are; one at least.
+        active: the pieces to update, at least one.
         reduced: the gradient of the shard.
-        shard: what takes the result over (1-D, in memory); ``None``: it is left as it is.
+        shard: receives the result (1-D, in memory); ``None``: the shard is not written.
     """
 
     tile: UpdateTile
@@ -108,9 +108,9 @@ def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
 
 
 def _alike(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[ParamShard]]:
-    """Pieces that have state under the same keys: a fused kernel takes momentum of all or of none.
+    """Groups pieces whose state has the same keys: a fused kernel takes momentum of all pieces or of none.
 
-    On a GPU it wants the step count there; a loaded state, or Adagrad's, has it elsewhere.
+    On a GPU the kernel needs the step count on the device; loaded state and Adagrad's state have it elsewhere.
     """
     device = active[0].value.device
     if device.type == "cpu" and len(set(map(tuple, entries))) == 1:
@@ -127,7 +127,7 @@ def _alike(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> I
 
 
 def _by_piece(pending: Sequence[PendingTile], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The gradient of each active piece; a part has those of one tile, and what lies between them."""
+    """Return the gradient of each active piece; a part has the gradients of one tile and the elements between them."""
     found = list[torch.Tensor]()
     for each, part in zip(pending, parts, strict=True):
         first = each.active[0].start
@@ -136,13 +136,13 @@ def _by_piece(pending: Sequence[PendingTile], parts: Sequence[torch.Tensor]) -> 
 
 
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` has to be given parameters whole, with their shapes; otherwise flat parts will do.
+    """Return whether ``optimizer`` needs whole parameters with their shapes; otherwise flat parts are enough.
 
-    Those that are not torch's or ours step small matrices to find out, and are then as before.
+    Optimizers of other libraries step small matrices to find out, and are unchanged afterwards.
 
     Raises:
-        ValueError: neither will do, since its update of a parameter depends on others or on how often ``step()`` is
-            called, or it is ``differentiable`` or ``capturable``.
+        ValueError: neither works, because the update of a parameter depends on others or on how often ``step()`` is
+            called, or because the optimizer is ``differentiable`` or ``capturable``.
     """
     name = type(optimizer).__name__
     names = {base.__name__.lower() for base in type(optimizer).__mro__}
@@ -155,7 +155,7 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     why = getattr(optimizer, "couples_parameters", "")
     if why:
         raise ValueError(f"optimizer {name} cannot be sharded: {why}")
-    if getattr(optimizer, "whole_tensors", False):  # believed, as element_wise is
+    if getattr(optimizer, "whole_tensors", False):  # trusted, like element_wise
         return True
     whole = not names.isdisjoint(WHOLE)
     if not is_foreign(optimizer) or (not whole and not couples_elements(optimizer)):
@@ -171,12 +171,12 @@ def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_foreign(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is neither torch's nor ours."""
+    """Return whether its class belongs to neither torch nor shardwise."""
     return not type(optimizer).__module__.startswith(OF_TORCH_OR_OURS)
 
 
 def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]) -> list[UpdateTile]:
-    """The tiles of one chunk. Those on a disk get their values when they are read."""
+    """Return the tiles of one chunk. Tiles on a disk get their values when they are read."""
     chunk = state.chunk
     if state.on_disk:
         values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype, device="cpu").expand(
@@ -202,8 +202,8 @@ def _shaped(values: torch.Tensor, chunk: Chunk, piece: ShardRange) -> torch.Tens
 class BareStep:
     """Steps one param group of a user's optimizer, without its step hooks and without counting for schedulers.
 
-    The wrappers of ``step`` that run hooks and count are left out; a ``step`` that somebody else put in its place is
-    called as it is.
+    It skips the wrappers of ``step`` that run hooks and count. If the program has replaced ``step``, it calls the
+    replacement unchanged.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -211,20 +211,22 @@ class BareStep:
         self._step: Any = vars(optimizer).get("step")
         if self._step is None or hasattr(self._step, "_wrapped_by_lr_sched"):
             function: Any = type(optimizer).step
-            # Torch marks the class's own step when it has wrapped it, at the first instance.
+            # Torch marks the class's own step after it has wrapped it, at the first instance.
             self._step = MethodType(function.__wrapped__ if getattr(function, "hooked", False) else function, optimizer)
         self.module: str = getattr(self._step, "__module__", None) or ""
         """The module that defines the step."""
 
     def step(self, group: dict[str, Any]) -> None:
-        """Step ``group`` alone; inside of :meth:`hidden`."""
+        """Step ``group`` alone; called inside :meth:`hidden`."""
         self._optimizer.param_groups = [group]
         self._step()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside the block the optimizer has no hooks (its ``step`` may call that of its base class), and a step that
-        drops gradients drops those of its group alone. Groups and hooks are put back at the end."""
+        """Return a context in which the optimizer has no hooks, because its ``step`` may call that of its base class.
+
+        A step that drops gradients drops only those of its group there. Groups and hooks are restored at the end.
+        """
         optimizer, own = self._optimizer, vars(self._optimizer)
         drop, groups = own.get("zero_grad"), optimizer.param_groups
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -242,17 +244,17 @@ class BareStep:
 
 
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether :func:`run_pre_hooks` calls any."""
+    """Return whether :func:`run_pre_hooks` calls any hook."""
     return bool(optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
 
 
 def run_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call the hooks on this optimizer's steps and on those of all optimizers, in torch's order.
 
-    They run once a step, not once a tile, and before anything is made of gradients and options.
+    They run once for each step, not once for each tile, and before gradients and options are used.
 
     Raises:
-        RuntimeError: one wants to change the arguments of ``step``, which has none here.
+        RuntimeError: a hook changes the arguments of ``step``, which has no arguments here.
     """
     hooks = chain(torch_optimizer._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
     for hook in hooks:
@@ -272,11 +274,11 @@ def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
-    """Write back what a step assigned: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
+    """Copy back assignments of a step: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
 
     A parameter's memory is part of a shard, a master or a disk buffer, which are read after the step. So at the end of
-    the block, a step, the values are copied there (cast as ``copy_`` does) and the parameter points there again.
-    Called without gradients.
+    the block, which is a step, the values are copied there (cast as ``copy_`` does) and the parameter points there
+    again. Called without gradients.
 
     Args:
         name: The optimizer's class, for errors.
@@ -292,7 +294,7 @@ def memory_kept(name: str, values: Sequence[torch.Tensor], named: Callable[[int]
         yield
     finally:
         moved = [at for at, own in enumerate(kept) if not _is_same_memory(values[at], own)]
-        # Copies first: parameters may have exchanged memory, or show theirs in another order.
+        # Copies first: parameters may have exchanged memory, or have theirs in another order.
         assigned = {at: plain(values[at]).clone() for at in moved}
         for at, new in assigned.items():
             point(values[at], kept[at])
@@ -312,12 +314,12 @@ def _is_same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
     return same and value.shape == own.shape and value.stride() == own.stride()
 
 
-# See [Note: Masters apart from parameters] for what a tile's values are.
+# See [Note: Masters apart from parameters] for the values of a tile.
 class TileStepper:
     """Runs one torch optimizer over tiles; owns the scratch memory for gradients in the update's dtype.
 
     Args:
-        named: says for errors of which parameter a piece is, of its index among the facts.
+        named: returns the name of a piece's parameter for errors, from its index among the facts.
         slots: copy updated masters on the host to shards on a GPU.
     """
 
@@ -333,19 +335,19 @@ class TileStepper:
         self._scratch: dict[tuple[torch.dtype, Tier], torch.Tensor] = {}
         self._kept_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
         self._generation = 0
-        """Counts what may have changed the amount of state."""
+        """Number of events that may have changed the size of the state."""
         self._counted: tuple[int, dict[Tier, int]] = (-1, {})
         self.param_groups = ParamGroups(optimizer)
         self._bare = BareStep(optimizer)
         self._fused: set[int] = set()
-        """Groups for which torch's fused kernel was chosen here."""
+        """Groups for which shardwise chose torch's fused kernel."""
         self._readable: bool | None = None
-        """Once closed."""
+        """Whether the stepper is closed."""
         self.foreign = is_foreign(optimizer)
         self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
-        """Whether its step is not known to write into the memory that parameters have."""
+        """Whether its step may assign other memory to parameters."""
         self.norm: TileNorm | None = None
-        """Is told of gradients that are read, where it wants to be."""
+        """Receives the gradients that an update reads, if it needs them."""
         optimizer.step = self._refuse  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = self._refuse_group  # type: ignore[method-assign]
 
@@ -365,11 +367,13 @@ class TileStepper:
             "parameters would be trained nowhere; add the group before boost/build"
         )
 
-    # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
+    # Schedulers look for this mark on the step() that they count, to detect a replacement.
     _refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def close(self, readable: bool) -> None:
-        """Its state stays that of pieces, so the optimizer's own ``step`` stays refused: it would start without any.
+        """Close the stepper. Its state stays that of pieces, so the optimizer's own ``step`` still raises.
+
+        Otherwise that ``step`` would start without state.
 
         Args:
             readable: the model's parameters have their values without the engine, too.
@@ -379,11 +383,12 @@ class TileStepper:
 
     @contextmanager
     def stepping(self, factor: float) -> Iterator[Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]]:
-        """A function that updates tiles, each with the shard (1-D, in memory) that takes masters over, for one step.
+        """Return a function that updates tiles for one step, each with the shard (1-D, in memory) that receives the
+        masters.
 
         Every piece that has a gradient is updated with ``factor`` times it. Values and state of the tiles must be in
-        memory, and they be alike as :meth:`step_tiles` says. The user's step hooks are not run; see
-        :func:`run_pre_hooks`.
+        memory, and the tiles must have the same properties; see :meth:`step_tiles`. The function does not run the
+        user's step hooks; see :func:`run_pre_hooks`.
         """
         with torch.no_grad(), self.groups() as groups:
 
@@ -401,7 +406,7 @@ class TileStepper:
 
     @staticmethod
     def active(tile: UpdateTile) -> Sequence[ParamShard]:
-        """The pieces of a tile that have a gradient."""
+        """Return the pieces of a tile that have a gradient."""
         grads = tile.grads
         if not grads.present:
             return ()
@@ -412,9 +417,10 @@ class TileStepper:
 
     @labelled("update", lambda _, pending, *__: span_text([each.tile.chunk.spec.title for each in pending]))
     def step_tiles(self, pending: Sequence[PendingTile], factor: float, groups: list[dict[str, Any]]) -> None:
-        """Update each with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is given.
+        """Update each tile with ``factor`` times its gradient, in one call of the optimizer, and its shard if it is
+        given.
 
-        They are of one param group and tier, and alike in the dtypes of values and gradients. Called without gradients.
+        All tiles have one param group, one tier, and the same dtypes of values and gradients. Called without gradients.
         """
         first, value = pending[0].tile, pending[0].active[0].value
         group = self._group_for(groups, first.group, value)
@@ -448,7 +454,7 @@ class TileStepper:
         self._round([each for each in pending if each.shard is not None])
 
     def _round(self, pending: Sequence[PendingTile]) -> None:
-        """Take updated masters over into the shards."""
+        """Copy updated masters into the shards."""
         to, values = list[torch.Tensor](), list[torch.Tensor]()
         for tile, active, _, shard in pending:
             assert shard is not None
@@ -466,7 +472,7 @@ class TileStepper:
             copy_each(to, values)
 
     def _only_reads(self, group: dict[str, Any]) -> bool:
-        """Whether the optimizer is known to leave the gradients of ``group`` as they are."""
+        """Return whether the optimizer is known not to write to the gradients of ``group``."""
         module = type(self.optimizer).__module__
         return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
@@ -474,7 +480,7 @@ class TileStepper:
         before = {key: value for key, value in group.items() if key != "params"}
         entries = self._entries(active)
         held = self._extent(entries)
-        # One group, of what is active in these tiles: the optimizer's own loop steps nothing else.
+        # One group with the active pieces of these tiles: the optimizer's own loop steps nothing else.
         for alike in _alike(active, entries) if group.get("fused") else (active,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
@@ -488,16 +494,16 @@ class TileStepper:
             )
 
     def element_bytes(self, like: torch.Tensor, index: int) -> int:
-        """Bytes of state that the optimizer keeps for each element of a parameter like ``like`` in that param group."""
+        """Return the bytes of state for each element of a parameter like ``like`` in that param group."""
         return sum(dtype.itemsize for dtype in self.element_dtypes(like, index).values())
 
     def element_dtypes(self, like: torch.Tensor, index: int = 0) -> dict[str, torch.dtype]:
-        """By key, the state that the optimizer keeps for each element of a parameter like ``like`` in a param group.
+        """Return by key the state for each element of a parameter like ``like`` in a param group.
 
-        Asked of the optimizer itself: it steps a parameter of two elements a dimension, which is then forgotten.
+        To find out, the optimizer steps a parameter of two elements in each dimension, which is then dropped.
         """
         optimizer = self.optimizer
-        # Two elements, so that a count of shape (1,) does not pass for state of each.
+        # Two elements, so that a count of shape (1,) is not taken for state of each element.
         probe = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
         probe.grad = torch.zeros_like(probe)
         with self.groups() as groups, torch.random.fork_rng(devices=[]):
@@ -510,10 +516,10 @@ class TileStepper:
         return {k: v.dtype for k, v in kept if isinstance(v, torch.Tensor) and v.shape == probe.shape}
 
     def dtype_for(self, key: str, stored: torch.dtype, like: torch.Tensor) -> torch.dtype:
-        """In which dtype per-element state that was ``stored`` elsewhere is kept for a parameter like ``like``.
+        """Return the dtype for per-element state of a parameter like ``like`` that was ``stored`` in another dtype.
 
-        As torch does, in the parameter's; but in 16 bits only where the optimizer itself keeps it so (CPUAdam has fp32
-        moments for any parameter).
+        It is the parameter's dtype, as in torch. State is in 16 bits only if the optimizer itself keeps it so (CPUAdam
+        has fp32 moments for any parameter).
         """
         if not stored.is_floating_point:
             return stored
@@ -532,29 +538,30 @@ class TileStepper:
         return have[:numel]
 
     def scratch_bytes(self, tier: Tier) -> int:
-        """Memory for gradients in the update's dtype, kept between steps. For state on a disk it is the host's."""
+        """Return memory for gradients in the update's dtype, kept between steps. For state on a disk it is host
+        memory."""
         return sum(scratch.nbytes for (_, where), scratch in self._scratch.items() if where is tier)
 
     def _entries(self, pieces: Sequence[ParamShard]) -> list[dict[str, Any]]:
         state = self.optimizer.state
-        if isinstance(state, dict):  # whatever its class makes of get(), which is for users
+        if isinstance(state, dict):  # independent of an overridden get(), which is for users
             return [dict.get(state, piece.value, NOTHING) for piece in pieces]
         return [state.get(piece.value, NOTHING) for piece in pieces]
 
     def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
-        """A number that changes with the amount of state: torch's optimizers and ours make it at a piece's first step,
-        and keep its size."""
+        """Return a number that changes with the size of the state: optimizers of torch and shardwise allocate it at the
+        first step of a piece, and keep its size."""
         return _bytes_of(entries) if self.foreign else sum(map(len, entries))
 
     def state_changed(self) -> None:
-        """State was made, dropped or replaced, or has another home: it is counted again when it is asked for."""
+        """Note that state was made, dropped, replaced or moved; its size is computed again at the next query."""
         self._generation += 1
 
     def state_bytes(self, tier: Tier) -> int:
-        """Optimizer state of the tiles whose home is ``tier``."""
+        """Return the bytes of optimizer state of the tiles whose home is ``tier``."""
         generation, counted = self._counted
         if generation != self._generation:
-            generation = self._generation  # before counting: another thread may be updating
+            generation = self._generation  # read before counting: another thread may be updating
             counted = self._count_state()
             self._counted = generation, counted
         return counted.get(tier, 0)
@@ -567,7 +574,7 @@ class TileStepper:
 
     @contextmanager
     def groups(self) -> Iterator[list[dict[str, Any]]]:
-        """Working copies of the param groups, with torch's fused kernel where the user left the choice to torch."""
+        """Return working copies of the param groups, with torch's fused kernel if the user left the choice to torch."""
         optimizer = self.optimizer
         work = [dict(group) for group in self.param_groups.now]
         chosen = set[int]()
@@ -581,14 +588,14 @@ class TileStepper:
             yield work
 
     def _group_for(self, groups: Sequence[dict[str, Any]], index: int, value: torch.Tensor) -> dict[str, Any]:
-        """A working copy as it is for values like this one: tiles of one group may be on two devices."""
+        """Return the working copy for values like this one: tiles of one group may be on two devices."""
         group = groups[index]
         if index not in self._fused or not self._fuses_wrongly(value):
             return group
         return {**group, "fused": None, "foreach": self.param_groups.now[index].get("foreach")}
 
     def _fuses_wrongly(self, value: torch.Tensor) -> bool:
-        """Whether torch's kernel is not there, or wrong: SGD's on a CPU gives wrong 16-bit values (torch 2.13)."""
+        """Return whether torch's kernel is missing or wrong: SGD's on a CPU gives wrong 16-bit values (torch 2.13)."""
         if isinstance(self.optimizer, torch.optim.Adagrad):
             return value.device.type != "cpu" and not ADAGRAD_ON_GPUS
         on_cpu = isinstance(self.optimizer, torch.optim.SGD) and value.device.type == "cpu"
@@ -596,7 +603,8 @@ class TileStepper:
 
 
 def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
-    """Tiles of neighbouring chunks that are alike and have no more elements than one tile may have; or of one chunk."""
+    """Return runs of neighbouring chunks' tiles with the same properties, each of at most one tile's maximum of
+    elements; or of one chunk."""
     held, numel = list[UpdateTile](), 0
     kind: Kind | None = None
     for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
@@ -612,10 +620,11 @@ def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
 
 
 def runs(tiles: Sequence[UpdateTile], together: bool = True) -> Iterator[list[UpdateTile]]:
-    """``tiles``, which are alike, by param group, as many in one call as one tile may have elements.
+    """Return ``tiles``, which have the same properties, by param group and in calls of at most one tile's maximum of
+    elements.
 
     Args:
-        together: ``False``: each by itself.
+        together: ``False``: one tile for each call.
     """
     if not together:
         yield from ([tile] for tile in tiles)
@@ -634,7 +643,7 @@ def runs(tiles: Sequence[UpdateTile], together: bool = True) -> Iterator[list[Up
 
 
 class UpdateCalls:
-    """Which tiles each call of an update steps: as for the update before, if the same are pending.
+    """Which tiles each call of an update steps; computed once and reused while the same tiles are pending.
 
     Args:
         together: as for :func:`runs`.
@@ -646,14 +655,14 @@ class UpdateCalls:
         self._calls = list[list[UpdateTile]]()
 
     def of(self, pending: list[UpdateTile]) -> Sequence[list[UpdateTile]]:
-        """The calls that step ``pending``, in order."""
+        """Return the calls that step ``pending``, in order."""
         if pending != self._due:  # each of these is equal to itself alone
             self._due = pending
             self._calls = [run for tiles in chunks_at_once(pending) for run in runs(tiles, self._together)]
         return self._calls
 
     def forget(self) -> None:
-        """Tiles have another home, and so are alike with others."""
+        """Forget the calls, because tiles have another home and so other properties."""
         self._due, self._calls = [], []
 
 
