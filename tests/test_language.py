@@ -49,16 +49,12 @@ LEFT_NAMES = {
     "whole": 35,
 }
 LEFT_PROSE = {
-    "alike": 10,
-    "anew": 1,
-    "beside": 7,
+    "alike": 4,
+    "beside": 2,
     "by hand": 3,
-    "in vain": 2,
-    "is none": 16,
-    "nobody": 5,
-    "somebody": 1,
-    "whatever": 8,
-    "whoever": 2,
+    "is none": 7,
+    "nobody": 1,
+    "whatever": 1,
 }
 
 
