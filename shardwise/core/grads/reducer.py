@@ -1,6 +1,6 @@
 """Reduce gradients from buckets into shards, in an order that all ranks share.
 
-A gradient goes down the methods ``add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
+A gradient goes down the methods ``add``, ``_add``, ``_advance``, ``begin``, ``_reduce``, ``_issue``, ``_complete`` and
 ``_take_result`` of :class:`Reducer`; docs/architecture.md has the whole way. The chunks that are left are reduced at
 the end of backward (``finish``), so that ranks which use different parameters still issue the same collectives. At that
 point the ranks exchange which parameters had a gradient: a parameter that no rank used is neither reduced nor updated
