@@ -362,7 +362,7 @@ class TileStepper:
     def _refuse_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
             f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
-            "parameters would be trained nowhere; add the group before boost/build"
+            "parameters would be trained nowhere; add the group before sharding"
         )
 
     # What a scheduler looks for on the step() that it has counted on, to see that nobody replaced it.
