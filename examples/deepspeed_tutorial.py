@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--stage", type=int, default=3)
-parser.add_argument("--save", default=None, help="a directory of checkpoints; training goes on from the newest")
+parser.add_argument("--save", default=None, help="directory of checkpoints; training continues from the newest")
 args = parser.parse_args()
 
 ds_config = {

@@ -1,6 +1,6 @@
 """transformers.Trainer with a shardwise plan: ``shardwise run --nproc 2 examples/huggingface_trainer.py``.
 
-A small GPT-2 with random weights learns bytes of Python's own library. Give the same ``--output`` to go on training.
+A small GPT-2 with random weights learns bytes of Python's standard library. Give the same ``--output`` to continue.
 """
 
 from __future__ import annotations

@@ -490,7 +490,7 @@ def _optimizers_of(model: Any, optimizer: Any) -> list[torch.optim.Optimizer]:
             )
         if sharded_of(each) is not None:
             raise ValueError(
-                f"optimizer {type(each).__name__} was given to boost/build before, and its state is already sharded: "
+                f"optimizer {type(each).__name__} belongs to a sharded model already, and its state is sharded: "
                 "create a new one on model.parameters(), and load the state_dict() of the old one"
             )
     return optimizers

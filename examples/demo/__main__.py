@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """Return the parser of the demo's options. Options that are not given and depend on others are ``None``."""
     made = Parser(
-        prog="demo", description="Train a byte-level GPT on the text files of a folder; run it again to go on."
+        prog="demo", description="Train a byte-level GPT on the text files of a folder; run it again to continue."
     )
     add = made.add_argument
     add("--plugin", choices=list(PRECISIONS), help="which plugin trains (default: low_level_zero)")
@@ -71,7 +71,7 @@ def parser() -> Parser:
     add = made.add_argument_group("memory beyond the device (any of these trains with gemini)").add_argument
     add("--device-memory", metavar="SIZE", help="memory of each device, such as 64MiB, enforced; the model is chosen "
         "so that its unsharded training state is 4 times that")  # fmt: skip
-    add("--offload-optim", metavar="SHARE", type=float, help="share of masters and optimizer state at home on the host "
+    add("--offload-optim", metavar="SHARE", type=float, help="share of masters and optimizer state kept on the host "
         "(default: what is not on disk)")  # fmt: skip
     add("--offload-params", metavar="SHARE", type=float, help="the same for parameters (default: 0 where they take up "
         "to a third of the device, otherwise 1)")  # fmt: skip

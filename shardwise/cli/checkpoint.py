@@ -42,20 +42,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="huggingface: the model's config.json, or the directory with it; default: the source's own",
+        help="huggingface: config.json or its directory; default: that of the source",
     )
     parser.add_argument(
         "--adapter-config",
         type=Path,
         metavar="FILE",
-        help="peft: adapter_config.json, or the directory with it; default: the source's own, or --lora-alpha",
+        help="peft: adapter_config.json or its directory; default: that of the source, or --lora-alpha",
     )
-    parser.add_argument("--adapter", metavar="NAME", help="peft: its name in the model; default: the only one")
+    parser.add_argument("--adapter", metavar="NAME", help="peft: the adapter's name; default: the only one")
     parser.add_argument(
         "--lora-alpha",
         type=float,
         metavar="ALPHA",
-        help="peft: the adapter's scale, with which rank, targets and the rest are taken from names and shapes",
+        help="peft: lora_alpha; rank and targets are derived from names and shapes",
     )
     parser.add_argument("--base", metavar="NAME", help="peft: base_model_name_or_path, a name or a directory")
 
@@ -174,8 +174,8 @@ EXAMPLES = """
   shardwise checkpoint verify runs/step-1000
   shardwise checkpoint diff runs/step-1000 llama --rtol 1e-2
 
-Exit status: 0; 1 when verify found damage or diff found a difference; 2 for input that cannot be used.
-Pickled files are read only as tensors and plain containers, so nothing in a checkpoint is executed.
+Exit status: 0 for success, 1 if verify finds damage or diff a difference, 2 for input that cannot be used.
+Nothing in a checkpoint is executed: of pickles only tensors and plain containers are read.
 """
 
 
@@ -183,28 +183,28 @@ def add_parser(commands: Any) -> None:
     """Add ``checkpoint`` to the command's subparsers."""
     parser = commands.add_parser(
         "checkpoint",
-        help="look into, convert, check and compare checkpoints",
-        description="Look into, convert, check and compare checkpoints of any known format.",
+        help="inspect, convert, verify and compare checkpoints",
+        description="Inspect, convert, verify and compare checkpoints of any supported format.",
         epilog=EXAMPLES,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="inspect|convert|verify|diff")
     inspect = actions.add_parser("inspect", help="list tensors and the size of the state")
     _add_source(inspect, "path", "")
-    inspect.add_argument("--json", action="store_true", help="print it as JSON")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(action_main=_inspect)
     convert = actions.add_parser("convert", help="write a checkpoint in another format")
     _add_source(convert, "source", "")
-    convert.add_argument("target", type=Path, metavar="DST", help="what to write")
+    convert.add_argument("target", type=Path, metavar="TARGET", help="path of the file or directory to write")
     convert.add_argument("--to", required=True, choices=WRITTEN, help="format to write")
-    convert.add_argument("--dtype", choices=DTYPES, help="of the model's floating-point tensors; default: as stored")
+    convert.add_argument("--dtype", choices=DTYPES, help="dtype of floating-point model tensors; default: unchanged")
     convert.add_argument(
         "--max-shard-size",
         metavar="SIZE",
-        help="huggingface, colossalai: of the model's files, such as 5GB or 512MiB (default 5GB)",
+        help="huggingface, colossalai: largest file of the model, such as 512MiB (default 5GB)",
     )
     add_options(convert)
     convert.set_defaults(action_main=_convert)
-    verify = actions.add_parser("verify", help="read everything and compare it with its checksums, where there are any")
+    verify = actions.add_parser("verify", help="read everything and compare checksums, if the format has them")
     _add_source(verify, "path", "", rename=False)
     verify.set_defaults(action_main=_verify)
     diff = actions.add_parser("diff", help="compare names, shapes, dtypes and values")
@@ -212,7 +212,7 @@ def add_parser(commands: Any) -> None:
     _add_source(diff, "second", "-b")
     diff.add_argument("--rtol", type=float, default=0.0, help="relative difference that is allowed (default 0)")
     diff.add_argument("--atol", type=float, default=0.0, help="absolute difference that is allowed (default 0)")
-    diff.add_argument("--model-only", action="store_true", help="leave optimizer state out")
+    diff.add_argument("--model-only", action="store_true", help="do not compare optimizer state")
     diff.add_argument("--ignore-dtype", action="store_true", help="compare values only")
     diff.set_defaults(action_main=_diff)
     parser.set_defaults(main=main)
@@ -220,7 +220,7 @@ def add_parser(commands: Any) -> None:
 
 def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename: bool = True) -> None:
     parser.add_argument(name, type=Path, metavar=name.upper(), help="a checkpoint: directory or file")
-    parser.add_argument(f"--format{suffix}", dest=f"{name}_format", choices=READ, help="its format; default: found out")
+    parser.add_argument(f"--format{suffix}", dest=f"{name}_format", choices=READ, help="default: detected")
     parser.add_argument(
         f"--optimizer{suffix}",
         dest=f"{name}_optimizer",
@@ -233,7 +233,7 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
         dest=f"{name}_names",
         type=Path,
         metavar="FILE",
-        help="one name a line: parameters in the optimizer's order, for files that only number them",
+        help="names in the optimizer's order, one a line; for formats that number parameters",
     )
     if not rename:
         return
@@ -243,7 +243,7 @@ def _add_source(parser: argparse.ArgumentParser, name: str, suffix: str, rename:
         action="append",
         default=[],
         metavar="OLD=NEW",
-        help="a name, or a regular expression for parts of names (the last '=' divides); may be given again",
+        help="OLD is a name or a regular expression, up to the last '='; may be repeated",
     )
 
 

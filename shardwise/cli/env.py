@@ -1,4 +1,4 @@
-"""``shardwise env``: describe this machine and its installation, as text for an issue."""
+"""``shardwise env``: print versions, devices and limits of this machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
     """Add ``env`` to the command's subparsers."""
     parser = commands.add_parser(
         "env",
-        help="describe this machine and its installation, as text for an issue",
+        help="print versions, devices and limits of this machine, for a bug report",
         description="Print versions, devices, backends, network interfaces and limits, and warn of what will not work.",
     )
     parser.set_defaults(main=main)

@@ -28,20 +28,20 @@ def add_parser(commands: Any) -> None:
     """Add ``estimate`` to the command's subparsers."""
     parser = commands.add_parser(
         "estimate",
-        help="print the memory that a model's training state will need",
-        description="Print the bytes of parameters, gradients and optimizer state on one rank, without a build.",
+        help="print the memory for parameters, gradients and optimizer state",
+        description="Print the memory of one rank for parameters, gradients and optimizer state. Nothing is allocated.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE_OR_MODULE:FUNCTION")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default 3)")
     add("--devices", type=int, default=1, metavar="N", help="number of ranks (default 1)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="of the training (default bf16)")
-    add("--offload-params", choices=TIERS, help="keep parameters there (stage 3)")
-    add("--offload-optimizer", choices=TIERS, help="keep fp32 masters and optimizer state there")
-    add("--optimizer", default="AdamW", metavar="NAME", help="of torch.optim (default AdamW)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="precision (default bf16)")
+    add("--offload-params", choices=TIERS, help="where parameters are kept; needs stage 3 (default: device)")
+    add("--offload-optimizer", choices=TIERS, help="where masters and optimizer state are kept (default: device)")
+    add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim (default AdamW)")
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default 1)")
-    add("--rank", type=int, default=0, metavar="R", help="of the ranks that shard the model (default 0, the fullest)")
+    add("--rank", type=int, default=0, metavar="R", help="index of the rank to print (default 0, which has the most)")
     add("--json", action="store_true", help="print bytes by tier and kind as JSON")
     parser.set_defaults(main=main)
 

@@ -39,7 +39,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch.")
+    parser = OneLineParser(prog="shardwise", description="Sharded training for PyTorch; see also COMMAND --help.")
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     formatted: Any = partial(OneLineParser, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=formatted)

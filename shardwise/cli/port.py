@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from shardwise.compat.port import Finding
 
 EXAMPLES = """
-  shardwise port train.py                what becomes of each name and argument
-  shardwise port --diff src/             and what would be changed, in every program below a folder
-  shardwise port --write train.py        change it
-  shardwise port --table colossalai      all names of a library, as a page in Markdown
+  shardwise port train.py                report each name and argument
+  shardwise port --diff src/             report, and show the changes, for all programs below a folder
+  shardwise port --write train.py        report, and change the file
+  shardwise port --table colossalai      print all names of a library as Markdown
 
-Exit status: 0 where every name works, 1 where one is missing, 2 for files that cannot be read.
+Exit status: 0 if every name works, 1 if a name is missing, 2 if a file cannot be read.
 """
 
 
@@ -32,16 +32,16 @@ def add_parser(commands: Any) -> None:
     """Add ``port`` to the command's subparsers."""
     parser = commands.add_parser(
         "port",
-        help="make a program for ColossalAI, DeepSpeed or Lightning one for shardwise",
-        description="Say of every foreign name and argument in programs what becomes of it, and rewrite their imports.",
+        help="rewrite the imports of a program for ColossalAI, DeepSpeed or Lightning",
+        description="Report which names and arguments of another library work here. With --write, rewrite the imports.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("files", type=Path, nargs="*", metavar="FILE", help="programs, or folders of them")
+    add("files", type=Path, nargs="*", metavar="FILE", help="Python files, or folders")
     add("--write", action="store_true", help="change the files")
-    add("--diff", action="store_true", help="show what is changed")
-    add("--missing", action="store_true", help="show only what does not work as it stands")
-    add("--table", nargs="+", metavar="LIBRARY", help="print the names of libraries instead")
+    add("--diff", action="store_true", help="show the changes as a diff")
+    add("--missing", action="store_true", help="report only names that do not work unchanged")
+    add("--table", nargs="+", metavar="LIBRARY", help="print all names of these libraries instead of reading files")
     parser.set_defaults(main=main)
 
 

@@ -137,13 +137,13 @@ def add_parser(commands: Any) -> None:
     """Add ``run`` to the command's subparsers."""
     parser = commands.add_parser(
         "run",
-        help="start a script on every rank",
-        description="Start a script once a rank, with torch's elastic launcher. The exit status is the script's.",
+        help="start a script on several ranks",
+        description="Start a process for each rank, with torch's elastic launcher. Exits with the script's status.",
         epilog=EXAMPLES,
         allow_abbrev=False,  # an option of the script must not match a prefix of our options
     )
     parser.add_argument(
-        "--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one a GPU, or 1)"
+        "--nproc", metavar="N", help="ranks on this host: a number, gpu, cpu or auto (default: one for each GPU, or 1)"
     )
     parser.add_argument("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
     parser.add_argument("--node-rank", type=int, metavar="R", help="index of this host, from 0")
@@ -158,8 +158,8 @@ def add_parser(commands: Any) -> None:
         metavar="LIBRARY",
         help="import shardwise in place of LIBRARY (such as deepspeed) in the script and what it imports",
     )
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name (python -m)")
-    parser.add_argument("script", help="a Python file")
+    parser.add_argument("-m", "--module", action="store_true", help="script is the name of a module, as for python -m")
+    parser.add_argument("script", help="a Python file; with -m a module")
     arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # may be empty; the error about a missing script should not mention these arguments
     parser.set_defaults(main=main)

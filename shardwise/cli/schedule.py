@@ -26,25 +26,25 @@ def add_parser(commands: Any) -> None:
     """Add ``schedule`` to the command's subparsers."""
     parser = commands.add_parser(
         "schedule",
-        help="draw a step of a pipeline, with its bubble",
-        description="Draw which rank of a pipeline does what when, with how long ranks wait and what they hold.",
+        help="draw the schedule of a pipeline and compute its bubble",
+        description="Draw one step of a pipeline, with the idle time and the stored activations of each rank.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline")
-    add("--microbatches", type=int, required=True, metavar="NUMBER", help="parts of a batch")
-    add("--style", choices=STYLES, default="1f1b", help="as pp_style of HybridParallelPlugin (default 1f1b)")
-    add("--chunks", type=int, metavar="NUMBER", help="stages a rank (default: 1 for 1f1b, otherwise 2)")
+    add("--pp", type=int, required=True, metavar="RANKS", help="number of pipeline ranks")
+    add("--microbatches", type=int, required=True, metavar="NUMBER", help="micro-batches in a step")
+    add("--style", choices=STYLES, default="1f1b", help="schedule (default 1f1b); zbv is zero bubble")
+    add("--chunks", type=int, metavar="NUMBER", help="stages of each rank (default: 1 for 1f1b, otherwise 2)")
     add(
         "--times",
         type=float,
         nargs=3,
         default=(1.0, 1.0, 1.0),
         metavar=("F", "B", "W"),
-        help="what a stage takes for its forward pass, its input's gradient, its weights' (default 1 1 1)",
+        help="relative times of forward, gradient of the input, gradient of the weights (default 1 1 1)",
     )
-    add("--width", type=int, default=160, metavar="COLUMNS", help="of the picture in text (default 160)")
-    add("--svg", type=Path, metavar="FILE", help="write a picture for a browser as well")
+    add("--width", type=int, default=160, metavar="COLUMNS", help="width of the text (default 160)")
+    add("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
     parser.set_defaults(main=main)
 
 

@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 EXAMPLES = """
 FUNCTION takes no arguments and returns a model, (model, batch) or (model, batch, loss). The batch is a tensor, a tuple
-of arguments or a dict of keyword arguments; loss(model, batch) makes the scalar that backward starts from.
+of arguments or a dict of keyword arguments; loss(model, batch) returns the scalar loss.
 
   shardwise trace train.py:build --batch first_batch --optimizer AdamW --capacity 24GiB
-  shardwise trace package.models:tiny --device meta        (no memory taken, nothing computed)
-  shardwise trace --stats stats.json --out trace.svg       (draw what --json or MemStats.save wrote)
+  shardwise trace package.models:tiny --device meta        (allocates and computes nothing)
+  shardwise trace --stats stats.json --out trace.svg       (a trace saved by --json or MemStats.save)
 """
 
 
@@ -35,20 +35,20 @@ def add_parser(commands: Any) -> None:
     """Add ``trace`` to the command's subparsers."""
     parser = commands.add_parser(
         "trace",
-        help="draw the memory of one training step of a model",
-        description="Run one training step of a model and draw what it held: model data, activations, the peak.",
+        help="run one training step of a model and draw its memory",
+        description="Run one training step of a model and draw its memory: model data, activations and the peak.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="what makes the model")
+    add("target", nargs="?", metavar="FILE_OR_MODULE:FUNCTION", help="function that returns the model; see below")
     add("--batch", metavar="FUNCTION", help="function in the same module that returns the batch")
-    add("--optimizer", metavar="NAME", help="step this one of torch.optim as well, such as AdamW or SGD")
-    add("--device", help="cpu, cuda, cuda:1, meta; default: where the model is")
-    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB; default: a GPU's own")
+    add("--optimizer", metavar="NAME", help="optimizer of torch.optim to step, such as AdamW; default: none")
+    add("--device", help="cpu, cuda, cuda:1 or meta; default: the device of the model")
+    add("--capacity", metavar="SIZE", help="memory of the device, such as 24GiB; default: that of the GPU")
     add("--stats", type=Path, metavar="FILE", help="draw this saved trace instead of running a step")
-    add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="the picture (default trace.svg)")
-    add("--json", type=Path, metavar="FILE", help="save the trace itself")
-    add("--dump", type=Path, metavar="FILE", help="save it as a table of text")
+    add("--out", type=Path, default=Path("trace.svg"), metavar="FILE", help="path of the picture (default trace.svg)")
+    add("--json", type=Path, metavar="FILE", help="save the trace as JSON, for --stats")
+    add("--dump", type=Path, metavar="FILE", help="save the trace as a text table")
     add("--quiet", action="store_true", help="print one line, without the picture in text")
     parser.set_defaults(main=main)
 

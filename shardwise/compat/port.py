@@ -232,14 +232,14 @@ def markdown(tables: Sequence[AliasTable]) -> str:
     names = [table.foreign for table in tables]
     text = [
         f"# Names of {', '.join(names)}\n",
-        "The names of each library, and where they are here. [Porting](porting.md) says how to port a program.\n",
+        "The names that programs import, and what they are in shardwise. [Migrating](porting.md) describes the port.\n",
         f"`shardwise port --table {' '.join(names)}` prints this page.\n",
     ]
     for table in tables:
         if len(tables) > 1:
             text.append(f"## {table.foreign}\n")
-        scope = "; all other names stay where they are" if table.partial else ""
-        text.append(f"Names are those of {table.foreign} {table.version}{scope}.\n")
+        scope = "; all other names are imported as before" if table.partial else ""
+        text.append(f"These are names of {table.foreign} {table.version}{scope}.\n")
         works: dict[str, list[str]] = {}
         unsupported: dict[str, list[str]] = {}
         for path, name, entry in table.entries():
@@ -250,9 +250,9 @@ def markdown(tables: Sequence[AliasTable]) -> str:
                 shown = f"`{table.full_name(path)}` (all other names)" if star else f"`{table.full_name(path, name)}`"
                 unsupported.setdefault(entry.instead, []).append(shown)
         sections = {
-            "module | names that work": [f"`{path}` | {', '.join(sorted(works[path]))}" for path in sorted(works)],
-            "name or argument | what differs": sorted(_differs(table)),
-            "can be imported, not used | what to do instead": sorted(
+            "Module | Names that work": [f"`{path}` | {', '.join(sorted(works[path]))}" for path in sorted(works)],
+            "Name or argument | What differs": sorted(_differs(table)),
+            "Name that can be imported but not used | What to do instead": sorted(
                 f"{', '.join(sorted(unsupported[instead]))} | {instead}" for instead in unsupported
             ),
         }

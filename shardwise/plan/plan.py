@@ -114,9 +114,9 @@ class MeshPlan:
         known = prod(size for size in sizes.values() if size != -1)
         if world_size % known:
             raise ValueError(
-                f"{world_size} ranks cannot be divided into groups of {known} ("
-                f"{', '.join(f'{name}={size}' for name, size in sizes.items())}); choose sizes whose product is "
-                f"{world_size}"
+                f"the sizes {', '.join(f'{name}={n}' for name, n in sizes.items() if n > 1)} need a multiple of "
+                f"{known} ranks, but there are {world_size}. Start another number of ranks, or use sizes whose product "
+                f"divides {world_size}"
             )
         axes = {name: world_size // known if size == -1 else size for name, size in sizes.items()}
         require(
@@ -489,7 +489,7 @@ class Plan:
             elif holders:
                 inner.setdefault(holders[0], {})[field] = value
             else:
-                known = sorted(f for part in parts.values() for f in part.__dataclass_fields__)
+                known = sorted({f for part in parts.values() for f in part.__dataclass_fields__})
                 raise ValueError(f"a plan has no field {field!r}; known fields: {', '.join(known)}")
         changed = {name: replace(parts[name], **values) for name, values in inner.items()}  # at once: some go together
         return replace(self, **(parts | changed | own))

@@ -10,7 +10,7 @@ from tests.matrix.cells import ROOT, Cell, dotted, minor_of
 
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
-HEAD = "| Python | torch | date | passed | failed | skipped | seconds | |\n|---|---|---|---|---|---|---|---|\n"
+HEAD = "| Python | torch | date | passed | failed | skipped | seconds | remark |\n|---|---|---|---|---|---|---|---|\n"
 NOT_TRIED = "not tried"
 REMARK = 160  # characters
 

@@ -217,7 +217,7 @@ def test_chunk_init_device_is_where_chunks_are_at_home(
     if fits:
         plugin.check_device(torch.device(run))
     else:
-        with pytest.raises(NotImplementedError, match=f"chunk_init_device.*{wanted}.*at home, here {run}"):
+        with pytest.raises(NotImplementedError, match=f"chunk_init_device.*{wanted}.*kept, here on {run}"):
             plugin.check_device(torch.device(run))
 
 

@@ -90,7 +90,7 @@ APART: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_memory_is_refused_with_both_names(name: str) -> None:
     make, *words = SHARED[name]
-    raised = raises(ValueError, "before boost/build", lambda: check_apart(make()))
+    raised = raises(ValueError, "before sharding", lambda: check_apart(make()))
     assert all(word in raised for word in words), raised
 
 
@@ -108,7 +108,7 @@ ATTRIBUTES = {"attribute", "attribute_view", "in_a_list", "in_a_dict"}
 def test_it_is_refused_before_there_are_values(name: str, where: str) -> None:
     with deferred_init() if where == "deferred" else torch.device("meta"):
         model = SHARED[name][0]()
-    raises(ValueError, "before boost/build", lambda: check_apart(model))
+    raises(ValueError, "before sharding", lambda: check_apart(model))
 
 
 @pytest.mark.parametrize("name", APART)

@@ -229,10 +229,10 @@ def test_more_than_messages_can_name_is_refused() -> None:
 
 SMALL = """\
 zbv: 2 ranks with 2 stages each, 3 micro-batches
-bubble: 5.3% of all ranks' time (its formula: 5.3%)
-micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): 4 4
-and of which it holds what gradients of weights are made of: 1 3
-F forward, B backward, W gradients of weights; small letters: the rank's other stages; . waits
+bubble: ranks are idle for 5.3% of the time (by formula 5.3%)
+largest number of forward passes whose activations are stored, by rank: 4 4
+largest number of passes whose weight gradients are postponed, by rank: 1 3
+F forward, B backward, W gradients of weights, . idle; lower case: every second stage of a rank
 rank 0 F0 F1 F2 f0 b0 w0 f1 b1 w1 B0 W0 f2 b2 w2 B1 W1 B2 W2 .
 rank 1 .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
 """
@@ -242,9 +242,10 @@ def test_a_picture_in_text() -> None:
     assert schedule_text(make_schedule("zbv", 2, 2, 3)) + "\n" == SMALL
     plain = schedule_text(make_schedule("1f1b", 2, 1, 2), (1.0, 1.0, 1.0)).splitlines()
     assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
-    assert plain[1] == "bubble: 33.3% of all ranks' time (its formula: 33.3%)"
+    assert plain[1] == "bubble: ranks are idle for 33.3% of the time (by formula 33.3%)"
+    assert plain[-3] == "F forward, B backward, - continues, . idle"
     uneven = schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
-    assert "its formula" not in uneven
+    assert "by formula" not in uneven
     narrow = schedule_text(make_schedule("zbv", 4, 2, 40)).splitlines()
     assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
 

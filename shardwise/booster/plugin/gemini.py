@@ -216,7 +216,7 @@ class GeminiPlugin(ShardedPlugin, DPPluginBase):
         tiers = _tiers(self)
         homes = {device.type} | ({"cpu"} if tiers.auto is not None or tiers.param_host_fraction > 0 else set())
         if torch.device(self.chunk_init_device).type not in homes:
-            instead = f"leave it None: chunks are made where they are at home, here {device}"
+            instead = f"leave it None: each chunk is created where it is kept, here on {device}"
             refuse("chunk_init_device", self.chunk_init_device, f"{instead}; offload_param_frac puts some on the host")
 
     def prepare(self, session: Any) -> None:

@@ -182,7 +182,7 @@ class Structure:
         raise RuntimeError(
             f"{name} {tuple(param.shape)} {was} the model after sharding: each rank would train it alone, and it "
             "would be saved wrongly. Replace and add modules and parameters, resize embeddings, and add adapters or "
-            "parametrizations before boost/build"
+            "parametrizations before sharding"
         )
 
     def _look(self) -> None:
@@ -193,7 +193,7 @@ class Structure:
                 if self._places.get((id(module), leaf)) is not param:
                     raise RuntimeError(
                         f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
-                        "it would not be gathered: tie or move parameters before boost/build"
+                        "it would not be gathered: tie or move parameters before sharding"
                     )
             elif id(param) not in self._known:
                 if param.requires_grad or name in self._names:
@@ -203,7 +203,7 @@ class Structure:
             if key not in seen:
                 raise RuntimeError(
                     f"{self._name_of(index)} {tuple(self._known[key].shape)} was removed from the sharded model: "
-                    "remove modules and parameters before boost/build"
+                    "remove modules and parameters before sharding"
                 )
         # The changes are harmless: compare with the present modules from here on.
         self._guests = guests
@@ -284,7 +284,7 @@ class Edits:
                 self._put_back()
                 raise RuntimeError(
                     f"{self._name(chunk, wrong)} ({state}) was moved, cast or given other data after the model was "
-                    "sharded, which is dropped; do that before boost/build, write to it inside `with "
+                    "sharded, which is dropped; do that before sharding, write to it inside `with "
                     f"model.gathered(write_back=True)` of {SHARDED_MODEL}, or load a state"
                 )
 
@@ -480,7 +480,7 @@ class Guards:
                 if param.requires_grad:
                     raise RuntimeError(
                         f"{self._name(slot.param)} has requires_grad={param.requires_grad} but was frozen when the "
-                        "model was sharded, so it has no gradient shard; set requires_grad before boost/build (and "
+                        "model was sharded, so it has no gradient shard; set requires_grad before sharding (and "
                         "freeze after it what is to wait)"
                     )
 

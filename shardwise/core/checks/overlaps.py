@@ -128,10 +128,10 @@ def _refuse(first: _Span, other: _Span) -> NoReturn:
         raise ValueError(
             f"{first.name} {tuple(first.tensor.shape)} and {other.name} {tuple(other.tensor.shape)} lie in the same "
             f"memory ({nbytes} bytes) but are two parameters, which would part once sharded: make them one object "
-            f"({other.name} = {first.name}), or give {other.name} memory of its own (clone()), before boost/build"
+            f"({other.name} = {first.name}), or give {other.name} memory of its own (clone()), before sharding"
         )
     raise ValueError(
         f"{other.kind} {other.name} {tuple(other.tensor.shape)} lies in the memory of the parameter {first.name} "
         f"({nbytes} bytes) and would no longer follow it once sharded: give it memory of its own (clone()) before "
-        "boost/build, or read the parameter where it is used"
+        "sharding, or read the parameter where it is used"
     )

@@ -91,7 +91,7 @@ class ParamGroups:
             if index is None or index in order:
                 raise RuntimeError(
                     f"param group {position} of {name}.param_groups ('params' with {len(group.get('params', ()))} "
-                    "entries) was added after boost/build, which packed the parameters: take it out, and add it before"
+                    "entries) was added after sharding, which packed the parameters: take it out, and add it before"
                 )
             # The present dict becomes the group, since schedulers change that one.
             self._own[index] = group
@@ -99,13 +99,13 @@ class ParamGroups:
         missing = sorted(set(range(len(self._own))) - set(order))
         if missing:
             raise RuntimeError(
-                f"param groups {missing} (as numbered at boost/build) are missing from {name}.param_groups: put them "
+                f"param groups {missing} (as numbered before sharding) are missing from {name}.param_groups: put them "
                 "back; where their parameters are to be trained no longer, set their learning rate to 0, or build again"
             )
         for position, index in enumerate(order):
             if not _same(groups[position].get("params"), self._params[index]):
                 raise RuntimeError(
-                    f"'params' of param group {position} of {name} was changed after boost/build (it has "
+                    f"'params' of param group {position} of {name} was changed after sharding (it has "
                     f"{len(groups[position].get('params') or ())} entries, it had "
                     f"{len(self._params[index])}): leave it as it is; where parameters are to be trained no longer, "
                     "set the group's learning rate to 0, or build again"

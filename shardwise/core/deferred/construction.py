@@ -54,7 +54,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build modules with parameters and buffers on the meta device inside the block, for :func:`initial_values`.
+    """Build modules without memory inside the block; :func:`shardwise.shard` (``build``, ``boost``) creates the values.
 
     Other tensors of modules (attributes, also in dicts and lists) get their values when the block ends, since nothing
     would request them later. Inside another ``deferred_init()`` it does nothing.

@@ -126,21 +126,20 @@ class HeldBuffers:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Live bytes of this rank's model data by kind, over all tiers."""
+    """Bytes of this rank's model data that are allocated now, by kind; ``by_tier`` has them by tier and kind."""
 
     parameters_bytes: int
-    """Shards and, for parameters that stay gathered, the unsharded arrays."""
+    """Shards, and the unsharded parameters that stay gathered."""
     secondary_bytes: int
-    """Parts of a second copy, from which later gathers are made; see :attr:`MeshPlan.secondary`."""
+    """Secondary shards; see :attr:`MeshPlan.secondary`."""
     gathered_bytes: int
     """Sharded chunks that are gathered right now."""
     peak_gathered_bytes: int
     copied_bytes: int
-    """The part of ``gathered_bytes`` that takes memory: CPU ranks of one host may read each other's shards as one
-    array."""
+    """The part of ``gathered_bytes`` that was copied. CPU ranks of one host may read each other's shards in place."""
     peak_copied_bytes: int
     idle_bytes: int
-    """Host arrays kept for the next gather, at most those of two units and of prefetches."""
+    """Host arrays kept for the next gather: at most two units, and the prefetched ones."""
     gradients_bytes: int
     """Exchange buffers and reduced shards."""
     master_bytes: int
@@ -148,16 +147,16 @@ class MemoryReport:
     buffers_bytes: int
     """The model's buffers."""
     scratch_bytes: int
-    """Gradients in the update's dtype, of one call of the optimizer, and 8 MiB for updated weights that are copied from
-    the host to a GPU; kept between steps."""
+    """Memory of the update, kept between steps: gradients of one tile in the update's dtype, and 8 MiB for copies of
+    updated weights from the host to a GPU."""
     waiting_bytes: int
-    """Host memory for parameters that are updated on a disk during backward; they take effect in ``step()``."""
+    """Host memory for parameters that were updated during backward with state on a disk, until ``step()``."""
     by_tier: dict[str, dict[str, int]]
     """The same by tier (``"device"``, ``"host"``, ``"disk"``) and kind, without zeros."""
     device_peak_bytes: int
-    """The most bytes on the device at any check; 0 without a capacity."""
+    """Peak of device memory; 0 without a declared capacity."""
     device_capacity_bytes: int | None
-    """The capacity that the plan declares; ``None``: no limit."""
+    """The capacity in the plan; ``None``: no limit."""
 
     @property
     def total_bytes(self) -> int:

@@ -312,14 +312,14 @@ class GradFacade:
         grad, hooks, entry = param.grad, accumulate_hooks(param), self.entries[place]
         if next(reversed(hooks)) != entry.hook_id:
             raise RuntimeError(
-                f"{self.name(entry.index)} has a post-accumulate-grad hook from after boost/build "
+                f"{self.name(entry.index)} has a post-accumulate-grad hook from after sharding "
                 f"({len(hooks)} hooks), which would see no gradient. Use Tensor.register_hook for this rank's gradient "
                 "of the pass, .grad for the averaged one after it, or GradPlan(update='backward') to update in backward"
             )
         if grad is None:
             raise RuntimeError(
                 f"{self.name(entry.index)} has no gradient: a post-accumulate-grad hook from before "
-                "boost/build has taken it. Remove the hook; GradPlan(update='backward') updates during backward"
+                "sharding has taken it. Remove the hook; GradPlan(update='backward') updates during backward"
             )
         param.grad = None
         if grad.requires_grad:
@@ -527,7 +527,7 @@ class GradFacade:
                     raise RuntimeError(
                         f"{what} of {self.name(index)}.grad by step() of a {type(caller).__name__} that was made on "
                         "the parameters of a sharded model: it would train nothing; make the optimizer before "
-                        f"boost/build, pass it, and step {SHARDED_OPTIMIZER}"
+                        f"sharding, pass it, and step {SHARDED_OPTIMIZER}"
                     )
 
     def _is_foreign_reader(self, optimizer: torch.optim.Optimizer) -> bool:

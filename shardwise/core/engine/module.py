@@ -83,7 +83,7 @@ class ShardedModule(TransparentModule):
             if result.dtype != probe.dtype or result.device != probe.device:
                 raise RuntimeError(
                     f"a sharded model of {probe.dtype} on {probe.device} cannot become {result.dtype} on "
-                    f"{result.device}: move or cast it before boost/build, or choose the precision in the plan. "
+                    f"{result.device}: move or cast it before sharding, or choose the precision in the plan. "
                     "param_host_fraction=1.0 (shard(offload='host')) keeps parameters in host memory between uses"
                 )
         return self

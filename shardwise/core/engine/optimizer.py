@@ -176,7 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: always.
         """
         raise RuntimeError(
-            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before boost/build "
+            f"add_param_group({sorted(param_group)}) after sharding: add the group to the optimizer before sharding "
             "and freeze its parameters until they are to be trained"
         )
 

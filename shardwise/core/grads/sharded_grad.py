@@ -505,7 +505,7 @@ def _check_targets(what: str, written: Sequence[torch.Tensor], ours: Sequence[Sh
             if owner.writes_parameter(grad.param_index, target):
                 raise RuntimeError(
                     f"{what} updates {owner.name(grad.param_index)!r} with its .grad by hand; a sharded parameter is "
-                    f"only changed by step() of {SHARDED_OPTIMIZER}: give its optimizer to boost/build"
+                    f"only changed by step() of {SHARDED_OPTIMIZER}: pass its optimizer when you shard the model"
                 )
 
 

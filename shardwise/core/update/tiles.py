@@ -364,7 +364,7 @@ class TileStepper:
     def _refuse_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
             f"add_param_group({sorted(param_group)}) of the {type(self.optimizer).__name__} after sharding: its "
-            "parameters would be trained nowhere; add the group before boost/build"
+            "parameters would be trained nowhere; add the group before sharding"
         )
 
     # Schedulers look for this mark on the step() that they count, to detect a replacement.

@@ -122,8 +122,8 @@ MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
     (stale_graph, ()),  # one message by autograd, one by us
     (graph_from_before_a_write, ()),
     (load_inside_gathered, ("Sequential", "bypass", "session.module (or", "gathered(write_back=True)")),
-    (cast_the_module, ("0.weight", "float32", "before boost/build")),
-    (replace_a_parameter, ("2.weight (6, 6)", "replaced a parameter of", "before boost/build")),
+    (cast_the_module, ("0.weight", "float32", "before sharding")),
+    (replace_a_parameter, ("2.weight (6, 6)", "replaced a parameter of", "before sharding")),
     (step_the_original, ("SGD", "session.optimizer (or the optimizer")),
     (step_inside_gathered, ("gathered()", "leave the block")),
     (copy_the_module, ("2 ranks", "state_dict()")),

@@ -145,7 +145,7 @@ def test_parameters_that_come_or_go_are_refused(name: str) -> None:
         assert "guest.weight (2, 2)" in results.pop()[0]
         for (change, parameter, _), messages in zip(WRONG, results, strict=True):
             for message in messages:
-                assert parameter in message and "before boost/build" in message, (change.__name__, message)
+                assert parameter in message and "before sharding" in message, (change.__name__, message)
 
 
 # ---- what goes on as in plain torch

@@ -315,7 +315,7 @@ def test_what_no_sharded_optimizer_has_is_an_error(name: str) -> None:
             assert all("use state_dict(), on every rank" in said[what] for what in COPIES)
             assert "make a new one on model.parameters()" in said["step"]
             assert "no longer sharded since unshard()" in said["load"]
-            assert "optimizer Adam was given to boost/build before" in said["again"]
+            assert "optimizer Adam belongs to a sharded model already" in said["again"]
 
 
 RANKS, MODEL_ROWS, LR, MODEL_STEPS = 2, 3, 0.1, 3

@@ -25,7 +25,7 @@ from tests.support.sets import full
 
 pytest.importorskip("peft")
 TOKENS = torch.randint(17, (2, 7), generator=torch.Generator().manual_seed(5))
-TOO_LATE = "and add adapters or parametrizations before boost/build"
+TOO_LATE = "and add adapters or parametrizations before sharding"
 
 
 def config(**changes: Any) -> Any:

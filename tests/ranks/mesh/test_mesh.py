@@ -44,7 +44,7 @@ def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
     assert (mesh.rank, mesh.size, mesh.shard.size, mesh.replicate.size, mesh.device_mesh) == (0, 1, 1, 1, None)
     assert mesh.traffic() == dict.fromkeys(mesh.world.traffic.bytes, 0)
     mesh.close()
-    raises(ValueError, "divided", lambda: create(2, 1))
+    raises(ValueError, "multiple of 2 ranks, but there are 1", lambda: create(2, 1))
 
 
 def grid(dp_shard: int, dp_replicate: int, shared_memory: bool | None) -> list[object]:
@@ -196,8 +196,8 @@ def refusals() -> list[str]:
 
 def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
     first, second = run_ranks(4, refusals)[0]
-    assert "4 ranks cannot be divided into groups of 3" in first and "tp=3" in first
-    assert "groups of 8" in second and "dp_shard=4" in second and "tp=2" in second
+    assert first.startswith("the sizes tp=3 need a multiple of 3 ranks, but there are 4")
+    assert "multiple of 8" in second and "dp_shard=4" in second and "tp=2" in second
 
 
 def two_hosts() -> list[str]:

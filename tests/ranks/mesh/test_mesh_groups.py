@@ -83,7 +83,7 @@ def test_a_group_is_divided_by_the_plan() -> None:
     mesh.close()
     number, part = join([[0, 2, 3], [1]])
     if number == 0:
-        raises(ValueError, "3 ranks cannot be divided into groups of 2", lambda: create(part, 2))
+        raises(ValueError, "a multiple of 2 ranks, but there are 3", lambda: create(part, 2))
 
 
 # ---- errors

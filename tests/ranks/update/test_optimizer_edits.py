@@ -196,7 +196,7 @@ def capturable(session: Session) -> None:
 
 REFUSED: dict[Callable[[Session], None], str] = {
     fewer: "'params' of param group 1 of SGD was changed",
-    removed: "param groups [1] (as numbered at boost/build) are missing from SGD.param_groups",
+    removed: "param groups [1] (as numbered before sharding) are missing from SGD.param_groups",
     added: "add_param_group(['params']) of the SGD after sharding",
     capturable: "SGD has capturable=True in param group 2",
 }

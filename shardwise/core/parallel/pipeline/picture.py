@@ -45,16 +45,16 @@ def _turn(schedule: Schedule, action: Action) -> int:
 
 def _figures(schedule: Schedule, times: Times, spans: Sequence[Sequence[Span]]) -> list[str]:
     stages = schedule.stages // schedule.ranks
-    each = "a stage" if stages == 1 else f"{stages} stages"
+    each = "1 stage" if stages == 1 else f"{stages} stages"
     lines = [f"{schedule.name}: {schedule.ranks} ranks with {each} each, {schedule.microbatches} micro-batches"]
     expected = expected_bubble(schedule) if len({*times}) == 1 else None
-    formula = f" (its formula: {expected:.1%})" if expected is not None else ""
-    lines.append(f"bubble: {bubble_fraction(spans):.1%} of all ranks' time{formula}")
+    formula = f" (by formula {expected:.1%})" if expected is not None else ""
+    lines.append(f"bubble: ranks are idle for {bubble_fraction(spans):.1%} of the time{formula}")
     in_flight = " ".join(str(schedule.most_in_flight(rank)) for rank in range(schedule.ranks))
-    lines.append(f"micro-batches whose activations a rank holds, at most (stage by stage, rank by rank): {in_flight}")
+    lines.append(f"largest number of forward passes whose activations are stored, by rank: {in_flight}")
     if schedule.splits:
         waiting = " ".join(str(schedule.most_waiting(rank)) for rank in range(schedule.ranks))
-        lines.append(f"and of which it holds what gradients of weights are made of: {waiting}")
+        lines.append(f"largest number of passes whose weight gradients are postponed, by rank: {waiting}")
     return lines
 
 
@@ -81,8 +81,9 @@ def schedule_text(schedule: Schedule, times: Times = (1.0, 1.0, 1.0), width: int
             row[first:last] = [text, *[more] * (last - first - 1)][: last - first]
         rows.append(f"rank {rank}".ljust(lead) + "".join(row).rstrip())
     legend = "F forward, B backward" + (", W gradients of weights" if schedule.splits else "")
-    small = "; small letters: the rank's other stages" if schedule.stages > schedule.ranks else ""
-    return "\n".join([*_figures(schedule, times, spans), f"{legend}{small}; {IDLE} waits", *rows])
+    small = "; lower case: every second stage of a rank" if schedule.stages > schedule.ranks else ""
+    longer = ", - continues" if any("-" in row for row in rows) else ""
+    return "\n".join([*_figures(schedule, times, spans), f"{legend}{longer}, {IDLE} idle{small}", *rows])
 
 
 def draw_schedule(schedule: Schedule, times: Times = (1.0, 1.0, 1.0)) -> str:
