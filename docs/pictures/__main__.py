@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from shardwise.core.grads.grads import REDUCTION, Reduction
+from shardwise.core.grads.chunk_grads import REDUCTION, Reduction
 from shardwise.core.shards.chunk import RESIDENCY, Residency
 
 __all__ = ["PICTURES", "benchmarks", "chunk_life", "divided", "gradient_life", "main", "one_step", "three_memories"]

@@ -19,7 +19,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.optim import HybridAdam
-from shardwise.plan.loss_scale import PublishedDefault
+from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import ModelFront, OptimizerFront
 

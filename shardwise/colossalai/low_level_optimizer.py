@@ -16,7 +16,7 @@ from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOpti
 from shardwise.compat.published import picked
 from shardwise.core.base.validate import check_type, refuse
 from shardwise.core.base.warnings import warn_user
-from shardwise.plan.loss_scale import ScalerArguments
+from shardwise.plan.scaler_arguments import ScalerArguments
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 

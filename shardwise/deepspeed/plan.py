@@ -22,8 +22,8 @@ from shardwise.plan import (
     ShardPlan,
     TierPlan,
 )
-from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.plan.precision import HALF_DTYPES
+from shardwise.plan.scaler_arguments import TORCH_SCALER
 
 __all__ = ["data_parallel", "data_ranks", "home_of_parameters", "number_format", "parallel_sizes", "plan_of", "to_plan"]
 

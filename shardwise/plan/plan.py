@@ -31,9 +31,9 @@ from shardwise.core.base.validate import (
     require,
     short_repr,
 )
-from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
 from shardwise.plan.parallel import PipelinePlan, SequencePlan, TensorPlan, settings_of
 from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan
+from shardwise.plan.scaler_arguments import ScalerArguments, scaler_plan
 from shardwise.plan.tiers import TierPlan
 
 __all__ = [

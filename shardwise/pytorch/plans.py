@@ -25,8 +25,8 @@ from shardwise.core.base.validate import MOST_BYTES, integer, refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
 from shardwise.plan import ByModule, ByNumel, MeshPlan, ParamGroupPlan, Plan, replicated, zero
-from shardwise.plan.loss_scale import TORCH_SCALER
 from shardwise.plan.precision import HALF_DTYPES
+from shardwise.plan.scaler_arguments import TORCH_SCALER
 
 __all__ = [
     "all_ranks",

@@ -16,7 +16,7 @@ from shardwise.compat.published import given_in_vain, listed, names_of, picked
 from shardwise.core.base.validate import MOST_NUMEL, boolean, fraction, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
-from shardwise.plan.loss_scale import ScalerArguments, scaler_plan
+from shardwise.plan.scaler_arguments import ScalerArguments, scaler_plan
 from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat

@@ -35,7 +35,7 @@ from shardwise.plan import (
     ShardPlan,
     TierPlan,
 )
-from shardwise.plan.loss_scale import TORCH_SCALER
+from shardwise.plan.scaler_arguments import TORCH_SCALER
 from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat

@@ -21,9 +21,9 @@ from shardwise.plan import (
     ShardPlan,
     TierPlan,
 )
-from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.plan.plan import MOST_DIVISOR
 from shardwise.plan.precision import HALF_DTYPES
+from shardwise.plan.scaler_arguments import PublishedDefault, ScalerArguments, scaler_plan
 
 __all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
 

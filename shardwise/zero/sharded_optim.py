@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.compat.published import picked
-from shardwise.plan.loss_scale import PublishedDefault
+from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments
 from shardwise.zero.fronts import OptimizerFront

@@ -17,7 +17,7 @@ from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine import placement
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.values import Values
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.testing import run_ranks
 from tests.parity.covering import Row

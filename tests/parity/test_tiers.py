@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shardwise.core.comm import DONE
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.tier import Tier

@@ -37,7 +37,7 @@ from shardwise.deepspeed import to_plan
 from shardwise.deepspeed.schema import KEYS
 from shardwise.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.plan import AutoPlan, ByModule, ByNumel, BySearch, ByTensor, DiskPlan, Plan, zero
-from shardwise.plan.loss_scale import PublishedDefault, ScalerArguments, scaler_plan
+from shardwise.plan.scaler_arguments import PublishedDefault, ScalerArguments, scaler_plan
 from shardwise.session import Session, build
 from shardwise.strategies.colossalai import ColossalAIArguments
 from shardwise.strategies.deepspeed_config import DeepSpeedArguments

@@ -30,8 +30,8 @@ from shardwise.core.shards.layout import (
     module_units,
     search_chunk_numel,
 )
-from shardwise.core.shards.policy import GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.source import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 from tests.support.on_ranks import raises

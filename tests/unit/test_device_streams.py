@@ -10,7 +10,7 @@ from cuda_setup import FakeArray, FakeCuda, Stream
 
 from shardwise.core.base.device import make_current, numbered, on_device, side_stream
 from shardwise.core.comm import DONE, Buffer, LocalGroup
-from shardwise.core.grads.grads import GradRing
+from shardwise.core.grads.chunk_grads import GradRing
 from shardwise.core.memory.disk.store import BufferPool
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier

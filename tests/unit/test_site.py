@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardwise.cli import main
-from shardwise.core.grads.grads import REDUCTION, Reduction
+from shardwise.core.grads.chunk_grads import REDUCTION, Reduction
 from shardwise.core.mesh.listeners import Listener, check_listeners
 from shardwise.core.shards.chunk import RESIDENCY, Residency
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.booster.interface import ModelWrapper
-from shardwise.booster.plugin.arguments import check_types
+from shardwise.booster.plugin.argument_checks import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
 from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint

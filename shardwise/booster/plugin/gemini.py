@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.arguments import (
+from shardwise.booster.plugin.argument_checks import (
     SequenceArguments,
     check_types,
     check_update,
@@ -39,7 +39,7 @@ from shardwise.plan import (
     TensorPlan,
     TierPlan,
 )
-from shardwise.plan.loss_scale import scaler_plan
+from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
 
 __all__ = ["GeminiPlugin", "to_plan"]

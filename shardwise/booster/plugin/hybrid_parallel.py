@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.arguments import (
+from shardwise.booster.plugin.argument_checks import (
     DTYPES,
     SequenceArguments,
     check_types,
@@ -32,7 +32,7 @@ from shardwise.plan import (
     TensorPlan,
     TierPlan,
 )
-from shardwise.plan.loss_scale import scaler_plan
+from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer import GradientCheckpointConfig, Policy
 from shardwise.shardformer.changes import StageDivision, changed_model, kernels_of
 from shardwise.shardformer.policies import PolicyArchitecture

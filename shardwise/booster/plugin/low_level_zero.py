@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 
-from shardwise.booster.plugin.arguments import check_types, precision_plan
+from shardwise.booster.plugin.argument_checks import check_types, precision_plan
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.validate import MOST_NUMEL, integer, number, short_repr
 from shardwise.plan import ByNumel, CommPlan, GradPlan, MeshPlan, Plan, ShardPlan, TierPlan
-from shardwise.plan.loss_scale import PublishedDefault, scaler_plan
+from shardwise.plan.scaler_arguments import PublishedDefault, scaler_plan
 
 __all__ = ["LowLevelZeroPlugin", "to_plan"]
 

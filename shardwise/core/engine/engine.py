@@ -31,8 +31,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.gather_order import GatherOrderCheck
 from shardwise.core.shards.layout import make_layout, search_report
 from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.policy import GatherLimits
 from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.prefetch import GatherLimits
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import Plan
 

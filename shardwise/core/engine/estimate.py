@@ -15,7 +15,7 @@ from shardwise.core.comm import LocalGroup
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.partition import parameter_facts
 from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
-from shardwise.core.grads.grads import BucketPool
+from shardwise.core.grads.reducer import BucketPool
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Axis, cut_model
 from shardwise.core.shards.layout import make_layout

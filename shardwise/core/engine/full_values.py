@@ -16,7 +16,7 @@ from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Buffer, Group, Handle, collectively
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Part

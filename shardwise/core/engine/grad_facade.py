@@ -29,7 +29,7 @@ from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.full_values import gather_parts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.norm_parts import in_shard, is_divided
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
 from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import StepCounts

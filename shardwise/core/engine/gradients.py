@@ -12,7 +12,7 @@ from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.broken import Broken
 from shardwise.core.engine.grad_facade import GradFacade
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import Reducer, StepCounts
 from shardwise.core.shards.meter import MemoryMeter

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.base.attributes import TransparentModule
 from shardwise.core.base.names import StateNames
-from shardwise.core.checks.collective import collective
+from shardwise.core.checks.collective_calls import collective
 from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names

@@ -16,7 +16,7 @@ from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import OtherParts
 from shardwise.core.shards.layout import ParamSpan
 

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.core.base.checksum import sample_words
 from shardwise.core.checks.broken import PARAMETERS, state_of
-from shardwise.core.checks.collective import collective
+from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE, gather_parts
 from shardwise.core.engine.gradients import Gradients

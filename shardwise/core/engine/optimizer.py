@@ -15,7 +15,7 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.validate import SHARDED_MODEL, check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
-from shardwise.core.checks.collective import collective
+from shardwise.core.checks.collective_calls import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
@@ -30,7 +30,7 @@ from shardwise.core.engine.user_optimizer import (
     redirect,
 )
 from shardwise.core.engine.values import Values
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.mesh import Mesh

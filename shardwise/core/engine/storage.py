@@ -16,7 +16,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
 from shardwise.core.deferred.record import DeferredParameter
 from shardwise.core.engine.placement import ChunkPlacement, Placement, RankFacts, ShardMemory, is_trained, place
-from shardwise.core.grads.grads import ChunkGrads, GradRing
+from shardwise.core.grads.chunk_grads import ChunkGrads, GradRing
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.host import HostArena, host_block

@@ -20,7 +20,7 @@ from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
 from shardwise.core.engine.accounts import StateAccounts
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier

@@ -12,7 +12,7 @@ import torch
 from shardwise.core.base.device import behind_current, copy_ahead, record_event, recorded, sent_ahead, side_stream
 from shardwise.core.base.torch_internals import labelled
 from shardwise.core.comm import Buffer
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.tier import Tier
 
 

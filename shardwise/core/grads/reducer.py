@@ -29,23 +29,17 @@ from shardwise.core.base.device import (
 )
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.torch_internals import labelled
 from shardwise.core.checks.hyper_parameters import Piggyback
 from shardwise.core.comm import Buffer, Group, Handle, ModelId
-from shardwise.core.grads.grads import (
-    BucketPool,
-    ChunkGrads,
-    Reduction,
-    Sizes,
-    exchange_sizes,
-    extra_bucket_bytes,
-    gradient_bytes,
-)
+from shardwise.core.grads.chunk_grads import ChunkGrads, Reduction, gradient_bytes
 from shardwise.core.grads.offload import GradOffload
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.gather_order import GatherAgreement
+from shardwise.core.shards.layout import ChunkSpec
 from shardwise.plan import Plan
 
 
@@ -111,6 +105,87 @@ def take_used_mask(states: Sequence[ChunkGrads], mask: Sequence[bool]) -> tuple[
         if True in (own := mask[first:at]):
             state.used_globally.update([slot for slot, flag in enumerate(own) if flag])
     return used, overflow
+
+
+class BucketPool:
+    """Buckets in exchange memory, shared by chunks of similar size.
+
+    Chunks whose padded sizes are within a factor of two share a class. A class has at most ``depth`` buckets, which its
+    chunks use in turn, and as many more as ``extra_bytes`` allow, larger classes first. So the total is at most ``2 *
+    depth`` times the largest chunk plus ``extra_bytes``, for any number of chunks. Each chunk always uses the same
+    bucket, because peers that map each other's memory must agree on it.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[ChunkSpec, torch.dtype]], depth: int, extra_bytes: int = 0) -> None:
+        self.specs: list[tuple[int, torch.dtype]] = []
+        self._slot: dict[int, int] = {}
+        for dtype in sorted({each for _, each in chunks}, key=str):
+            own = [spec for spec, each in chunks if each == dtype]
+            for places in size_classes([spec.padded_numel for spec in own]):
+                capacity, members = own[places[0]].padded_numel, sorted(own[at].index for at in places)
+                nbytes = capacity * dtype.itemsize
+                more = min(extra_bytes // nbytes if nbytes else 0, max(len(members) - depth, 0))
+                extra_bytes -= more * nbytes
+                first, count = len(self.specs), min(depth + more, len(members))
+                self.specs += [(capacity, dtype)] * count
+                # Neighbours in the layout finish one after the other, so they use different buckets.
+                self._slot.update({chunk: first + turn % count for turn, chunk in enumerate(members)})
+        self._buffers: list[Buffer] = []
+        self._user: list[ChunkGrads | None] = [None] * len(self.specs)
+
+    def fill(self, buffers: list[Buffer]) -> None:
+        """Set the buffers that were allocated for :attr:`specs`, in order."""
+        self._buffers = buffers
+
+    def arrays(self) -> list[torch.Tensor]:
+        """Return the memory of all buckets."""
+        return [buffer.local for buffer in self._buffers]
+
+    def user(self, state: ChunkGrads) -> ChunkGrads | None:
+        """Return the chunk that has the bucket that ``state`` would use."""
+        return self._user[self._slot[state.spec.index]]
+
+    def free(self, state: ChunkGrads) -> bool:
+        """Whether the chunk's bucket has no user and no peer still reads it."""
+        slot = self._slot[state.spec.index]
+        return self._user[slot] is None and self._buffers[slot].writable()
+
+    def take(self, state: ChunkGrads) -> Buffer | None:
+        """Return the chunk's bucket, cut to its size, or ``None`` while another chunk has it."""
+        slot = self._slot[state.spec.index]
+        if self._user[slot] not in (None, state):
+            return None
+        self._user[slot] = state
+        self._buffers[slot].resize(state.spec.padded_numel, state.spec.shard_offsets)
+        return self._buffers[slot]
+
+    def give(self, state: ChunkGrads) -> None:
+        """Free the chunk's bucket."""
+        self._user[self._slot[state.spec.index]] = None
+
+
+# Between hosts each reduction is a round trip; more buckets let more of them overlap. Use as much as prefetches do.
+EXTRA_BYTES = 16 << 20
+
+
+def extra_bucket_bytes(planned: int | None, group: Group, ledger: Ledger) -> int:
+    """Return the bytes that buckets beyond two a class may take: as ``planned``, or by the transport."""
+    if planned is not None:
+        return planned
+    far = group.sends_slices and not group.waits_in_queue and ledger.capacity_bytes is None
+    return EXTRA_BYTES if far else 0
+
+
+Sizes = list[tuple[int, torch.dtype]]
+
+
+def exchange_sizes(
+    states: Sequence[ChunkGrads], buckets: BucketPool, keep_unsharded: bool, two_groups: bool
+) -> tuple[Sizes, Sizes]:
+    """Return size and dtype of the buffers for whole gradients (one per chunk, or the pool's), and of those for shards
+    that are all-reduced over a second group."""
+    full_sizes = [(each.spec.padded_numel, each.dtype) for each in states] if keep_unsharded else buckets.specs
+    return full_sizes, [(each.chunk.shard_numel, each.dtype) for each in states] if two_groups else []
 
 
 SHORT_S = 0.05

@@ -29,7 +29,7 @@ from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
-from shardwise.core.shards.policy import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
+from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

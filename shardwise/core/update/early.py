@@ -22,7 +22,7 @@ import torch
 from shardwise.core.base.device import make_current
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import shard_norm
 from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.memory.disk.errors import DiskError

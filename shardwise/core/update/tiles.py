@@ -27,7 +27,7 @@ from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import copy_each, labelled, plain, point
 from shardwise.core.base.validate import SHARDED_OPTIMIZER
 from shardwise.core.checks.param_groups import ParamGroups, check_modes
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import TileNorm
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.element_wise import couples_elements, couples_parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from wait_setup import quick_patience
 
 from shardwise.core.comm import Handle, NativeGroup
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.plan import Plan, zero

@@ -6,7 +6,7 @@ from unittest import mock
 
 from shardwise.core.comm import Buffer
 from shardwise.core.grads import reducer as waits
-from shardwise.core.grads.grads import ChunkGrads
+from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 
 QUICK_S = 0.004

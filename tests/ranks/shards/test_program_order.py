@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.comm import NativeGroup, PeerError
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.shards import policy
+from shardwise.core.shards import prefetch
 from shardwise.core.shards.gather_order import GatherLog
 from shardwise.plan import ByModule, ByNumel, ByTensor, ParamGroupPlan, Plan, on_device, zero
 from shardwise.session import Session, Settings, build, shard
@@ -224,7 +224,7 @@ def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], 
             stop()
         return torch.empty(numel, dtype=dtype)
 
-    with mock.patch.object(policy, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
+    with mock.patch.object(prefetch, "AHEAD_BYTES", 1), sharded(model, adam(model), plan) as session:
         rank, pool = session.mesh.rank, session.engine.pool
         breaks = mock.patch.object(pool.arrays, "take", take) if no_array and rank else contextlib.nullcontext()
         for step in range(3):

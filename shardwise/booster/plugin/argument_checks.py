@@ -15,7 +15,7 @@ from shardwise.compat.published import given_in_vain
 from shardwise.core.base.validate import integer, refuse, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import PrecisionPlan, SequencePlan
-from shardwise.plan.loss_scale import scaler_plan
+from shardwise.plan.scaler_arguments import scaler_plan
 
 __all__ = ["DTYPES", "SequenceArguments", "check_types", "check_update", "fits", "precision_plan", "warn_unused"]
 
