@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import other_numbers
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +14,7 @@ from shardwise.core.comm import GroupMaker, GroupRequest, NativeGroup, control, 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
+from tests import other_numbers
 from tests.support.alike import Asked
 
 PLANS: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3), "hybrid": zero(3, dp_replicate=2)}

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import other_numbers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, ByTensor, Plan, ScalerPlan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close
+from tests import other_numbers
 
 PLANS: dict[str, Plan] = {
     "ddp": replicated(),
