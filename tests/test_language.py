@@ -54,7 +54,6 @@ LEFT_PROSE = {
     "by hand": 3,
     "is none": 7,
     "nobody": 1,
-    "whatever": 1,
 }
 
 

@@ -192,10 +192,10 @@ def test_names_that_are_not_here_say_what_to_do() -> None:
     assert_refused(
         (
             lambda: colossalai.amp.convert_to_torch_amp(nn.Linear(2, 2)),
-            "colossalai.amp.convert_to_torch_amp: give mixed_precision=",
+            "colossalai.amp.convert_to_torch_amp: use Booster(mixed_precision=",
         ),
         (lambda: colossalai.context.random.moe_set_seed(3), "colossalai.context.random.moe_set_seed: "),
-        (lambda: AMP_TYPE.TORCH, "colossalai.amp.AMP_TYPE: give mixed_precision="),
+        (lambda: AMP_TYPE.TORCH, "colossalai.amp.AMP_TYPE: use Booster(mixed_precision="),
         (lambda: global_context.get_global_rank(), "global_context: a plugin knows the ranks"),
         (lambda: utils.MultiTimer(), "perf_counter"),
         (lambda: parameterize("number", [1, 2]), "parameterize: shardwise.testing.run_ranks"),
