@@ -122,7 +122,7 @@ def test_one_that_deepspeed_made_is_taken_over(
 
 @pytest.mark.parametrize("name", ["main", "parse_arguments"])
 def test_none_is_written_and_the_names_say_so(name: str) -> None:
-    with pytest.raises(UnsupportedName, match=rf"{name}: checkpoints here are read at any stage"):
+    with pytest.raises(UnsupportedName, match=rf"{name}: checkpoints load at any stage"):
         getattr(deepspeed.checkpoint.ds_to_universal, name)()
     deepspeed.checkpoint.enable_universal_checkpoint([])
 
