@@ -38,7 +38,7 @@ REFUSED: list[tuple[Make, Plan, type[Exception], tuple[str, ...]]] = [
     (lambda m: torch.optim.LBFGS(m.parameters()), zero(1), ValueError, ("LBFGS", "AdamW")),
     (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), zero(3), ValueError, ("differentiable=True",)),
     (lambda m: None, zero(1, dp_replicate=3), ValueError, ("there are 2", "dp_replicate=3")),
-    (lambda m: None, zero(1).but(mesh=MeshPlan(dp_shard=4, dp_replicate=-1)), ValueError, ("there are 2", "dp_shard=4")),
+    (lambda m: None, zero(1).but(mesh=MeshPlan(dp_shard=4, dp_replicate=-1)), ValueError, ("are 2", "dp_shard=4")),
     (lambda m: None, zero(3).but(packing=ByModule(unit_classes=("Conv9d",))), ValueError, ("Conv9d", "Linear")),
 ]
 
