@@ -17,8 +17,9 @@ class _Launched:
     """A collective in flight, of one or several calls, and the remaining work on its result."""
 
     def __init__(self, works: Sequence[dist.Work | None], result: Tensor, out: Tensor, factor: float) -> None:
-        self._works = list(filter(None, works))
-        self._result, self._out, self._factor = result, out, factor
+        if None in works:
+            raise RuntimeError(f"torch.distributed returned {works}: give a group that this rank belongs to")
+        self._works, self._result, self._out, self._factor = list(filter(None, works)), result, out, factor
 
     def finished(self) -> bool:
         # Query the work, because operations queued after it would wait for the peers as well; NCCL's future is done as
