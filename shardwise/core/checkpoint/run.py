@@ -187,7 +187,8 @@ class EngineRun:
         values.pool.settle()
 
     def local_state(self) -> EngineLocalState:
-        """Return the tensors of the engine that this rank holds."""
+        """Return the tensors of the engine that this rank holds, after updates of a failed pass have ended."""
+        self._session.values.grads.early.catch_up()  # an update hides the param groups
         return EngineLocalState(self._session.values, self._session.optimizers)
 
     @contextmanager

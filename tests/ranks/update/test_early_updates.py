@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from shardwise.core.grads import reducer as patience
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.early import EarlyObserver
+from shardwise.core.update.tiles import TileStepper
 from shardwise.plan import ByTensor, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
@@ -25,6 +27,7 @@ from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import tiers
 
+STEP_TILES = TileStepper.step_tiles
 BF16 = {"param_dtype": torch.bfloat16}
 CASES = [
     Case(stage=1, optimizer="sgd"),
@@ -209,6 +212,12 @@ def goes_on(session: Session) -> None:
     close_to(session.module.state_dict(), plain_values(session.mesh.size, [0, 2]))
 
 
+def slowly(*args: Any) -> None:
+    """Update for so long that the program loads meanwhile."""
+    STEP_TILES(*args)
+    time.sleep(0.3)  # the optimizer has the groups of the tile still
+
+
 def after_a_failed_pass(root: str) -> None:
     with one_mesh(zero(3)) as mesh:
         for how in ("states", "states at once", "a checkpoint"):
@@ -217,7 +226,7 @@ def after_a_failed_pass(root: str) -> None:
                 saved = begun(session)
                 session.checkpoints.save(root, how)
                 model.fail = True
-                with pytest.raises(ArithmeticError):
+                with pytest.raises(ArithmeticError), mock.patch.object(TileStepper, "step_tiles", slowly):
                     one_pass(session, 1)
                 model.fail = False
                 if how == "states":
