@@ -24,6 +24,9 @@ if TYPE_CHECKING:
         write_single,
     )
     from shardwise.core.deferred import deferred_init
+    from shardwise.core.engine.accounts import MemoryReport
+    from shardwise.core.engine.module import ShardedModule
+    from shardwise.core.engine.optimizer import ShardedOptimizer
     from shardwise.core.memory.disk import Medium, register_medium
     from shardwise.core.memory.ledger import DeviceMemoryError
     from shardwise.core.memory.trace import (
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
         register_architecture,
     )
     from shardwise.plan import Plan
-    from shardwise.session import Session, build, shard
+    from shardwise.session import Session, Settings, build, shard
 
 __all__ = [
     "Architecture",
@@ -62,10 +65,14 @@ __all__ = [
     "Head",
     "Medium",
     "MemStats",
+    "MemoryReport",
     "Mlp",
     "Plan",
     "SequenceBody",
     "Session",
+    "Settings",
+    "ShardedModule",
+    "ShardedOptimizer",
     "__version__",
     "build",
     "deferred_init",
@@ -103,7 +110,7 @@ if sys.platform == "win32":
     raise ImportError("shardwise needs Linux or macOS (it uses fcntl and forks): under Windows run it inside WSL")
 
 _NAMES = {
-    "session": "Session build shard",
+    "session": "Session Settings build shard",
     "plan": "Plan",
     "core.mesh": "init_distributed shutdown",
     "core.deferred": "deferred_init",
@@ -116,6 +123,9 @@ _NAMES = {
     ),
     "core.parallel.pipeline": "Body known_bodies register_body",
     "core.parallel.sequence": "SequenceBody known_sequences register_sequence",
+    "core.engine.accounts": "MemoryReport",
+    "core.engine.module": "ShardedModule",
+    "core.engine.optimizer": "ShardedOptimizer",
     "core.memory.disk": "Medium register_medium",
     "core.memory.ledger": "DeviceMemoryError",
     "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text trace_memory",

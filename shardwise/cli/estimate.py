@@ -76,6 +76,8 @@ def main(options: argparse.Namespace) -> int:
 def _model(target: str) -> Any:
     import torch
 
+    if target.endswith(".py"):
+        raise BadInput(f"{target}: name a function of it that returns a model, as in {target}:build")
     if ":" in target and not os.path.isdir(target):
         source, function = split_target(target)
         with torch.device("meta"):

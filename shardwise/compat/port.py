@@ -231,7 +231,7 @@ def markdown(tables: Sequence[AliasTable]) -> str:
     """Return a Markdown page: the names that work by module, what differs, and what to use instead of other names."""
     names = [table.foreign for table in tables]
     text = [
-        f"# Names of {', '.join(names)}\n",
+        f"# Names of {', '.join(f'`{name}`' for name in names)}\n",
         "The names that programs import, and what they are in shardwise. [Migrating](porting.md) describes the port.\n",
         f"`shardwise port --table {' '.join(names)}` prints this page.\n",
     ]

@@ -11,6 +11,7 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -477,7 +478,7 @@ class Plan:
         """Return a copy with fields changed by name, wherever they are: ``plan.but(max_norm=1.0, prefetch=2)``.
 
         Raises:
-            ValueError: no part of the plan has a field of that name.
+            ValueError: no part of the plan has a field of that name, or two parts have one.
         """
         parts = {name: getattr(self, name) for name in PARTS}
         own: dict[str, object] = {}
@@ -486,11 +487,15 @@ class Plan:
             holders = [name for name, part in parts.items() if field in part.__dataclass_fields__]
             if field in self.__dataclass_fields__:
                 own[field] = value
-            elif holders:
+            elif len(holders) == 1:
                 inner.setdefault(holders[0], {})[field] = value
+            elif holders:
+                raise ValueError(f"{field!r} is a field of {' and '.join(holders)}: replace the whole part in the plan")
             else:
                 known = sorted({f for part in parts.values() for f in part.__dataclass_fields__})
-                raise ValueError(f"a plan has no field {field!r}; known fields: {', '.join(known)}")
+                near = difflib.get_close_matches(field, known, 1, 0.6)
+                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+                raise ValueError(f"a plan has no field {field!r}; {hint}")
         changed = {name: replace(parts[name], **values) for name, values in inner.items()}  # at once: some go together
         return replace(self, **(parts | changed | own))
 

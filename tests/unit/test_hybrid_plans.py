@@ -41,7 +41,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ),
     ({"tp_size": 2, "pp_size": 1, "find_unused_parameters": True, "gradient_as_bucket_view": True}, DDP),
     ({"tp_size": 2, "pp_size": 1, "static_graph": True}, DDP),
-    ({"tp_size": 2, "pp_size": 1, "parallel_output": False}, DDP.but(parallel_output=False)),
+    ({"tp_size": 2, "pp_size": 1, "parallel_output": False}, DDP.but(tensor=TensorPlan(parallel_output=False))),
     ({"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8}, DDP.but(vocabulary_multiple=8)),
     ({"tp_size": 2, "pp_size": 1, "max_norm": 1.0, "norm_type": math.inf}, DDP.but(max_norm=1.0, norm_type=math.inf)),
     ({"tp_size": 2, "pp_size": 1, "precision": "bf16"}, DDP.but(**BF16)),

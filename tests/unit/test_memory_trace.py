@@ -344,7 +344,7 @@ BAD = [
     ("traced_models.py:", "give FILE_OR_MODULE:FUNCTION"),
     ("nowhere.py:build", "nowhere.py: no such file"),
     ("broken_models.py:build", "ModuleNotFoundError: No module named 'nothing_like_this'"),
-    ("traced_models.py:builds", "no such function; there is bad_loss, batch, build, fixed"),
+    ("traced_models.py:builds", "no such function; name one of bad_loss, batch, build, fixed"),
     ("traced_models.py:needs", "needs arguments (size)"),
     ("traced_models.py:raises", "raised KeyError: 'no such layer'"),
     ("traced_models.py:wrong", "returned str"),

@@ -152,7 +152,7 @@ def test_each_name_is_judged(text: str, expected: list[tuple[str, str, str]]) ->
 
 def test_the_table_of_a_page_has_every_name() -> None:
     text = markdown([WHOLE])
-    assert text.startswith("# Names of foreignlib\n") and "imported as before" in markdown([PARTIAL])
+    assert text.startswith("# Names of `foreignlib`\n") and "imported as before" in markdown([PARTIAL])
     assert "| `foreignlib.nn` | `Linear`, `Wide` |" in text
     assert "| `foreignlib.nn.old.Odd` | use Linear |" in text and "| `foreignlib.tracing.*` |" in text
     assert "`foreignlib.parts` (all other names)" in text

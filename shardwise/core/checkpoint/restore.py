@@ -283,7 +283,8 @@ def _candidates(root: str, tag: str | None) -> list[str]:
             if tag is None and detect_format(root):
                 return [str(located(Path(root)))]  # a checkpoint of another library
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"no checkpoint in {root}; {ADVICE} ({error})") from error
+            problem = str(error).removeprefix(f"{root}: ").partition(";")[0]
+            raise FileNotFoundError(f"no checkpoint in it; {ADVICE} ({problem})") from error
     broken = [each for each in entries if each.head is None]
     if broken:
         raise CheckpointDamage(broken[0].damage, "name another tag, or use tag='auto' to skip it")
@@ -301,7 +302,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
     Raises:
         FileNotFoundError, CheckpointDamage, CheckpointError, ValueError: on every rank.
     """
-    what = f"find a checkpoint in {root}"
+    what = f"load {root}"
     paths: list[str] = agree(run.gather, what, lambda: _candidates(root, tag) if run.rank == 0 else [])[1][0]
     if not paths:  # "auto" then starts from scratch, which is wrong if other ranks see checkpoints
 
