@@ -89,29 +89,23 @@ class FragmentPlan:
     """
 
     def __init__(self, blocks: Sequence[FragmentBlock], most_bytes: int, replica: int, replicas: int) -> None:
-        self._blocks = blocks
-        cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
-        total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
-        self._owned: list[list[list[tuple[Fragment, int]]]] = []
+        parts = [(block, fragment, get) for block in blocks for fragment, get in block.parts]
+        total = max(sum(fragment.nbytes for _, fragment, _ in parts), 1)
+        self.fragments: list[Fragment] = []
+        self._places: list[tuple[FragmentBlock, Get, int]] = []
         at = 0
-        for block, parts in zip(blocks, cut, strict=True):
-            owned: list[list[tuple[Fragment, int]]] = []
-            for (fragment, _), pieces in zip(block.parts, parts, strict=True):
-                mine = []
-                for piece in pieces:
-                    # Replicas have the same bits: each writes a contiguous part.
-                    if at * replicas // total == replica:
-                        mine.append((piece, piece.start - fragment.start))
-                    at += piece.nbytes
-                owned.append(mine)
-            self._owned.append(owned)
-        self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
+        for block, fragment, get in parts:
+            for piece in split(fragment, most_bytes):
+                # Replicas have the same bits: each writes a contiguous part.
+                if at * replicas // total == replica:
+                    self.fragments.append(piece)
+                    self._places.append((block, get, piece.start - fragment.start))
+                at += piece.nbytes
 
     def extend(self, other: FragmentPlan) -> FragmentPlan:
         """Append the fragments of another plan."""
-        self._blocks = [*self._blocks, *other._blocks]
-        self._owned += other._owned
         self.fragments += other.fragments
+        self._places += other._places
         return self
 
     def values(self) -> Iterator[torch.Tensor]:
@@ -122,11 +116,7 @@ class FragmentPlan:
 
     def reader(self) -> FragmentReader:
         """Return a reader of values in any order; close it."""
-        places = []
-        for block, parts in zip(self._blocks, self._owned, strict=True):
-            for (_, get), pieces in zip(block.parts, parts, strict=True):
-                places += [(block, get, offset) for _, offset in pieces]
-        return FragmentReader(self.fragments, places)
+        return FragmentReader(self.fragments, self._places)
 
 
 class FragmentReader:

@@ -31,9 +31,9 @@ from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.core.update.tiles import (
     ParamShard,
     TileStepper,
-    UpdateCalls,
     UpdateTile,
     make_tiles,
+    runs,
 )
 
 Update = Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]
@@ -204,7 +204,8 @@ class TileUpdates:
         self.stepper = TileStepper(optimizer, self.tiles, shards.name, storage.upload_slots)
         self._tells = self.stepper.foreign or index in shards.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
-        self._calls = UpdateCalls(together=not self.stepper.foreign)
+        self._calls: tuple[list[UpdateTile], list[list[UpdateTile]]] = [], []
+        """Tiles, and how calls of the optimizer step them; reused while the same tiles have gradients."""
         self._roomy = 0
         self.moved = False
         disk = plan.tiers.disk
@@ -298,7 +299,7 @@ class TileUpdates:
                 moved += size
         if moved and early:
             storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
-        self._calls.forget()
+        self._calls = [], []
         self.stepper.state_changed()
 
     @contextmanager
@@ -353,13 +354,19 @@ class TileUpdates:
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
                 # Nothing else is on a disk, so the shards need not be opened.
-                for run in self._calls.of([tile for tile in self._in_memory if tile.grads.present]):
+                for run in self._calls_of([tile for tile in self._in_memory if tile.grads.present]):
                     update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
         except BaseException:
             self._roll_back()
             if early is not None:
                 self._observer.lose([self._index])
             raise
+
+    def _calls_of(self, pending: list[UpdateTile]) -> list[list[UpdateTile]]:
+        """Return the calls that update ``pending``; an unknown optimizer gets one tile at a time."""
+        if pending != self._calls[0]:  # each tile is equal to itself alone
+            self._calls = pending, [[tile] for tile in pending] if self.stepper.foreign else list(runs(pending))
+        return self._calls[1]
 
     def _together(self) -> AbstractContextManager[None]:
         """Return a context that fails on every rank if it fails on one, if it may fail on one rank alone."""

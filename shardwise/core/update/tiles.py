@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -602,72 +602,20 @@ class TileStepper:
         return on_cpu and value.dtype in HALF_DTYPES
 
 
-def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
-    """Return runs of neighbouring chunks' tiles with the same properties, each of at most one tile's maximum of
-    elements; or of one chunk."""
-    held, numel = list[UpdateTile](), 0
-    kind: Kind | None = None
-    for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
-        own = list(of_chunk)
-        more, its = sum([tile.numel for tile in own]), _kind(own[0])
-        if held and (its != kind or numel + more > _most(own[0])):
-            yield held
-            held, numel = [], 0
-        held += own
-        numel, kind = numel + more, its
-    if held:
-        yield held
-
-
-def runs(tiles: Sequence[UpdateTile], together: bool = True) -> Iterator[list[UpdateTile]]:
-    """Return ``tiles``, which have the same properties, by param group and in calls of at most one tile's maximum of
-    elements.
-
-    Args:
-        together: ``False``: one tile for each call.
-    """
-    if not together:
-        yield from ([tile] for tile in tiles)
-        return
-    most = _most(tiles[0])
-    held = dict[int, tuple[list[UpdateTile], int]]()
+def runs(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
+    """Return ``tiles`` in calls of tiles with the same properties and param group, each of at most one tile's maximum
+    of elements."""
+    held = dict[tuple[int, Kind], tuple[list[UpdateTile], int]]()
     for tile in tiles:
-        run, numel = held.get(tile.group, ([], 0))
-        if run and numel + tile.numel > most:
+        key = tile.group, _kind(tile)
+        run, numel = held.get(key, ([], 0))
+        if run and numel + tile.numel > TILE_NUMEL[tile.pieces[0].value.device.type]:
             yield run
             run, numel = [], 0
         run.append(tile)
-        held[tile.group] = run, numel + tile.numel
+        held[key] = run, numel + tile.numel
     for run, _ in held.values():
         yield run
-
-
-class UpdateCalls:
-    """Which tiles each call of an update steps; computed once and reused while the same tiles are pending.
-
-    Args:
-        together: as for :func:`runs`.
-    """
-
-    def __init__(self, together: bool) -> None:
-        self._together = together
-        self._due = list[UpdateTile]()
-        self._calls = list[list[UpdateTile]]()
-
-    def of(self, pending: list[UpdateTile]) -> Sequence[list[UpdateTile]]:
-        """Return the calls that step ``pending``, in order."""
-        if pending != self._due:  # each of these is equal to itself alone
-            self._due = pending
-            self._calls = [run for tiles in chunks_at_once(pending) for run in runs(tiles, self._together)]
-        return self._calls
-
-    def forget(self) -> None:
-        """Forget the calls, because tiles have another home and so other properties."""
-        self._due, self._calls = [], []
-
-
-def _most(tile: UpdateTile) -> int:
-    return TILE_NUMEL[tile.pieces[0].value.device.type]
 
 
 def _kind(tile: UpdateTile) -> Kind:
