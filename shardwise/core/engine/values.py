@@ -22,12 +22,8 @@ from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.pool import ChunkPool, Scope
 from shardwise.core.update.masters import MasterEdits, take_over
-
-
-class _Block:
-    """One ``gathered()``; the pool forgets it when it is gone."""
 
 
 # [Note: Between two fences]
@@ -126,10 +122,10 @@ class Values:
         state_dicts = guards.state_dicts
         among = None if places is None else self._units_of(places)
         own = [chunk for chunk in self.shards.chunks if among is None or chunk.spec.unit in among]
-        holder, opened, keeps_loads, writing = _Block(), False, state_dicts.keeps_loads, self._writing
+        scope, opened, keeps_loads, writing = Scope(), False, state_dicts.keeps_loads, self._writing
         try:
             with mesh.doing("gathered()"):
-                pool.enter_scope(holder, among)
+                pool.enter_scope(scope, among)
                 if places is not None and pool.has_transient:
                     self.compare(places)  # after the fence: ranks may be at different points of a pass
                 if self.shards.plan.comm.gather_on_use:
@@ -152,7 +148,7 @@ class Values:
                     self._keep(self._chunks_of(among))
         finally:
             state_dicts.keeps_loads, self._writing = keeps_loads, writing
-            pool.leave_scope(holder)
+            pool.leave_scope(scope)
             if opened:
                 if write_back:
                     pool.drop_changed(among)  # each rank's copy has only its own writes
@@ -242,7 +238,7 @@ class Values:
                 with chunk.opened(write=True) as shard:
                     if chunk.full is not None and not chunk.resident:
                         shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                        if comm_dtypes.rounds_on_the_way(chunk.spec):
+                        if (over := comm_dtypes.over(chunk.spec)) is not None and over.on_the_way:
                             take_over(chunk, shown, shard, chunk.source.dequantized)
                         else:
                             shard.copy_(shown)
