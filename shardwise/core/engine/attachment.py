@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.core.base.events import Events
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.guards import refusals_of_wrappers
-from shardwise.core.engine.casts import cast_floats, each_tensor
+from shardwise.core.engine.casts import cast_floats, map_tensors
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.loading import compare_states, load_full
 from shardwise.core.engine.values import Values
@@ -184,7 +184,7 @@ class Attachment:
         dtype = self._shards.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
-            each_tensor(output, self._grads.passes.watch)
+            map_tensors(output, self._grads.passes.watch)
         return output
 
     def _expect_update(self) -> None:

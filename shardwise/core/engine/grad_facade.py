@@ -260,8 +260,6 @@ class GradFacade:
         self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._divisors: dict[int, float] = {}
-        self._reads_ours = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
-        """By optimizer, the number of its groups, and whether one that the engine does not step has our parameters."""
         self._nothing = torch.empty(0, device=shards.mesh.device)
         self.loss_scaled = shards.plan.precision.scaler is not None
         self.limits: dict[int, float] = {}
@@ -531,15 +529,11 @@ class GradFacade:
                     )
 
     def _is_foreign_reader(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = optimizer.param_groups
-        judged = self._reads_ours.get(optimizer)
-        if judged is None or judged[0] != len(groups):
-            own = {id(param) for param in self._in_order}
-            stepped = {id(group) for each in self._shards.optimizers for group in each.param_groups}
-            foreign = (group for group in groups if id(group) not in stepped)
-            reads = any(id(param) in own for group in foreign for param in group["params"])
-            judged = self._reads_ours[optimizer] = len(groups), reads
-        return judged[1]
+        """Whether a group that the engine does not step has parameters of the model."""
+        stepped = {id(group) for each in self._shards.optimizers for group in each.param_groups}
+        foreign = [group for group in optimizer.param_groups if id(group) not in stepped]
+        own = {id(param) for param in self._in_order} if foreign else set()
+        return any(id(param) in own for group in foreign for param in group["params"])
 
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""
@@ -570,13 +564,6 @@ class GradFacade:
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. The first request for ``p`` computes all
         parameters'."""
-        stages = self._shards.mesh.pipeline.size
-        if len(indices) > 1 and stages > 1:
-            raise RuntimeError(
-                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
-                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
-                "plugin, or call optimizer.clip_grad_by_norm"
-            )
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
         entries, own = [self._by_index[index] for index in indices], self._norms[p]

@@ -73,7 +73,7 @@ class Storage:
         table = self.placement.chunks
         for warning in self.placement.warnings if mesh.is_rank0 else ():
             warn_user(warning)
-        self.comm_dtypes = CommDtypes(self.placement, mesh.shard, self._among)
+        self.comm_dtypes = CommDtypes(self.placement, mesh.shard)
         self.uses_disk = self.on_any_disk(self.placement.on_disk)
         self.store: DiskStore | None = None
         # Host memory is page-locked for the GPU that copies from it.
@@ -201,8 +201,9 @@ class Storage:
         if self._among is None or not each.secondary_numel:
             return source
         secondary = secondary or Buffer(self._arena.take(each.secondary_numel, spec.dtype))
-        copy = MemorySource(secondary, tier, self._uploads, self.comm_dtypes.over_few(spec))
-        return SecondarySource(source, copy, self._among)
+        over, few = self.comm_dtypes.over(spec), self._among
+        among = None if over is None else compressed(few, over.format, rows=over.size // few.size)
+        return SecondarySource(source, MemorySource(secondary, tier, self._uploads, among), few)
 
     def _disk_source(self, each: ChunkPlacement, staging: Buffer | None, ahead: ReadAhead) -> ShardSource:
         spec = each.spec
@@ -305,11 +306,10 @@ class CommDtypes:
     Args:
         placement: of the model.
         shard: the ranks that shard parameters.
-        among: the ranks that share secondary shards.
     """
 
-    def __init__(self, placement: Placement, shard: Group, among: Group | None) -> None:
-        self._among, of = among, {each.spec.index: each.quantization for each in placement.chunks}
+    def __init__(self, placement: Placement, shard: Group) -> None:
+        of = {each.spec.index: each.quantization for each in placement.chunks}
         groups = {
             kind: CompressedGroup(shard, FORMATS[kind.format][0], not kind.by_owner) for kind in of.values() if kind
         }
@@ -319,20 +319,10 @@ class CommDtypes:
         """Return the group that quantizes the chunk's shards; ``None`` if they are not quantized."""
         return self._groups.get(spec.index)
 
-    def over_few(self, spec: ChunkSpec) -> Group | None:
-        """Return the same for its secondary shards."""
-        over, few = self.over(spec), self._among
-        return None if over is None or few is None else compressed(few, over.format, rows=over.size // few.size)
-
     def by_owner(self, spec: ChunkSpec) -> CompressedGroup | None:
         """Return the group if owners quantize the chunk's shards before they are communicated."""
         over = self.over(spec)
         return None if over is None or over.on_the_way else over
-
-    def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
-        """Whether gathers quantize the chunk."""
-        over = self.over(spec)
-        return over is not None and over.on_the_way
 
     def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Return the function from a master's values, cast, from the beginning of a block on, to the shard's; ``None``
