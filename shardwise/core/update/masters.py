@@ -248,26 +248,4 @@ def take_over(
             continue
         changed = True
         part.copy_(torch.where(differs, values.to(part.dtype), part))
-        if rounded is None:
-            continue
-        for start, end in own:
-            differs[start:end] = differs[start:end].any()
-        _show_as_written(values, part, differs, rounded)
     return changed
-
-
-# [Note: Written to what is rounded]
-# A weight that is set to zero may be so small that it had been rounded to zero: it does not differ from the rounded
-# value. If larger weights of its block are set to zero with it, the scale of the block shrinks, and the small weight
-# would come back. So parameters that were written to keep the written values wherever the rounding can represent them.
-# Scales are powers of two: if a scale shrinks, all earlier values of the block can still be represented, and values
-# that would be rounded to others are copied to the masters. If a scale grows, masters round to the nearest value and
-# are kept. Masters of parameters without a write are kept as well.
-def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Tensor, rounded: Rounded) -> None:
-    possible = (rounded(values) == values) & written
-    while True:
-        differs = possible & (rounded(part.to(values.dtype)) != values)
-        if not differs.any():
-            return
-        part.copy_(torch.where(differs, values.to(part.dtype), part))
-        possible &= ~differs
