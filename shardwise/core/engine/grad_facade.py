@@ -112,13 +112,15 @@ class UserGrads:
         return float(zlib.crc32(numbers.tobytes()) + 1)
 
     def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
-        rows = {index: [float(each.count), each.by, 0.0, 0.0, each.tolerance] for index, each in changes.items()}
-        figures = {index: each.figures for index, each in changes.items() if each.figures is not None}
-        for device in {each.device for each in figures.values()}:  # one read for each device
-            own = {index: each for index, each in figures.items() if each.device == device}
-            for index, pair in zip(own, torch.stack(list(own.values())).tolist(), strict=True):
-                rows[index][2:4] = pair
-        return rows
+        return {
+            index: [
+                float(each.count),
+                each.by,
+                *([0.0, 0.0] if each.figures is None else each.figures.tolist()),
+                each.tolerance,
+            ]
+            for index, each in changes.items()
+        }
 
     def compare(self, optimizer: int) -> None:
         """Compare the changes of all ranks after their fingerprints differed. Collective.

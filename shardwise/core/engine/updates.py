@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,6 @@ from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
-from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.core.update.tiles import (
@@ -262,15 +261,13 @@ class TileUpdates:
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
         """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
-        disk_tile = self._disk.get(position)
-        if disk_tile is not None:
-            self._visits.release()
-            disk_tile.replace(states)
-        else:
-            for piece, state in zip(self.tiles[position].pieces, states, strict=True):
-                self.optimizer.state.pop(piece.value, None)
-                if state is not None:
-                    self.optimizer.state[piece.value] = state
+        self._visits.release()
+        for piece, state in zip(self.tiles[position].pieces, states, strict=True):
+            self.optimizer.state.pop(piece.value, None)
+            if state is not None:
+                self.optimizer.state[piece.value] = state
+        if position in self._disk:
+            self._disk[position].write_state()
         self.stepper.state_changed()
 
     def move_to_device(self, room_bytes: int) -> None:
@@ -408,38 +405,27 @@ class TileUpdates:
 
     def _update_disk(self, update: Update) -> None:
         """Update tiles that have their state or their parameters on a disk."""
-        with _shards() as shard_of:
-            for each in self._disk.values():
-                if self.stepper.active(each.tile):
-                    self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
-        # After the block, at whose end the last parameters are written.
+        on_disk = [each for each in self._disk.values() if self.stepper.active(each.tile)]
+        for _, own in groupby(on_disk, lambda each: each.tile.chunk):
+            first, *rest = own
+            with _for_update(first.tile) as shard:
+                for each in (first, *rest):
+                    with self._visits.visit(each):
+                        update([(each.tile, shard)])
         self._visits.drain()
         self._visits.end_step()
-        with _shards() as shard_of:
-            for tile in list(filter(self.stepper.active, self._params_on_disk)):
-                update([(tile, shard_of(tile))])
+        for _, tiles in groupby(filter(self.stepper.active, self._params_on_disk), lambda tile: tile.chunk):
+            tile, *others = tiles
+            with _for_update(tile) as shard:
+                for one in (tile, *others):
+                    update([(one, shard)])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self.stepper.close(given_back or all(chunk.resident for chunk in self._shards.chunks))
 
 
-def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
-    """Open the chunk's shard, without reading it if all of it will be written."""
+def _for_update(tile: UpdateTile) -> AbstractContextManager[torch.Tensor]:
+    """Open the shard of the tile's chunk, without reading it if all of it will be written."""
+    chunk, grads = tile.chunk, tile.grads
     return chunk.renewing() if len(grads.used_globally) == len(chunk.spec.slots) else chunk.opened(write=True)
-
-
-@contextmanager
-def _shards() -> Iterator[Callable[[UpdateTile], torch.Tensor]]:
-    """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
-    stack = ExitStack()
-    current: list[tuple[Chunk, torch.Tensor]] = []
-
-    def shard_of(tile: UpdateTile) -> torch.Tensor:
-        if not current or current[0][0] is not tile.chunk:
-            stack.close()
-            current[:] = [(tile.chunk, stack.enter_context(_for_update(tile.chunk, tile.grads)))]
-        return current[0][1]
-
-    with stack:
-        yield shard_of

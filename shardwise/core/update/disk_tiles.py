@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -238,13 +237,9 @@ class DiskTile:
         while len(self._buffers) > 1:
             self._store.give(self._buffers.pop())
 
-    def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Replace the state by ``state``, one dict for each piece (``None``: never stepped)."""
+    def write_state(self) -> None:
+        """Write state that replaces all of the old."""
         self._entries = ()
-        for piece, state in zip(self.tile.pieces, states, strict=True):
-            self._optimizer.state.pop(piece.value, None)
-            if state is not None:
-                self._optimizer.state[piece.value] = state
         with self.opened(write=True):
             pass
 
@@ -304,8 +299,9 @@ class TileVisits:
                 self._reading.append(tile)
                 tile.start()
 
-    def visit(self, tile: DiskTile, update: Callable[[DiskTile], None]) -> None:
-        """Bring ``tile`` into memory, call ``update`` and begin to write the tile back. Called once for each step.
+    @contextmanager
+    def visit(self, tile: DiskTile) -> Iterator[None]:
+        """Bring ``tile`` into memory for the block, which updates it, then begin to write it. Once for each step.
 
         Raises:
             DiskError: a transfer failed, of this tile or of an earlier one. All transfers have ended and no buffer is
@@ -317,7 +313,7 @@ class TileVisits:
                 self._bring(tile)
                 self._read_ahead()
                 tile.bind()
-                update(tile)
+                yield
                 tile.save()
                 self._visited[tile] = None
                 while self._writing and (len(self._writing) > max(self._depth // 2, 1) or self._writing[0].finished()):
