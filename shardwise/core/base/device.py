@@ -364,10 +364,6 @@ class SideCopy:
             copy_ahead(out, source)
             self._event = stream.record_event()
 
-    def finished(self) -> bool:
-        """Return whether the copy is done."""
-        return bool(self._event.query())
-
     def wait(self) -> None:
         """Make later work of the current stream wait for the copy; the host does not wait."""
         reader = current_stream(self._out.device)

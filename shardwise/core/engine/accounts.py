@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shardwise.core.base.torch_internals import no_torch_function, storage_id
+from shardwise.core.base.torch_internals import no_torch_function
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.storage import Storage
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
-from shardwise.core.memory.trace.tracker import sizes_of, storages
+from shardwise.core.memory.trace.tracker import sizes_of
 from shardwise.core.shards.pool import ChunkPool
 
 
@@ -67,7 +66,7 @@ class StateAccounts:
 
 
 class HeldBuffers:
-    """The buffers of one model on this rank. Each storage counts once, at the size that it has when it is asked for.
+    """The buffers of one model on this rank. Each storage counts once.
 
     Args:
         model: the module.
@@ -81,12 +80,11 @@ class HeldBuffers:
         self, model: nn.Module, device: torch.device, ledger: Ledger, dtype: torch.dtype | None, foreseen: bool
     ) -> None:
         self._model, self._device, self._ledger, self._dtype = model, device, ledger, dtype
-        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self._to_come = 0
+        self._held_bytes = self._to_come = 0
         """Bytes that the build will put on the device."""
         if ledger.capacity_bytes is not None:
             self._to_come = self._estimate() if foreseen else 0
-            ledger.account("buffers", self._device_bytes)
+            ledger.account("buffers", lambda: self._to_come + self._held_bytes)
 
     def _estimate(self) -> int:
         total, tensors = 0, list[torch.Tensor]()
@@ -101,17 +99,10 @@ class HeldBuffers:
 
     def look(self) -> None:
         """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
-        self._to_come = 0
-        by_id = dict[int, torch.UntypedStorage]()
-        for buffer in self._model.buffers():
-            if buffer.device == self._device:
-                by_id.update((storage_id(storage), storage) for storage in storages(buffer))
-                self._ledger.charge(buffer)
-        self._storages = [weakref.ref(storage) for storage in by_id.values()]
-
-    def _device_bytes(self) -> int:
-        alive = (found() for found in self._storages)
-        return self._to_come + sum(storage.nbytes() for storage in alive if storage is not None)
+        here = [buffer for buffer in self._model.buffers() if buffer.device == self._device]
+        self._to_come, self._held_bytes = 0, sum(sizes_of(here).values())
+        for buffer in here:
+            self._ledger.charge(buffer)
 
     def foreseen_bytes(self) -> int:
         """Return the bytes in the device's accounts that may not be allocated yet."""

@@ -169,7 +169,7 @@ class Attachment:
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         if self._meter is not None:
             try:
-                self._meter.forward_ended()
+                self._meter.check("in the forward pass")
             except DeviceMemoryError as error:
                 self._pool.tell(error)  # the peers wait at the end of their passes
                 raise

@@ -85,10 +85,6 @@ class WhenAsked:
     def __init__(self, start: Callable[[], Handle]) -> None:
         self._start: Callable[[], Handle] | None = start
 
-    def finished(self) -> bool:
-        """Whether it is done."""
-        return self._start is None
-
     def wait(self) -> None:
         """Gather at the first call."""
         if self._start is not None:

@@ -138,10 +138,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        entries = dict(state)
-        self.optimizer.state.update(entries)  # rejects entries by parameter before any old entry is dropped
-        self.optimizer.state.clear()
-        self.optimizer.state.update(entries)
+        entries, own = dict(state), self.optimizer.state
+        for key, value in entries.items():
+            own[key] = value  # rejects entries by parameter, before any old entry is dropped
+        for key in own.keys() - entries.keys():
+            del own[key]
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the user's own optimizer. Step this one instead."""

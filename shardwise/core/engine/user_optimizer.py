@@ -58,13 +58,6 @@ class ShardState(defaultdict[Any, Any]):
         self._check(key)
         return super().get(key, default)
 
-    def update(self, *given: Any, **named: Any) -> None:
-        """As a dict's."""
-        entries = dict(*given, **named)
-        for key in entries:
-            self._check(key)
-        super().update(entries)
-
     def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return defaultdict(self.default_factory, self)
 

@@ -15,7 +15,7 @@ import torch
 from shardwise.core.base.device import synchronize
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.guards import Guards
-from shardwise.core.comm import Description, Handle, collectively
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import WhenAsked, gather_chunk
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
@@ -23,6 +23,7 @@ from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.core.shards.pool import ChunkPool, Scope
+from shardwise.core.shards.source import Arrival
 from shardwise.core.update.masters import MasterEdits, take_over
 
 
@@ -289,7 +290,7 @@ class Values:
         for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
             over = storage.comm_dtypes.over(chunk.spec) or group
             if group.one_sided_gather and self.renews_late(chunk):
-                pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
+                pending: Arrival = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:
                 pending = over.all_gather_in_place(chunk.exchange)
             self.pool.renew_later(chunk, pending)

@@ -16,11 +16,11 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from shardwise.core.comm import Group, Handle, ModelId, PeerError, Summary, ranks_text
+from shardwise.core.comm import Group, ModelId, PeerError, Summary, ranks_text
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.source import SecondaryShards, ShardSource
+from shardwise.core.shards.source import Arrival, SecondaryShards, ShardSource
 
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
@@ -68,9 +68,9 @@ class GatherLog:
         self.count, self.fingerprint = 0, 0
         self.last = deque[int](maxlen=MAX_LOG)
         self._first = 0
-        self._made_up, self._scratch = list[Handle](), dict[tuple[int, torch.dtype], torch.Tensor]()
+        self._made_up, self._scratch = list[Arrival](), dict[tuple[int, torch.dtype], torch.Tensor]()
 
-    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Arrival:
         """Issue a gather of ``chunk`` into ``out``."""
         handle = chunk.source.gather(group, out)
         if self._in_order:

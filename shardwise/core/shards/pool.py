@@ -21,7 +21,7 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import current_graph_task, in_transform, labelled, storage_id
-from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
+from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
@@ -29,6 +29,7 @@ from shardwise.core.shards.chunk import Chunk, Residency
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
 from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
+from shardwise.core.shards.source import Arrival
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -341,7 +342,7 @@ class ChunkPool:
 
     # ---- resident chunks that are renewed after an update
 
-    def renew_later(self, chunk: Chunk, pending: Handle) -> None:
+    def renew_later(self, chunk: Chunk, pending: Arrival) -> None:
         """Wait for ``pending``, which fills the other ranks' parts of the resident ``chunk``, at its first use."""
         self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
         chunk.renew(pending)

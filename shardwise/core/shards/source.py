@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,13 @@ from shardwise.core.comm import DONE, Buffer, Group, Handle
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.tier import Tier
+
+
+class Arrival(Protocol):
+    """A gather that has begun, or begins when it is waited for."""
+
+    def wait(self) -> None:
+        """As :meth:`Handle.wait`."""
 
 
 class ShardSource(ABC):
@@ -55,7 +63,7 @@ class ShardSource(ABC):
         """
 
     @abstractmethod
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         """Begin to gather every rank's shard in rank order into ``out`` (1-D, on the device)."""
 
     def joined(self, group: Group) -> torch.Tensor | None:
@@ -97,7 +105,7 @@ class MemorySource(ShardSource):
     def renewing(self) -> Iterator[torch.Tensor]:
         yield self.exchange.local
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         # [Note: Which stream a gather runs on]
         # From device memory: the group's stream. From host memory to a GPU: an upload stream, behind the compute
         # stream's present work, which may have used the memory before. With several ranks the collective begins while
@@ -131,9 +139,6 @@ class _Keeping:
 
     def __init__(self, handle: Handle, source: object) -> None:
         self._handle, self._source = handle, source
-
-    def finished(self) -> bool:
-        return self._handle.finished()
 
     def wait(self) -> None:
         self._handle.wait()
@@ -260,7 +265,7 @@ class DiskSource(ShardSource):
             buffer, _ = self._read()
             self.store.give(buffer)
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         buffer, reading = self._read()
         if self._staging is None:
             self._shared.gathers.append(_FromDisk(self.store, buffer, reading, self._view(buffer), out))
@@ -301,9 +306,6 @@ class _FromDisk:
     @property
     def filled(self) -> bool:
         return self._copy is None
-
-    def finished(self) -> bool:
-        return self.filled or self._reading.finished()
 
     def fill(self) -> None:
         """Finish the read and free the buffer; :meth:`wait` raises a failure."""
@@ -363,7 +365,7 @@ class SecondarySource(MemorySource):
         """Make the whole group do the next gather, since the shards have other values."""
         self.begun, self._arriving = False, None
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         if not self.begun:
             self._arriving = arriving = _Arriving(self, super().gather(group, out), out)
             self.begun = True
@@ -387,12 +389,9 @@ class SecondarySource(MemorySource):
 class _Arriving:
     """A gather by the whole group; this rank keeps its k-th part."""
 
-    def __init__(self, source: SecondarySource, handle: Handle, full: torch.Tensor) -> None:
+    def __init__(self, source: SecondarySource, handle: Arrival, full: torch.Tensor) -> None:
         self._source, self._handle = source, handle
         self._full: torch.Tensor | None = full
-
-    def finished(self) -> bool:
-        return self._full is None or self._handle.finished()
 
     def wait(self) -> None:
         if self._full is None:
