@@ -236,7 +236,7 @@ class DeepSpeedEngine(ModeOfModule):
         Args:
             bucket_size: no effect.
         """
-        self.session.reduce_rest()
+        self.session.engine.grads.passes.reduce_rest()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context whose passes are reduced together at its end; stages 2 and 3 still reduce each pass."""

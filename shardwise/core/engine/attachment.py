@@ -157,7 +157,7 @@ class Attachment:
             self._events.forward_began(torch.is_grad_enabled())
             self._expect_update()
             if partition.tp_plan is not None and partition.staging is None and torch.is_grad_enabled():
-                grads.batches.note(args, kwargs)
+                grads.batches.note([args, kwargs])
         if self._meter is not None:
             self._meter.enter()
         precision = self._shards.plan.precision
