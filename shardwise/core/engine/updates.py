@@ -18,7 +18,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.accounts import StateAccounts
+from shardwise.core.engine.accounts import Accounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
@@ -216,9 +216,9 @@ class TileUpdates:
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
         self.offload_state = StateOffload(optimizer, self.tiles, self.stepper.state_changed)
 
-    def connect(self, events: Events, accounts: StateAccounts) -> None:
+    def connect(self, events: Events, accounts: Accounts) -> None:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
-        accounts.hold(self.stepper.state_bytes, self.stepper.scratch_bytes)
+        accounts.hold(self.stepper)
         if self._disk:
             events.masters_wanted.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)
