@@ -437,19 +437,15 @@ class Guards:
             RuntimeError: modules or the data of parameters were replaced; a write to a parameter would be lost; or
                 ``DistributedDataParallel`` wraps the parameters, too.
         """
-        if not torch.compiler.is_compiling():
-            self._check_alone()
-            self._structure.check_children()
-            self.check_edits()
-
-    def _check_alone(self) -> None:
-        outer = running_ddp()
-        if outer is None:
+        if torch.compiler.is_compiling():
             return
-        # DDP does not affect a model that its own module only calls, or a frozen model.
-        own = {id(param) for param in self._params if param.requires_grad}
-        if any(id(param) in own for param in outer.parameters()):
-            raise RuntimeError(_around(type(self._model).__name__))
+        if (outer := running_ddp()) is not None:
+            # DDP does not affect a model that its own module only calls, or a frozen model.
+            own = {id(param) for param in self._params if param.requires_grad}
+            if any(id(param) in own for param in outer.parameters()):
+                raise RuntimeError(_around(type(self._model).__name__))
+        self._structure.check_children()
+        self.check_edits()
 
     def check_edits(self, absent: bool = False) -> None:
         """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.

@@ -50,12 +50,15 @@ class ParamGroups:
 
     Args:
         optimizer: the user's own.
+
+    Attributes:
+        now: the groups, in the order at the time of sharding.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._own = list(optimizer.param_groups)
-        self._params = [list(group["params"]) for group in self._own]
+        self.now = list(optimizer.param_groups)
+        self._params = [list(group["params"]) for group in self.now]
 
     def order(self) -> list[int]:
         """Return for each present group of the optimizer its index at the time of sharding.
@@ -73,9 +76,9 @@ class ParamGroups:
                     "entries) was added after sharding, which packed the parameters: take it out, and add it before"
                 )
             # The present dict becomes the group, since schedulers change that one.
-            self._own[index] = group
+            self.now[index] = group
             order.append(index)
-        missing = sorted(set(range(len(self._own))) - set(order))
+        missing = sorted(set(range(len(self.now))) - set(order))
         if missing:
             raise RuntimeError(
                 f"param groups {missing} (as numbered before sharding) are missing from {name}.param_groups: put them "
@@ -92,7 +95,7 @@ class ParamGroups:
         return order
 
     def _index_of(self, group: dict[str, Any]) -> int | None:
-        for index, own in enumerate(self._own):
+        for index, own in enumerate(self.now):
             if own is group:
                 return index
         # A new dict with the same parameters, as torch's own load_state_dict() makes.
@@ -108,11 +111,6 @@ class ParamGroups:
         """
         self.order()
         check_modes(f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups)
-
-    @property
-    def now(self) -> list[dict[str, Any]]:
-        """The groups, in the order at the time of sharding."""
-        return self._own
 
 
 def _same(params: object, before: Sequence[nn.Parameter]) -> bool:

@@ -80,7 +80,8 @@ class FragmentBlock:
 
 
 class FragmentPlan:
-    """The fragments that one rank writes, and their values in the same order.
+    """The fragments that one rank writes, and their values. The last block that was read stays open until
+    :meth:`close`, since the next read is often in it.
 
     Args:
         blocks: this rank's values.
@@ -93,6 +94,9 @@ class FragmentPlan:
         total = max(sum(fragment.nbytes for _, fragment, _ in parts), 1)
         self.fragments: list[Fragment] = []
         self._places: list[tuple[FragmentBlock, Get, int]] = []
+        self._open = ExitStack()
+        self._block: FragmentBlock | None = None
+        self._opened: Any = None
         at = 0
         for block, fragment, get in parts:
             for piece in split(fragment, most_bytes):
@@ -110,23 +114,9 @@ class FragmentPlan:
 
     def values(self) -> Iterator[torch.Tensor]:
         """Yield 1-D contiguous host tensors in the order of ``fragments``; each is valid until the next."""
-        with closing(self.reader()) as reader:
+        with closing(self):
             for index in range(len(self.fragments)):
-                yield reader.read(index)
-
-    def reader(self) -> FragmentReader:
-        """Return a reader of values in any order; close it."""
-        return FragmentReader(self.fragments, self._places)
-
-
-class FragmentReader:
-    """Reads parts of fragments in any order. The last block stays open, since the next read is often in it."""
-
-    def __init__(self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Get, int]]) -> None:
-        self.fragments, self._places = fragments, places
-        self._block: FragmentBlock | None = None
-        self._open = ExitStack()
-        self._opened: Any = None
+                yield self.read(index)
 
     def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Return elements ``[start, start + numel)`` of a fragment: 1-D, on the host, valid until the next read."""

@@ -303,10 +303,6 @@ class GradFacade:
     def _show(self, entry: Entry) -> None:
         entry.param.grad = self._shown[entry.place] = entry.grad
 
-    def _hide(self, entry: Entry) -> None:
-        """Show no gradient."""
-        self._shown[entry.place] = None
-
     def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
         """Take the pass's gradient that autograd left in ``param.grad``. Another hook that takes it is an error."""
         grad, hooks, entry = param.grad, accumulate_hooks(param), self.entries[place]
@@ -384,17 +380,17 @@ class GradFacade:
             if present:
                 self._show(entry)  # p.grad = p.grad.detach()
             else:
-                self._hide(entry)
+                self._shown[entry.place] = None
                 entry.param.grad = None
             return
         self.stale.replaced(index)
         if value is None and not present:
-            self._hide(entry)  # of a step that has ended
+            self._shown[entry.place] = None  # of a step that has ended
             return
         self._check_assignable(entry, value)
         self._replace(entry, value)
         if value is None:
-            self._hide(entry)
+            self._shown[entry.place] = None
         else:
             self._show(entry)
 

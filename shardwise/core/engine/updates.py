@@ -236,7 +236,11 @@ class TileUpdates:
             kind = group, piece.value.dim(), piece.value.dtype
             first, numel = numels.get(kind, (piece, 0))
             numels[kind] = first, numel + piece.end - piece.start
-        return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in numels.items())
+        return sum(
+            dtype.itemsize * numel
+            for (group, *_), (first, numel) in numels.items()
+            for dtype in self.stepper.element_dtypes(first.value, group).values()
+        )
 
     def _give_back(self, optimizer: int) -> None:
         """Free the buffers of reads ahead, if they belong to this optimizer."""

@@ -221,37 +221,34 @@ class Values:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
         self.shards.mesh.shard.fence("before an update")
-        # Parts that were broken before stay so, since most blocks do not load the full model.
-        with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
-            self._write_back(chunks)
-
-    def _write_back(self, chunks: Sequence[Chunk]) -> None:
         mesh, storage = self.shards.mesh, self.shards.storage
         group, comm_dtypes = mesh.shard, storage.comm_dtypes
-        for chunk in chunks:
-            # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
-            if chunk.resident and not chunk.spec.trainable and group.size > 1:
-                chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
-        outcome = "Some parameters were written and some were not: repair the disk and load a state."
-        doing = "writing changed parameters to disk"
-        with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
+        # Parts that were broken before stay so, since most blocks do not load the full model.
+        with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             for chunk in chunks:
-                with chunk.opened(write=True) as shard:
-                    if chunk.full is not None and not chunk.resident:
-                        shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                        if (over := comm_dtypes.over(chunk.spec)) is not None and over.on_the_way:
-                            take_over(chunk, shown, shard, chunk.source.dequantized)
-                        else:
-                            shard.copy_(shown)
-                    state = self.shards.states.get(chunk.spec.index)
-                    if state is not None:
-                        with state.opened(write=True) as master:
-                            take_over(chunk, shard, master, comm_dtypes.rounding(chunk.spec))
-                chunk.source.forget()  # kept gathers have the old values
-        storage.commit()
-        self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
-        self._refuse_graphs(chunks)
-        self.master_edits.note()
+                # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
+                if chunk.resident and not chunk.spec.trainable and group.size > 1:
+                    chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
+            outcome = "Some parameters were written and some were not: repair the disk and load a state."
+            doing = "writing changed parameters to disk"
+            with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
+                for chunk in chunks:
+                    with chunk.opened(write=True) as shard:
+                        if chunk.full is not None and not chunk.resident:
+                            shown = chunk.full[chunk.shard_start : chunk.shard_end]
+                            if (over := comm_dtypes.over(chunk.spec)) is not None and over.on_the_way:
+                                take_over(chunk, shown, shard, chunk.source.dequantized)
+                            else:
+                                shard.copy_(shown)
+                        state = self.shards.states.get(chunk.spec.index)
+                        if state is not None:
+                            with state.opened(write=True) as master:
+                                take_over(chunk, shard, master, comm_dtypes.rounding(chunk.spec))
+                    chunk.source.forget()  # kept gathers have the old values
+            storage.commit()
+            self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
+            self._refuse_graphs(chunks)
+            self.master_edits.note()
 
     def publish(self, everything: bool = False, optimizer: int | None = None) -> None:
         """Renew or drop gathered copies after shards were written on every rank.

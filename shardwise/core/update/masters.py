@@ -74,11 +74,6 @@ class ChunkState:
     def on_disk(self) -> bool:
         return self.store is not None
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which updates are computed."""
-        return self.chunk.device if self.tier is Tier.DEVICE else torch.device("cpu")
-
     def use_disk(self, store: DiskStore, ranges: Sequence[TileRange]) -> None:
         """Write the masters to ``store``, one record for each tile."""
         self.store, self.ranges = store, ranges

@@ -479,12 +479,13 @@ class TileStepper:
     def _call(self, group: dict[str, Any], active: Sequence[ParamShard]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
         entries = self._entries(active)
-        held = self._extent(entries)
+        held = sum(map(len, entries))
         # One group with the active pieces of these tiles: the optimizer's own loop steps nothing else.
         for alike in _alike(active, entries) if group.get("fused") else (active,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._extent(self._entries(active) if self.foreign or NOTHING in entries else entries) != held:
+        # Optimizers make state at the first step of a piece, and keep its size.
+        if sum(map(len, self._entries(active) if self.foreign or NOTHING in entries else entries)) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -492,10 +493,6 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
-
-    def element_bytes(self, like: torch.Tensor, index: int) -> int:
-        """Return the bytes of state for each element of a parameter like ``like`` in that param group."""
-        return sum(dtype.itemsize for dtype in self.element_dtypes(like, index).values())
 
     def element_dtypes(self, like: torch.Tensor, index: int = 0) -> dict[str, torch.dtype]:
         """Return by key the state for each element of a parameter like ``like`` in a param group.
@@ -547,11 +544,6 @@ class TileStepper:
         if isinstance(state, dict):  # independent of an overridden get(), which is for users
             return [dict.get(state, piece.value, NOTHING) for piece in pieces]
         return [state.get(piece.value, NOTHING) for piece in pieces]
-
-    def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
-        """Return a number that changes with the size of the state: optimizers of torch and shardwise allocate it at the
-        first step of a piece, and keep its size."""
-        return _bytes_of(entries) if self.foreign else sum(map(len, entries))
 
     def state_changed(self) -> None:
         """Note that state was made, dropped, replaced or moved; its size is computed again at the next query."""
