@@ -243,7 +243,7 @@ def _shard(shards: ModelShards, chunk: Chunk, masters: bool) -> torch.Tensor | N
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        rounds = shards.storage.comm_dtypes.by_owner(chunk.spec) is not None
+        rounds = shards.storage.by_owner(chunk.spec) is not None
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
             if shard is not None and not masters:  # not the values quantized for communication

@@ -211,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inverse, limit = 1.0 / self.divisor(), self.max_norm
         grads.facade.stale.check(self.index, type(self.optimizer).__name__)
         if self._early is not None:
-            self.updates.finish_early(self._early)
+            self._early.catch_up()  # the update raises an error of theirs
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here, but the settings that travel with it are compared.
             self._ask(0.0, False)

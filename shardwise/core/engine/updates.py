@@ -343,6 +343,7 @@ class TileUpdates:
 
         Raises:
             DiskError: on every rank, if the disk of one failed.
+            Exception: the error of an update that was made during backward.
             PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         self._broken.mark("optimizer.step()", *self.parts)
@@ -382,25 +383,6 @@ class TileUpdates:
         self._visits.end_step()
         self._shards.storage.roll_back(self._index)
         self.stepper.state_changed()
-
-    def finish_early(self, early: EarlyUpdates) -> None:
-        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises their
-        error.
-
-        Raises:
-            Exception: the error of one of them.
-            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
-        """
-        early.catch_up()
-        if self.uses_disk:
-            return
-        try:
-            with self._together():
-                if early.failure is not None:
-                    raise early.failure
-        except Exception:
-            self._observer.lose([self._index])
-            raise
 
     @property
     def parts(self) -> tuple[str, str]:

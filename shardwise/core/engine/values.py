@@ -50,7 +50,7 @@ class Values:
     ) -> None:
         self.shards, self.pool, self.guards, self.meter = shards, pool, guards, meter
         self.grads, self._early = grads, grads.early
-        self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.comm_dtypes.rounding)
+        self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.rounding)
         self._writing: tuple[Collection[int] | None, ...] = ()
         """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
 
@@ -221,8 +221,7 @@ class Values:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
         self.shards.mesh.shard.fence("before an update")
-        mesh, storage = self.shards.mesh, self.shards.storage
-        group, comm_dtypes = mesh.shard, storage.comm_dtypes
+        mesh, storage, group = self.shards.mesh, self.shards.storage, self.shards.mesh.shard
         # Parts that were broken before stay so, since most blocks do not load the full model.
         with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             for chunk in chunks:
@@ -236,14 +235,14 @@ class Values:
                     with chunk.opened(write=True) as shard:
                         if chunk.full is not None and not chunk.resident:
                             shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                            if (over := comm_dtypes.over(chunk.spec)) is not None and over.on_the_way:
+                            if (over := storage.compressed.get(chunk.spec.index)) is not None and over.on_the_way:
                                 take_over(chunk, shown, shard, chunk.source.dequantized)
                             else:
                                 shard.copy_(shown)
                         state = self.shards.states.get(chunk.spec.index)
                         if state is not None:
                             with state.opened(write=True) as master:
-                                take_over(chunk, shard, master, comm_dtypes.rounding(chunk.spec))
+                                take_over(chunk, shard, master, storage.rounding(chunk.spec))
                     chunk.source.forget()  # kept gathers have the old values
             storage.commit()
             self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
@@ -285,7 +284,7 @@ class Values:
             storage.round_(chunk)
         group.fence("after an update")
         for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
-            over = storage.comm_dtypes.over(chunk.spec) or group
+            over = storage.compressed.get(chunk.spec.index) or group
             if group.one_sided_gather and self.renews_late(chunk):
                 pending: Arrival = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:

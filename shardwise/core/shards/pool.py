@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,7 +29,7 @@ from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
-from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
+from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.source import Arrival
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -244,7 +245,7 @@ class ChunkPool:
             return
         self.issued.wait_made_up(self.arrays)
         self.drop_idle()
-        self.agreement.secondary.forget()
+        self.agreement.forget_secondary()
         self.training.restart()
         self._evaluation.restart()
         self.trace, self.in_forward = self.training, False
@@ -338,7 +339,8 @@ class ChunkPool:
             return ahead
         # The next gather reuses idle arrays, or they are freed for it.
         free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._gathered else 0)
-        return first_that_fit(ahead, self.sizes, free)
+        together = accumulate(self.sizes[u] for u in ahead)
+        return [u for u, size in zip(ahead, together, strict=True) if size <= free]
 
     # ---- resident chunks that are renewed after an update
 

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -335,7 +334,7 @@ class _FromDisk:
 # all results.
 # * Which ranks have secondary shards depends on which gathers have begun, not on which have arrived: all ranks of the
 #   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a
-#   failed pass, and if ranks that agree on gathers find a difference (SecondaryShards), all of them drop all secondary
+#   failed pass, and if ranks that agree on gathers find a difference (GatherAgreement.agree), all of them drop all secondary
 #   shards and gather as a whole group again.
 # * A gather of secondary shards first waits for the gather that fills this rank's. If memory is mapped, a rank cannot
 #   see that the peers have theirs: then all k ranks synchronize before they read. They read at once, and the memory is
@@ -404,19 +403,3 @@ class _Arriving:
             raise
         self._source.keep(self, self._full)
         self._full = None  # its owner may have another use for it
-
-
-class SecondaryShards:
-    """The chunks of a model that have secondary shards now."""
-
-    def __init__(self, sources: Sequence[ShardSource]) -> None:
-        self._sources = [source for source in sources if isinstance(source, SecondarySource)]
-
-    def digest(self) -> float:
-        """Return a checksum of which chunks have one; 0 if no chunk ever does."""
-        return float(zlib.crc32(bytes(source.begun for source in self._sources)))
-
-    def forget(self) -> None:
-        """Forget all secondary shards; see :meth:`SecondarySource.forget`."""
-        for source in self._sources:
-            source.forget()
