@@ -74,9 +74,8 @@ class Storage:
         for warning in self.placement.warnings if mesh.is_rank0 else ():
             warn_user(warning)
         kinds = {each.spec.index: kind for each in table if (kind := each.quantization) is not None}
-        groups = {
-            kind: CompressedGroup(mesh.shard, FORMATS[kind.format][0], not kind.by_owner) for kind in kinds.values()
-        }
+        shard = mesh.shard
+        groups = {kind: CompressedGroup(shard, FORMATS[kind.format][0], not kind.by_owner) for kind in kinds.values()}
         self.compressed = {index: groups[kind] for index, kind in kinds.items()}
         self.uses_disk = self.on_any_disk(self.placement.on_disk)
         self.store: DiskStore | None = None

@@ -334,8 +334,8 @@ class _FromDisk:
 # all results.
 # * Which ranks have secondary shards depends on which gathers have begun, not on which have arrived: all ranks of the
 #   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a
-#   failed pass, and if ranks that agree on gathers find a difference (GatherAgreement.agree), all of them drop all secondary
-#   shards and gather as a whole group again.
+#   failed pass, and if ranks that agree on gathers find a difference (GatherAgreement.agree), all of them drop all
+#   secondary shards and gather as a whole group again.
 # * A gather of secondary shards first waits for the gather that fills this rank's. If memory is mapped, a rank cannot
 #   see that the peers have theirs: then all k ranks synchronize before they read. They read at once, and the memory is
 #   written again only after a later agreement, which every rank reaches after its read.
