@@ -189,7 +189,7 @@ class Engine:
     def make_module(self) -> ShardedModule:
         """Create the module that users call."""
         report = partial(self.accounts.report, self.pool, self.grads.reducer)
-        return ShardedModule(self.values, self.grads, self.attachment, report)
+        return ShardedModule(self.values, self.attachment, report)
 
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter

@@ -373,7 +373,6 @@ class EngineLocalState:
             if entry is None:
                 states.append(new)
                 continue
-            state: dict[str, Any] = {}
             state = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
@@ -402,8 +401,7 @@ class EngineLocalState:
     def put_others(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
         own = {name: value for name, value in values.items() if name in self.others}
-        computed = check_buffers_and_extra(self._state_dicts, self.others, own)
-        load_buffers_and_extra(self._state_dicts, self.others, own, computed)
+        load_buffers_and_extra(self._state_dicts, self.others, own)
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""

@@ -46,8 +46,6 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "ca
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
 """Modules whose optimizers are known to be element-wise, except the names above and classes that declare otherwise."""
-Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
-"""The properties that all tiles of one call share: home, device, and dtypes of values and gradients."""
 NOTHING: dict[str, Any] = {}
 """The state of a piece that the optimizer has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -595,21 +593,17 @@ class TileStepper:
 
 
 def runs(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
-    """Return ``tiles`` in calls of tiles with the same properties and param group, each of at most one tile's maximum
-    of elements."""
-    held = dict[tuple[int, Kind], tuple[list[UpdateTile], int]]()
+    """Return ``tiles`` in calls of tiles with the same param group, home, device, and dtypes of values and gradients,
+    each of at most one tile's maximum of elements."""
+    held = dict[tuple[Any, ...], tuple[list[UpdateTile], int]]()
     for tile in tiles:
-        key = tile.group, _kind(tile)
+        value, grads = tile.pieces[0].value, tile.grads
+        key = tile.group, tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype
         run, numel = held.get(key, ([], 0))
-        if run and numel + tile.numel > TILE_NUMEL[tile.pieces[0].value.device.type]:
+        if run and numel + tile.numel > TILE_NUMEL[value.device.type]:
             yield run
             run, numel = [], 0
         run.append(tile)
         held[key] = run, numel + tile.numel
     for run, _ in held.values():
         yield run
-
-
-def _kind(tile: UpdateTile) -> Kind:
-    value, grads = tile.pieces[0].value, tile.grads
-    return tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype
