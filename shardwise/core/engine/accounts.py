@@ -104,20 +104,22 @@ class Accounts:
 
     def foreseen_bytes(self) -> int:
         """Return the bytes in the device's accounts that may not be allocated yet."""
-        return max(self._expected_bytes - self._state_bytes(Tier.DEVICE), 0) + self._to_come
+        return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0) + self._to_come
 
     def _device_bytes(self) -> int:
         # State of later steps counts from the beginning: an error in the first step would come too late.
-        return self._storage.master_bytes(Tier.DEVICE) + max(self._state_bytes(Tier.DEVICE), self._expected_bytes)
+        masters, state = self.state_bytes(Tier.DEVICE)
+        return masters + max(state, self._expected_bytes)
 
-    def _state_bytes(self, tier: Tier) -> int:
-        return sum(each.state_bytes(tier) for each in self._steppers)
+    def state_bytes(self, tier: Tier) -> tuple[int, int]:
+        """Return the bytes of masters and of optimizer state in ``tier``."""
+        return self._storage.master_bytes(tier), sum(each.state_bytes(tier) for each in self._steppers)
 
     def _scratch_bytes(self, tier: Tier) -> int:
         return sum(each.scratch_bytes(tier) for each in self._steppers) + self._storage.upload_slots.bytes(tier)
 
     def _in_tier(self, tier: Tier, pool: ChunkPool, reducer: Reducer) -> dict[str, int]:
-        storage, on_device = self._storage, tier is Tier.DEVICE
+        storage, on_device, (masters, state) = self._storage, tier is Tier.DEVICE, self.state_bytes(tier)
         # Buffers that are not on the device are on the host.
         there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
         buffers = (each for each in self._model.buffers() if not each.is_meta)
@@ -127,8 +129,8 @@ class Accounts:
             "gathered parameters": pool.copied_bytes if on_device else 0,
             "idle arrays": pool.arrays.idle_bytes() if on_device else 0,
             "gradients": reducer.bytes(tier),
-            "masters": storage.master_bytes(tier),
-            "optimizer state": self._state_bytes(tier),
+            "masters": masters,
+            "optimizer state": state,
             "buffers": sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values()),
             "update scratch": self._scratch_bytes(tier),
             "updated parameters": storage.new_shard_bytes(tier),

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardwise.core.base.device import side_stream, total_bytes
+from shardwise.core.base.device import runtime, side_stream
 from shardwise.core.base.events import Events
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
@@ -312,4 +312,4 @@ def _capacity(plan: Plan, device: torch.device) -> int | None:
     """Return the declared bytes; under ``auto``, those of the device."""
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
-    return total_bytes(device) if device.type == "cuda" else None
+    return runtime().total_bytes(device) if device.type == "cuda" else None
