@@ -118,18 +118,6 @@ class Session:
         self.engine.guards.check_open("backward()")
         self.engine.grads.passes.expect(loss_scale)
 
-    def take_unscaled(self, takes: bool) -> None:
-        """Set whether ``loss.backward()`` of an unscaled loss only warns under a loss scale, and is not an error."""
-        self.engine.grads.passes.takes_unscaled = takes
-
-    def divide_own_passes(self, by: float) -> None:
-        """Divide gradients of later ``loss.backward()`` calls of the program by ``by``."""
-        self.engine.grads.passes.own_divisor = by
-
-    def reduce_rest(self) -> None:
-        """Reduce the gradients of passes under :meth:`no_sync` now instead of in the step. Collective."""
-        self.engine.grads.passes.reduce_rest()
-
     def drop_gathered(self, to_system: bool = True) -> None:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
 
@@ -192,16 +180,6 @@ class Session:
         """Whether this rank has gradients that no step has used."""
         return any(state.present for state in self.engine.grads.states.values())
 
-    @property
-    def passes_held(self) -> int:
-        """Number of passes with gradients of the first optimizer since they were used or dropped."""
-        return self.engine.grads.counts.so_far(0)
-
-    def drop_failed(self) -> None:
-        """Drop the gradients of the step as by ``zero_grad()`` if a backward pass has failed. Collective in that
-        case."""
-        self.engine.grads.passes.recover(dropping=True)
-
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the unsharded gradients that the next step would apply, averaged and unscaled, before clipping.
@@ -233,10 +211,6 @@ class Session:
 
     # ---- parameters
 
-    def holders(self) -> list[int]:
-        """Return the index of the optimizer of each of :attr:`params`; -1 for none."""
-        return [fact.optimizer for fact in self._shards.layout.facts]
-
     def names(self) -> list[tuple[str, ...]]:
         """Return all names in the model of each of :attr:`params`."""
         return [fact.names for fact in self._shards.layout.facts]
@@ -249,10 +223,10 @@ class Session:
     def one(self, param: nn.Parameter) -> OneParameter | None:
         """Return access to value, gradient and optimizer state of one parameter; ``None`` if it is of another
         model."""
-        places = self.places([param])
+        places = self._places([param])
         return OneParameter(self.values, self.engine.grads, self.optimizers, places[0]) if places else None
 
-    def places(self, params: Iterable[nn.Parameter]) -> list[int]:
+    def _places(self, params: Iterable[nn.Parameter]) -> list[int]:
         """Return the sorted indices in :attr:`params` of those of ``params`` that are of this model."""
         if self._index_of is None:
             self._index_of = {id(each): index for index, each in enumerate(self.params)}
@@ -269,7 +243,7 @@ class Session:
             ValueError: on every rank, if ranks have different ``params`` and the model is not resident. A rank without
                 any parameter of the model does not take part, and the others wait for it.
         """
-        return self.values.gathered(write_back, self.places(params))
+        return self.values.gathered(write_back, self._places(params))
 
     def compare(self, params: Iterable[nn.Parameter]) -> None:
         """Check that every rank has the same ``params``. Collective.
@@ -277,19 +251,11 @@ class Session:
         Raises:
             ValueError: on every rank, if they differ; it says in what.
         """
-        self.values.compare(self.places(params))
-
-    def take_given(self) -> None:
-        """Take assignments ``parameter.data = values`` inside ``gathered()`` for writes. Collective.
-
-        Raises:
-            RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
-        """
-        self.values.take_given()
+        self.values.compare(self._places(params))
 
     def write_back(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """Copy writes to gathered parameters (``params``, or all of them) into the shards. Collective."""
-        self.values.write_back(None if params is None else self.places(params))
+        self.values.write_back(None if params is None else self._places(params))
 
     @collective("unshard()")
     def unshard(self) -> None:

@@ -78,11 +78,11 @@ def _versions(torch: Any) -> Iterator[tuple[str, str]]:
 
 
 def _devices(torch: Any) -> Iterator[tuple[str, str]]:
-    from shardwise.core.base.device import runtime, total_bytes
+    from shardwise.core.base.device import runtime
 
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        yield str(device), f"{runtime().identity(index)[0]}, {size_text(total_bytes(device))}"
+        yield str(device), f"{runtime().identity(index)[0]}, {size_text(runtime().total_bytes(device))}"
     if not torch.cuda.device_count():
         yield "GPUs", "none that torch can use"
     yield "cores", f"{_cores()} usable of {os.cpu_count()}"

@@ -30,7 +30,7 @@ from shardwise.core.shards.layout import (
     module_units,
     search_chunk_numel,
 )
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.pool import ChunkPool, Scope
 from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.source import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
@@ -401,7 +401,7 @@ def test_pinned_units_stay_and_count() -> None:
 def test_blocks_keep_all() -> None:
     each = Setup(NBYTES)
     each.use(3)
-    outer, inner = Setup(0), Setup(0)
+    outer, inner = Scope(), Scope()
     each.pool.enter_scope(outer)
     assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
     each.use(0, 1)

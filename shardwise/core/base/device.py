@@ -100,7 +100,7 @@ class Runtime:
         return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
 
     def reset_peak(self, device: torch.device) -> None:
-        """Reset all peaks that torch counts."""
+        """Reset all peaks that torch counts, and that of :func:`allocator_bytes`."""
         torch.cuda.reset_peak_memory_stats(device)
 
     def pinned(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -108,7 +108,7 @@ class Runtime:
         return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether host memory is page-locked."""
+        """Return whether host memory is page-locked, so that copies between it and a GPU are asynchronous."""
         return tensor.is_pinned()
 
     def lock_pages(self, block: Tensor, device: torch.device) -> int:
@@ -140,24 +140,18 @@ class Runtime:
         return cast(torch.Generator, torch.cuda.default_generators[index])  # type: ignore[redundant-cast]
 
 
-class _Present:
-    """The runtime of this process."""
-
-    def __init__(self) -> None:
-        self.runtime = Runtime()
-
-
-_PRESENT = _Present()
+_PRESENT = [Runtime()]
+"""The runtime of this process."""
 
 
 def runtime() -> Runtime:
     """Return the runtime of this process's GPUs."""
-    return _PRESENT.runtime
+    return _PRESENT[0]
 
 
 def replace_runtime(new: Runtime) -> Runtime:
     """Install ``new`` as the runtime and return the previous one. For tests, before anything is on a device."""
-    before, _PRESENT.runtime = _PRESENT.runtime, new
+    before, _PRESENT[0] = _PRESENT[0], new
     return before
 
 
@@ -233,11 +227,6 @@ def give_back(device: torch.device) -> None:
         runtime().empty_cache(device)
 
 
-def total_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU."""
-    return runtime().total_bytes(device)
-
-
 # ---- random numbers
 
 
@@ -294,11 +283,6 @@ def _unlock(locked_by: Runtime, address: int, device: torch.device, process: int
 def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return uninitialised page-locked host memory. Torch reuses it only after copies that use it are done."""
     return runtime().pinned(shape, dtype)
-
-
-def is_page_locked(tensor: Tensor) -> bool:
-    """Return whether copies between ``tensor``, on the host, and a GPU are asynchronous."""
-    return runtime().is_pinned(tensor)
 
 
 def copy_ahead(target: Tensor, source: Tensor) -> None:
@@ -363,10 +347,6 @@ class SideCopy:
         with runtime().on_stream(stream):
             copy_ahead(out, source)
             self._event = stream.record_event()
-
-    def finished(self) -> bool:
-        """Return whether the copy is done."""
-        return bool(self._event.query())
 
     def wait(self) -> None:
         """Make later work of the current stream wait for the copy; the host does not wait."""
@@ -441,7 +421,7 @@ def reset_peak(device: torch.device | None = None) -> None:
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     if device is not None and device.type == "cuda":
-        reset_allocator_peak(device)
+        runtime().reset_peak(device)
 
 
 def allocator_bytes(device: torch.device) -> tuple[int, int]:
@@ -455,11 +435,6 @@ def allocator_bytes(device: torch.device) -> tuple[int, int]:
         return 0, 0  # nothing was allocated there
     kinds = [stats[kind]["all"] for kind in ("active_bytes", "allocated_bytes")]  # other allocators have only one
     return max(kind["current"] for kind in kinds), max(kind["peak"] for kind in kinds)
-
-
-def reset_allocator_peak(device: torch.device) -> None:
-    """Restart the peak of :func:`allocator_bytes`, and torch's own peaks with it."""
-    runtime().reset_peak(device)
 
 
 def live_bytes(tensors: Iterable[Tensor]) -> int:

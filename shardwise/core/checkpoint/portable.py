@@ -332,10 +332,9 @@ class LocalTensors:
 def _renamed(plan: FragmentPlan, prefix: str, new: str) -> tuple[list[Fragment], list[Read], Callable[[], None]]:
     """Return the fragments whose names begin with ``prefix``, which ``new`` replaces, functions that read them, and one
     that ends the reading."""
-    reader = plan.reader()
     chosen = [(index, each) for index, each in enumerate(plan.fragments) if each.name.startswith(prefix)]
     fragments = [replace(each, name=new + each.name.removeprefix(prefix)) for _, each in chosen]
-    return fragments, [partial(reader.read, index) for index, _ in chosen], reader.close
+    return fragments, [partial(plan.read, index) for index, _ in chosen], plan.close
 
 
 def _slice(value: torch.Tensor, start: int, numel: int | None) -> torch.Tensor:

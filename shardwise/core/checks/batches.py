@@ -67,10 +67,9 @@ class SameBatches:
         """The same on its way to the host, where reading it there would wait for the passes behind it."""
         self._last = ""
 
-    def note(self, args: Any, kwargs: Any) -> None:
-        """Add the batch of a forward pass."""
-        batch = [args, kwargs]
-        self._last = outline(batch)
+    def note(self, batch: Any, use: str = "") -> None:
+        """Add the batch of a forward pass, with a text on its use."""
+        self._last = outline(batch) + use
         self._outlines = zlib.crc32(self._last.encode(), self._outlines)
         word = fingerprint(batch)
         self._values = word if self._values is None else self._values.to(word.device) * 3 + word
@@ -80,9 +79,10 @@ class SameBatches:
         """Start again, because gradients were used or dropped."""
         self._outlines, self._values, self._sent = 0, None, None
 
-    def words(self) -> tuple[float, float]:
-        """Return the fingerprints. On a GPU this waits for work that was queued before the last forward pass."""
-        word = self._values if self._sent is None else self._sent
+    def words(self, waits: bool = True) -> tuple[float, float]:
+        """Return the fingerprints. On a GPU this waits for work that was queued before the last forward pass; without
+        ``waits`` the second one is 0 there."""
+        word = self._values if self._sent is None else self._sent if waits else None
         return float(self._outlines), 0.0 if word is None else fingerprint_value(word)
 
     def explain(self, group: Group) -> None:

@@ -14,7 +14,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # See shardwise.core.comm.activity: the call is published in a store, since ranks that are out of sync cannot exchange
 # it.
 def collective(what: str) -> Callable[[F], F]:
-    """Decorate a method of an object with a ``_mesh``, so that ``what`` is this rank's activity while the method runs.
+    """Decorate a method of an object with ``_mesh`` or ``sharded_values``, so that ``what`` is this rank's activity
+    while it runs.
 
     See :meth:`shardwise.core.mesh.Mesh.doing`. The results are ordinary tensors, also in inference mode.
     """
@@ -22,7 +23,8 @@ def collective(what: str) -> Callable[[F], F]:
     def wrap(method: F) -> F:
         @functools.wraps(method)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with ordinary_tensors(), self._mesh.doing(what):
+            values = vars(self).get("sharded_values")
+            with ordinary_tensors(), (self._mesh if values is None else values.shards.mesh).doing(what):
                 return method(self, *args, **kwargs)
 
         return called  # type: ignore[return-value]

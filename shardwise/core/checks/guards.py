@@ -144,8 +144,6 @@ class Structure:
         """All original parameters. They are kept alive, so that no other object gets the ``id`` of one."""
         self._places = {(id(module), leaf): param for module, _, leaf, param in places}
         self._names = {name for _, name, _, param in places if id(param) in self._sharded}
-        self._guests: list[tuple[str, nn.Parameter]] = []
-        """Frozen parameters that were added later."""
         self._remember()
 
     def _remember(self) -> None:
@@ -172,10 +170,6 @@ class Structure:
         """
         if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
             self._look()
-        # Later parameters are accepted as long as they are frozen.
-        for name, guest in self._guests:
-            if guest.requires_grad:
-                self._refuse(name, guest)
 
     def _refuse(self, name: str, param: nn.Parameter) -> NoReturn:
         was = "replaced a parameter of" if name in self._names else "was added to"
@@ -186,7 +180,7 @@ class Structure:
         )
 
     def _look(self) -> None:
-        seen, guests = set(), []
+        seen = set()
         for module, name, leaf, param in _places(self._model):
             if id(param) in self._sharded:
                 seen.add(id(param))
@@ -195,10 +189,8 @@ class Structure:
                         f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
                         "it would not be gathered: tie or move parameters before sharding"
                     )
-            elif id(param) not in self._known:
-                if param.requires_grad or name in self._names:
-                    self._refuse(name, param)
-                guests.append((name, param))
+            elif id(param) not in self._known and (param.requires_grad or name in self._names):
+                self._refuse(name, param)
         for key, index in self._sharded.items():
             if key not in seen:
                 raise RuntimeError(
@@ -206,7 +198,6 @@ class Structure:
                     "remove modules and parameters before sharding"
                 )
         # The changes are harmless: compare with the present modules from here on.
-        self._guests = guests
         self._remember()
 
 
@@ -437,19 +428,15 @@ class Guards:
             RuntimeError: modules or the data of parameters were replaced; a write to a parameter would be lost; or
                 ``DistributedDataParallel`` wraps the parameters, too.
         """
-        if not torch.compiler.is_compiling():
-            self._check_alone()
-            self._structure.check_children()
-            self.check_edits()
-
-    def _check_alone(self) -> None:
-        outer = running_ddp()
-        if outer is None:
+        if torch.compiler.is_compiling():
             return
-        # DDP does not affect a model that its own module only calls, or a frozen model.
-        own = {id(param) for param in self._params if param.requires_grad}
-        if any(id(param) in own for param in outer.parameters()):
-            raise RuntimeError(_around(type(self._model).__name__))
+        if (outer := running_ddp()) is not None:
+            # DDP does not affect a model that its own module only calls, or a frozen model.
+            own = {id(param) for param in self._params if param.requires_grad}
+            if any(id(param) in own for param in outer.parameters()):
+                raise RuntimeError(_around(type(self._model).__name__))
+        self._structure.check_children()
+        self.check_edits()
 
     def check_edits(self, absent: bool = False) -> None:
         """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.

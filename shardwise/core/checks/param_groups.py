@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import nn
 
 UNSHARDABLE_MODES = ("differentiable", "capturable")
-BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
-"""Valid ranges of options, as in torch's constructors; the upper bound is excluded unless it is infinite."""
 
 
 def _host_value(value: object) -> object:
@@ -24,24 +21,6 @@ def _host_value(value: object) -> object:
 def _is_nan(value: object) -> bool:
     value = _host_value(value)
     return isinstance(value, float) and math.isnan(value)
-
-
-def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Check the options that a program or a schedule wrote. The optimizer's defaults are always valid.
-
-    Raises:
-        ValueError: an option is out of bounds, or not a number.
-    """
-    for position, group in enumerate(groups):
-        for option, (low, high) in BOUNDS.items():
-            default = defaults.get(option)
-            value = group.get(option, default)
-            for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
-                if isinstance(each, torch.Tensor) or value is default or value == default:
-                    continue
-                if not (isinstance(each, Real) and (low <= float(each) < high or each == high == math.inf)):
-                    bounds = "a number" if low < 0 else f"numbers in [{low:g}, {high:g})"
-                    raise ValueError(f"{name} has {option}={value!r} in param group {position}: give {bounds}")
 
 
 def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -71,12 +50,15 @@ class ParamGroups:
 
     Args:
         optimizer: the user's own.
+
+    Attributes:
+        now: the groups, in the order at the time of sharding.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._own = list(optimizer.param_groups)
-        self._params = [list(group["params"]) for group in self._own]
+        self.now = list(optimizer.param_groups)
+        self._params = [list(group["params"]) for group in self.now]
 
     def order(self) -> list[int]:
         """Return for each present group of the optimizer its index at the time of sharding.
@@ -94,9 +76,9 @@ class ParamGroups:
                     "entries) was added after sharding, which packed the parameters: take it out, and add it before"
                 )
             # The present dict becomes the group, since schedulers change that one.
-            self._own[index] = group
+            self.now[index] = group
             order.append(index)
-        missing = sorted(set(range(len(self._own))) - set(order))
+        missing = sorted(set(range(len(self.now))) - set(order))
         if missing:
             raise RuntimeError(
                 f"param groups {missing} (as numbered before sharding) are missing from {name}.param_groups: put them "
@@ -113,7 +95,7 @@ class ParamGroups:
         return order
 
     def _index_of(self, group: dict[str, Any]) -> int | None:
-        for index, own in enumerate(self._own):
+        for index, own in enumerate(self.now):
             if own is group:
                 return index
         # A new dict with the same parameters, as torch's own load_state_dict() makes.
@@ -125,17 +107,10 @@ class ParamGroups:
 
         Raises:
             RuntimeError: see :meth:`order`.
-            ValueError: see :func:`check_modes`; or an option is out of bounds.
+            ValueError: see :func:`check_modes`.
         """
         self.order()
-        name, groups = f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups
-        check_modes(name, groups)
-        _check_bounds(name, groups, self._optimizer.defaults)
-
-    @property
-    def now(self) -> list[dict[str, Any]]:
-        """The groups, in the order at the time of sharding."""
-        return self._own
+        check_modes(f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups)
 
 
 def _same(params: object, before: Sequence[nn.Parameter]) -> bool:

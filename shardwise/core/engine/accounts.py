@@ -2,126 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shardwise.core.base.torch_internals import no_torch_function, storage_id
+from shardwise.core.base.torch_internals import no_torch_function
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.engine.storage import Storage
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
-from shardwise.core.memory.trace.tracker import sizes_of, storages
+from shardwise.core.memory.trace.tracker import sizes_of
 from shardwise.core.shards.pool import ChunkPool
-
-
-class StateAccounts:
-    """Masters, optimizer state and scratch memory of one model on this rank; the device's part goes to its ledger.
-
-    Args:
-        storage: of the masters.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._state: list[Callable[[Tier], int]] = []
-        self._scratch: list[Callable[[Tier], int]] = []
-        self._expected_bytes = 0
-        storage.ledger.account("masters and optimizer state", self._device_bytes)
-        storage.ledger.account("update scratch", lambda: self.scratch_bytes(Tier.DEVICE))
-
-    def hold(self, state_bytes: Callable[[Tier], int], scratch_bytes: Callable[[Tier], int]) -> None:
-        """Register an optimizer's functions for its bytes of state and of scratch memory in a tier."""
-        self._state.append(state_bytes)
-        self._scratch.append(scratch_bytes)
-
-    def expect(self, nbytes: int) -> None:
-        """Reserve the bytes of state that an optimizer will have on the device from its first step on.
-
-        Raises:
-            DeviceMemoryError: together with everything else that stays there, this is more than the device has.
-        """
-        self._expected_bytes += nbytes
-        self._storage.ledger.require(0, "the model and its optimizers")
-
-    def _device_bytes(self) -> int:
-        masters, state = self.state_bytes(Tier.DEVICE)
-        # State of later steps counts from the beginning: an error in the first step would come too late.
-        return masters + max(state, self._expected_bytes)
-
-    def foreseen_bytes(self) -> int:
-        """Return the bytes of optimizer state on the device that are reserved and not allocated yet."""
-        return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0)
-
-    def state_bytes(self, tier: Tier) -> tuple[int, int]:
-        """Return the bytes of masters and of optimizer state in ``tier``."""
-        return self._storage.master_bytes(tier), sum(ask(tier) for ask in self._state)
-
-    def scratch_bytes(self, tier: Tier) -> int:
-        """Return the scratch bytes of updates in ``tier``."""
-        return sum(ask(tier) for ask in self._scratch) + self._storage.upload_slots.bytes(tier)
-
-
-class HeldBuffers:
-    """The buffers of one model on this rank. Each storage counts once, at the size that it has when it is asked for.
-
-    Args:
-        model: the module.
-        device: where a build puts them.
-        ledger: accounts of device memory, which include them under a capacity.
-        dtype: see :func:`dtype_of_buffer`.
-        foreseen: all of them are this rank's, so they count before the build puts them on the device.
-    """
-
-    def __init__(
-        self, model: nn.Module, device: torch.device, ledger: Ledger, dtype: torch.dtype | None, foreseen: bool
-    ) -> None:
-        self._model, self._device, self._ledger, self._dtype = model, device, ledger, dtype
-        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
-        self._to_come = 0
-        """Bytes that the build will put on the device."""
-        if ledger.capacity_bytes is not None:
-            self._to_come = self._estimate() if foreseen else 0
-            ledger.account("buffers", self._device_bytes)
-
-    def _estimate(self) -> int:
-        total, tensors = 0, list[torch.Tensor]()
-        with no_torch_function():  # buffers of a deferred construction have no memory
-            for buffer in self._model.buffers():
-                dtype = dtype_of_buffer(buffer, self._dtype)
-                if dtype == buffer.dtype and not buffer.is_meta:
-                    tensors.append(buffer)
-                else:
-                    total += buffer.numel() * dtype.itemsize
-            return total + sum(sizes_of(tensors).values())
-
-    def look(self) -> None:
-        """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
-        self._to_come = 0
-        by_id = dict[int, torch.UntypedStorage]()
-        for buffer in self._model.buffers():
-            if buffer.device == self._device:
-                by_id.update((storage_id(storage), storage) for storage in storages(buffer))
-                self._ledger.charge(buffer)
-        self._storages = [weakref.ref(storage) for storage in by_id.values()]
-
-    def _device_bytes(self) -> int:
-        alive = (found() for found in self._storages)
-        return self._to_come + sum(storage.nbytes() for storage in alive if storage is not None)
-
-    def foreseen_bytes(self) -> int:
-        """Return the bytes in the device's accounts that may not be allocated yet."""
-        return self._to_come
-
-    def bytes(self, tier: Tier) -> int:
-        """Return the current bytes in ``tier``; buffers that are not on the device are on the host."""
-        there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
-        buffers = (each for each in self._model.buffers() if not each.is_meta)
-        return sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values())
+from shardwise.core.update.tiles import TileStepper
 
 
 @dataclass(frozen=True)
@@ -167,14 +60,69 @@ class MemoryReport:
         return sum(self.by_tier.get(tier, {}).values())
 
 
-def memory_report(
-    storage: Storage, accounts: StateAccounts, pool: ChunkPool, reducer: Reducer, buffers: HeldBuffers
-) -> MemoryReport:
-    """Count the bytes of model data that this rank holds now."""
+class Accounts:
+    """The memory of one model on this rank by kind and tier; the device's part goes to its ledger.
 
-    def in_tier(tier: Tier) -> dict[str, int]:
-        masters, state = accounts.state_bytes(tier)
-        on_device = tier is Tier.DEVICE
+    Args:
+        storage: of parameters and masters.
+        model: the module. Each storage of its buffers counts once.
+        dtype: see :func:`dtype_of_buffer`.
+        foreseen: all buffers are this rank's, so they count before the build puts them on the device.
+    """
+
+    def __init__(self, storage: Storage, model: nn.Module, dtype: torch.dtype | None, foreseen: bool) -> None:
+        self._storage, self._model, self._device = storage, model, storage.mesh.device
+        self._steppers: list[TileStepper] = []
+        self._expected_bytes = self._buffers_bytes = self._to_come = 0
+        """Of optimizer state from the first step on; of buffers; of those that the build will put on the device."""
+        ledger = storage.ledger
+        ledger.account("masters and optimizer state", self._device_bytes)
+        ledger.account("update scratch", lambda: self._scratch_bytes(Tier.DEVICE))
+        if ledger.capacity_bytes is not None:
+            self._to_come = _estimate(model, dtype) if foreseen else 0
+            ledger.account("buffers", lambda: self._to_come + self._buffers_bytes)
+
+    def hold(self, stepper: TileStepper) -> None:
+        """Count an optimizer's state and scratch memory."""
+        self._steppers.append(stepper)
+
+    def expect(self, nbytes: int) -> None:
+        """Reserve the bytes of state that an optimizer will have on the device from its first step on.
+
+        Raises:
+            DeviceMemoryError: together with everything else that stays there, this is more than the device has.
+        """
+        self._expected_bytes += nbytes
+        self._storage.ledger.require(0, "the model and its optimizers")
+
+    def look(self) -> None:
+        """Look up the current buffers, since a program may have replaced some. Called before each forward pass."""
+        here = [buffer for buffer in self._model.buffers() if buffer.device == self._device]
+        self._to_come, self._buffers_bytes = 0, sum(sizes_of(here).values())
+        for buffer in here:
+            self._storage.ledger.charge(buffer)
+
+    def foreseen_bytes(self) -> int:
+        """Return the bytes in the device's accounts that may not be allocated yet."""
+        return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0) + self._to_come
+
+    def _device_bytes(self) -> int:
+        # State of later steps counts from the beginning: an error in the first step would come too late.
+        masters, state = self.state_bytes(Tier.DEVICE)
+        return masters + max(state, self._expected_bytes)
+
+    def state_bytes(self, tier: Tier) -> tuple[int, int]:
+        """Return the bytes of masters and of optimizer state in ``tier``."""
+        return self._storage.master_bytes(tier), sum(each.state_bytes(tier) for each in self._steppers)
+
+    def _scratch_bytes(self, tier: Tier) -> int:
+        return sum(each.scratch_bytes(tier) for each in self._steppers) + self._storage.upload_slots.bytes(tier)
+
+    def _in_tier(self, tier: Tier, pool: ChunkPool, reducer: Reducer) -> dict[str, int]:
+        storage, on_device, (masters, state) = self._storage, tier is Tier.DEVICE, self.state_bytes(tier)
+        # Buffers that are not on the device are on the host.
+        there = {Tier.DEVICE: True, Tier.HOST: False}.get(tier)
+        buffers = (each for each in self._model.buffers() if not each.is_meta)
         kinds = {
             "parameters": storage.parameter_bytes(tier),
             "secondary shards": storage.secondary_bytes(tier),
@@ -183,32 +131,47 @@ def memory_report(
             "gradients": reducer.bytes(tier),
             "masters": masters,
             "optimizer state": state,
-            "buffers": buffers.bytes(tier),
-            "update scratch": accounts.scratch_bytes(tier),
+            "buffers": sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values()),
+            "update scratch": self._scratch_bytes(tier),
             "updated parameters": storage.new_shard_bytes(tier),
         }
         return {kind: size for kind, size in kinds.items() if size}
 
-    by_tier = {tier.value: in_tier(tier) for tier in Tier}
+    def report(self, pool: ChunkPool, reducer: Reducer) -> MemoryReport:
+        """Count the bytes of model data that this rank holds now."""
+        by_tier = {tier.value: self._in_tier(tier, pool, reducer) for tier in Tier}
 
-    def total(kind: str) -> int:
-        return sum(kinds.get(kind, 0) for kinds in by_tier.values())
+        def total(kind: str) -> int:
+            return sum(kinds.get(kind, 0) for kinds in by_tier.values())
 
-    return MemoryReport(
-        parameters_bytes=total("parameters"),
-        secondary_bytes=total("secondary shards"),
-        gathered_bytes=pool.gathered_bytes,
-        peak_gathered_bytes=pool.peak_gathered_bytes,
-        copied_bytes=pool.copied_bytes,
-        peak_copied_bytes=pool.peak_copied_bytes,
-        idle_bytes=total("idle arrays"),
-        gradients_bytes=total("gradients"),
-        master_bytes=total("masters"),
-        optimizer_bytes=total("optimizer state"),
-        buffers_bytes=total("buffers"),
-        scratch_bytes=total("update scratch"),
-        waiting_bytes=total("updated parameters"),
-        by_tier=by_tier,
-        device_peak_bytes=storage.ledger.peak_bytes,
-        device_capacity_bytes=storage.ledger.capacity_bytes,
-    )
+        return MemoryReport(
+            parameters_bytes=total("parameters"),
+            secondary_bytes=total("secondary shards"),
+            gathered_bytes=pool.gathered_bytes,
+            peak_gathered_bytes=pool.peak_gathered_bytes,
+            copied_bytes=pool.copied_bytes,
+            peak_copied_bytes=pool.peak_copied_bytes,
+            idle_bytes=total("idle arrays"),
+            gradients_bytes=total("gradients"),
+            master_bytes=total("masters"),
+            optimizer_bytes=total("optimizer state"),
+            buffers_bytes=total("buffers"),
+            scratch_bytes=total("update scratch"),
+            waiting_bytes=total("updated parameters"),
+            by_tier=by_tier,
+            device_peak_bytes=self._storage.ledger.peak_bytes,
+            device_capacity_bytes=self._storage.ledger.capacity_bytes,
+        )
+
+
+def _estimate(model: nn.Module, to: torch.dtype | None) -> int:
+    """Return the bytes of the model's buffers after a build."""
+    total, tensors = 0, list[torch.Tensor]()
+    with no_torch_function():  # buffers of a deferred construction have no memory
+        for buffer in model.buffers():
+            dtype = dtype_of_buffer(buffer, to)
+            if dtype == buffer.dtype and not buffer.is_meta:
+                tensors.append(buffer)
+            else:
+                total += buffer.numel() * dtype.itemsize
+        return total + sum(sizes_of(tensors).values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from shardwise.core.base.events import Events
+from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.guards import refusals_of_wrappers
-from shardwise.core.engine.casts import cast_floats, each_tensor
+from shardwise.core.engine.casts import cast_floats, map_tensors
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.loading import compare_states, load_full
 from shardwise.core.engine.values import Values
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
-from shardwise.core.shards.pool import ChunkPool
 
 
 # [Note: Order of the hooks around a forward pass]
@@ -137,9 +137,19 @@ class Attachment:
         self._pool.acquire(unit)
 
     def by_units(self, stats: MemStats) -> MemStats:
-        """Convert a trace of the model's modules to units; return any other trace as it is."""
+        """Convert a trace of ``trace_memory``, which numbers this model's modules, to units; return any other as it
+        is."""
         units_of = self.hooks.units_of if self.hooks is not None else self._own_units()
-        return of_units(stats, self._model, units_of, self._pool) or stats
+        modules, pool, moments = list(self._model.named_modules()), self._pool, list[Moment]()
+        shown = {number: name or type(module).__name__ for number, (name, module) in enumerate(modules)}
+        known = all(moment.unit == NO_UNIT or shown.get(moment.unit) == moment.name for moment in stats.moments)
+        if not known or set(stats.gathered_bytes) != set(shown):
+            return stats
+        for moment in stats.moments:
+            units = () if moment.unit == NO_UNIT else units_of.get(modules[moment.unit][0], ())
+            moments += [replace(moment, unit=unit, name=pool.units[unit].title) for unit in units]
+            moments += [] if units else [replace(moment, unit=NO_UNIT)]
+        return replace(stats, moments=moments, gathered_bytes={unit: size for unit, size in pool.sizes.items() if size})
 
     def _before_forward(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,7 +167,7 @@ class Attachment:
             self._events.forward_began(torch.is_grad_enabled())
             self._expect_update()
             if partition.tp_plan is not None and partition.staging is None and torch.is_grad_enabled():
-                grads.batches.note(args, kwargs)
+                grads.batches.note([args, kwargs])
         if self._meter is not None:
             self._meter.enter()
         precision = self._shards.plan.precision
@@ -169,7 +179,7 @@ class Attachment:
     def _after_forward(self, _module: nn.Module, _args: object, output: Any) -> Any:
         if self._meter is not None:
             try:
-                self._meter.forward_ended()
+                self._meter.check("in the forward pass")
             except DeviceMemoryError as error:
                 self._pool.tell(error)  # the peers wait at the end of their passes
                 raise
@@ -184,7 +194,7 @@ class Attachment:
         dtype = self._shards.plan.precision.output_dtype
         output = cast_floats(output, dtype) if dtype is not None else output
         if torch.is_grad_enabled():
-            each_tensor(output, self._grads.passes.watch)
+            map_tensors(output, self._grads.passes.watch)
         return output
 
     def _expect_update(self) -> None:
@@ -192,10 +202,7 @@ class Attachment:
             self._events.update_expected()
 
     def _on_grad(self, place: int, param: torch.Tensor) -> None:
-        if torch.is_grad_enabled():  # only with create_graph=True; otherwise it is off already
-            with torch.no_grad():
-                self._take_grad(place, param)
-        else:
+        with ordinary_tensors():  # with create_graph=True gradients are enabled
             self._take_grad(place, param)
 
     def _take_grad(self, place: int, param: torch.Tensor) -> None:
@@ -227,34 +234,6 @@ class Attachment:
         for remove in self._remove:
             remove()
         self._remove.clear()
-
-
-def of_units(
-    stats: MemStats, model: nn.Module, units_of: Mapping[str, Sequence[int]], pool: ChunkPool
-) -> MemStats | None:
-    """Convert a trace of ``trace_memory``, which numbers modules, to units; ``None`` if it is not of ``model``.
-
-    Args:
-        stats: the trace.
-        model: the model that is trained.
-        units_of: the units that each module uses, by module name.
-        pool: of the units.
-    """
-    modules = list(model.named_modules())
-    shown = {number: name or type(module).__name__ for number, (name, module) in enumerate(modules)}
-    if set(stats.gathered_bytes) != set(shown):
-        return None
-    moments: list[Moment] = []
-    for moment in stats.moments:
-        if moment.unit == NO_UNIT:
-            moments.append(moment)
-        elif shown.get(moment.unit) != moment.name:
-            return None
-        else:
-            units = units_of.get(modules[moment.unit][0], ())
-            moments += [replace(moment, unit=unit, name=pool.units[unit].title) for unit in units]
-            moments += [] if units else [replace(moment, unit=NO_UNIT)]
-    return replace(stats, moments=moments, gathered_bytes={unit: size for unit, size in pool.sizes.items() if size})
 
 
 # [Note: What keeps an engine alive]

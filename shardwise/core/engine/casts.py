@@ -44,16 +44,6 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() and t.dtype != dtype else t)
 
 
-def each_tensor(value: Any, visit: Callable[[torch.Tensor], None]) -> None:
-    """Call ``visit`` with every tensor in ``value``."""
-
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        visit(tensor)
-        return tensor
-
-    map_tensors(value, look)
-
-
 def dtype_of_buffer(buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype that ``buffer`` has under the plan's ``buffer_dtype``."""
     casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64

@@ -14,7 +14,7 @@ from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.description import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.accounts import HeldBuffers, StateAccounts, memory_report
+from shardwise.core.engine.accounts import Accounts
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
@@ -68,7 +68,7 @@ class Engine:
         guards: errors for wrong uses.
         values: access to all parameter values.
         attachment: the hooks on the model.
-        accounts, buffers, meter: of the device's memory.
+        accounts, meter: of the device's memory.
 
     Raises:
         ValueError: an optimizer cannot be sharded, has a tensor that is not a parameter of the model, or shares
@@ -82,11 +82,11 @@ class Engine:
         self.shards = _make_shards(model, tuple(optimizers), plan, mesh, self.events)
         storage, chunks = self.shards.storage, self.shards.chunks
         params, layout, staged = self.shards.params, self.shards.layout, self.shards.partition.staging is not None
-        self.accounts = StateAccounts(storage)
-        self.buffers = HeldBuffers(model, mesh.device, storage.ledger, plan.precision.buffer_dtype, not staged)
-        ledger, foreseen = storage.ledger, lambda: self.accounts.foreseen_bytes() + self.buffers.foreseen_bytes()
-        limited = ledger.capacity_bytes is not None
-        self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, foreseen) if limited else None
+        ledger = storage.ledger
+        self.meter: MemoryMeter | None = None
+        self.accounts = Accounts(storage, model, plan.precision.buffer_dtype, foreseen=not staged)
+        if ledger.capacity_bytes is not None:
+            self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.foreseen_bytes)
         self.pool = self._make_pool()
         if self.pool.has_transient and (graphs := [n for n, m in model.named_modules() if makes_cuda_graphs(m)]):
             raise ValueError(
@@ -106,7 +106,7 @@ class Engine:
         events, early, facade, plan = self.events, self.grads.early, self.grads.facade, self.shards.plan
         events.backward_asked.listen(partial(self.guards.check_open, "backward()"))
         if self.meter is not None:
-            events.forward_began.listen(lambda trains: self.buffers.look())
+            events.forward_began.listen(lambda trains: self.accounts.look())
             events.unit_wanted.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
         if plan.grad.update == "backward":
@@ -183,13 +183,13 @@ class Engine:
         self.grads.reducer.allocate()  # after the values, which need the most memory
         shards.partition.install()
         if self.meter is not None:
-            self.buffers.look()
+            self.accounts.look()
         self.attachment.install()
 
     def make_module(self) -> ShardedModule:
         """Create the module that users call."""
-        parts = self.shards.storage, self.accounts, self.pool, self.grads.reducer, self.buffers
-        return ShardedModule(self.values, self.grads, self.attachment, partial(memory_report, *parts))
+        report = partial(self.accounts.report, self.pool, self.grads.reducer)
+        return ShardedModule(self.values, self.attachment, report)
 
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter

@@ -80,7 +80,8 @@ class FragmentBlock:
 
 
 class FragmentPlan:
-    """The fragments that one rank writes, and their values in the same order.
+    """The fragments that one rank writes, and their values. The last block that was read stays open until
+    :meth:`close`, since the next read is often in it.
 
     Args:
         blocks: this rank's values.
@@ -89,54 +90,33 @@ class FragmentPlan:
     """
 
     def __init__(self, blocks: Sequence[FragmentBlock], most_bytes: int, replica: int, replicas: int) -> None:
-        self._blocks = blocks
-        cut = [[split(fragment, most_bytes) for fragment, _ in block.parts] for block in blocks]
-        total = max(sum(f.nbytes for parts in cut for pieces in parts for f in pieces), 1)
-        self._owned: list[list[list[tuple[Fragment, int]]]] = []
+        parts = [(block, fragment, get) for block in blocks for fragment, get in block.parts]
+        total = max(sum(fragment.nbytes for _, fragment, _ in parts), 1)
+        self.fragments: list[Fragment] = []
+        self._places: list[tuple[FragmentBlock, Get, int]] = []
+        self._open = ExitStack()
+        self._block: FragmentBlock | None = None
+        self._opened: Any = None
         at = 0
-        for block, parts in zip(blocks, cut, strict=True):
-            owned: list[list[tuple[Fragment, int]]] = []
-            for (fragment, _), pieces in zip(block.parts, parts, strict=True):
-                mine = []
-                for piece in pieces:
-                    # Replicas have the same bits: each writes a contiguous part.
-                    if at * replicas // total == replica:
-                        mine.append((piece, piece.start - fragment.start))
-                    at += piece.nbytes
-                owned.append(mine)
-            self._owned.append(owned)
-        self.fragments = [f for parts in self._owned for pieces in parts for f, _ in pieces]
+        for block, fragment, get in parts:
+            for piece in split(fragment, most_bytes):
+                # Replicas have the same bits: each writes a contiguous part.
+                if at * replicas // total == replica:
+                    self.fragments.append(piece)
+                    self._places.append((block, get, piece.start - fragment.start))
+                at += piece.nbytes
 
     def extend(self, other: FragmentPlan) -> FragmentPlan:
         """Append the fragments of another plan."""
-        self._blocks = [*self._blocks, *other._blocks]
-        self._owned += other._owned
         self.fragments += other.fragments
+        self._places += other._places
         return self
 
     def values(self) -> Iterator[torch.Tensor]:
         """Yield 1-D contiguous host tensors in the order of ``fragments``; each is valid until the next."""
-        with closing(self.reader()) as reader:
+        with closing(self):
             for index in range(len(self.fragments)):
-                yield reader.read(index)
-
-    def reader(self) -> FragmentReader:
-        """Return a reader of values in any order; close it."""
-        places = []
-        for block, parts in zip(self._blocks, self._owned, strict=True):
-            for (_, get), pieces in zip(block.parts, parts, strict=True):
-                places += [(block, get, offset) for _, offset in pieces]
-        return FragmentReader(self.fragments, places)
-
-
-class FragmentReader:
-    """Reads parts of fragments in any order. The last block stays open, since the next read is often in it."""
-
-    def __init__(self, fragments: Sequence[Fragment], places: Sequence[tuple[FragmentBlock, Get, int]]) -> None:
-        self.fragments, self._places = fragments, places
-        self._block: FragmentBlock | None = None
-        self._open = ExitStack()
-        self._opened: Any = None
+                yield self.read(index)
 
     def read(self, index: int, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Return elements ``[start, start + numel)`` of a fragment: 1-D, on the host, valid until the next read."""
@@ -393,7 +373,6 @@ class EngineLocalState:
             if entry is None:
                 states.append(new)
                 continue
-            state: dict[str, Any] = {}
             state = flat(optimizer.state.get(piece.value, {}))
             for key, value in entry.items():
                 if isinstance(value, Stored):
@@ -422,8 +401,7 @@ class EngineLocalState:
     def put_others(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
         own = {name: value for name, value in values.items() if name in self.others}
-        computed = check_buffers_and_extra(self._state_dicts, self.others, own)
-        load_buffers_and_extra(self._state_dicts, self.others, own, computed)
+        load_buffers_and_extra(self._state_dicts, self.others, own)
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""

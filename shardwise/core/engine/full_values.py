@@ -85,10 +85,6 @@ class WhenAsked:
     def __init__(self, start: Callable[[], Handle]) -> None:
         self._start: Callable[[], Handle] | None = start
 
-    def finished(self) -> bool:
-        """Whether it is done."""
-        return self._start is None
-
     def wait(self) -> None:
         """Gather at the first call."""
         if self._start is not None:
@@ -247,7 +243,7 @@ def _shard(shards: ModelShards, chunk: Chunk, masters: bool) -> torch.Tensor | N
     with ExitStack() as stack:
         shard: torch.Tensor | None = None
         tier = chunk.source.tier
-        rounds = shards.storage.comm_dtypes.by_owner(chunk.spec) is not None
+        rounds = shards.storage.by_owner(chunk.spec) is not None
         if (masters or rounds) and state is not None and state.dtype is not None:
             shard, tier = stack.enter_context(state.opened()), state.tier
             if shard is not None and not masters:  # not the values quantized for communication

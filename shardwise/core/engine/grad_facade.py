@@ -112,13 +112,15 @@ class UserGrads:
         return float(zlib.crc32(numbers.tobytes()) + 1)
 
     def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
-        rows = {index: [float(each.count), each.by, 0.0, 0.0, each.tolerance] for index, each in changes.items()}
-        figures = {index: each.figures for index, each in changes.items() if each.figures is not None}
-        for device in {each.device for each in figures.values()}:  # one read for each device
-            own = {index: each for index, each in figures.items() if each.device == device}
-            for index, pair in zip(own, torch.stack(list(own.values())).tolist(), strict=True):
-                rows[index][2:4] = pair
-        return rows
+        return {
+            index: [
+                float(each.count),
+                each.by,
+                *([0.0, 0.0] if each.figures is None else each.figures.tolist()),
+                each.tolerance,
+            ]
+            for index, each in changes.items()
+        }
 
     def compare(self, optimizer: int) -> None:
         """Compare the changes of all ranks after their fingerprints differed. Collective.
@@ -180,7 +182,8 @@ class Entry:
         place: position among the trainable parameters.
         state, slot: its gradient state, and the position in its chunk.
         start, end: its range in this rank's shard.
-        grad: what its ``.grad`` shows.
+        grad: what its ``.grad`` shows while there is a gradient.
+        shown: what the engine has put there.
         hook_id: of the engine's last hook on it, after which there must be no other.
     """
 
@@ -192,6 +195,7 @@ class Entry:
     start: int
     end: int
     grad: ShardedGrad
+    shown: ShardedGrad | None = None
     hook_id: int = -1
 
     @property
@@ -247,21 +251,15 @@ class GradFacade:
             entry = Entry(index, len(self.entries), shards.params[index], state, at, span[0], span[1], grad)
             self.entries.append(entry)
         self._by_index = {entry.index: entry for entry in self.entries}
-        # Lists by place, since every pass iterates over them.
-        self._in_order = [entry.param for entry in self.entries]
-        self._shown: list[ShardedGrad | None] = [None] * len(self._in_order)
-        self._owned: dict[int, list[tuple[nn.Parameter, int | None]]] = {}
-        """Parameters and their places by optimizer (-1: none), frozen ones included."""
-        place = {entry.index: entry.place for entry in self.entries}
+        self._states = list(states.values())
+        self._owned: dict[int, list[tuple[nn.Parameter, Entry | None]]] = {}
+        """Parameters by optimizer (-1: none), frozen ones included."""
         for index, param in enumerate(shards.params):
-            self._owned.setdefault(shards.layout.facts[index].optimizer, []).append((param, place.get(index)))
-        self._by_state = [(s, [place[slot.param] for slot in s.spec.slots]) for s in states.values()]
+            self._owned.setdefault(shards.layout.facts[index].optimizer, []).append((param, self._by_index.get(index)))
         self._with_graph: set[int] = set()
         self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._divisors: dict[int, float] = {}
-        self._reads_ours = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]]()
-        """By optimizer, the number of its groups, and whether one that the engine does not step has our parameters."""
         self._nothing = torch.empty(0, device=shards.mesh.device)
         self.loss_scaled = shards.plan.precision.scaler is not None
         self.limits: dict[int, float] = {}
@@ -274,19 +272,18 @@ class GradFacade:
         """Begin an outermost pass: collect tensors assigned to ``.grad``, and clear it."""
         self.collect()
         self._changed()
-        if not any(state.used_globally or state.filled for state, _ in self._by_state):
+        if not any(state.used_globally or state.filled for state in self._states):
             self.forget()  # left by a pass that failed
         self._settle_clip()
-        shown = self._shown
-        for place, param in enumerate(self._in_order):
-            if shown[place] is not None:
-                shown[place] = param.grad = None
+        for entry in self.entries:
+            if entry.shown is not None:
+                entry.shown = entry.param.grad = None
 
     def _settle_clip(self) -> None:
         """Apply the clipping factor to the stored gradients, before gradients without it are added."""
         clips = {optimizer: factor for optimizer, factor in self.clip.items() if factor != 1.0}
         with self._passes.rewriting() if clips else nullcontext():
-            for state in [state for state, _ in self._by_state if state.spec.optimizer in clips]:
+            for state in [state for state in self._states if state.spec.optimizer in clips]:
                 state.rescale(clips[state.spec.optimizer])
             self.clip.clear()
 
@@ -294,18 +291,15 @@ class GradFacade:
         """End a pass: show the gradients."""
         self._changed()
         reduced = not self._passes.unreduced
-        for state, places in self._by_state:
+        for state in self._states:
             for at in state.used_globally if reduced else state.used_globally | state.filled:
-                place = places[at]
-                if self._in_order[place].grad is self._shown[place]:  # otherwise assigned since: reduce_rest()
-                    self._in_order[place].grad = self._shown[place] = self.entries[place].grad
+                entry = self._by_index[state.spec.slots[at].param]
+                if entry.param.grad is entry.shown:  # otherwise assigned since: reduce_rest()
+                    self._show(entry)
 
-    def _show(self, entry: Entry) -> None:
-        entry.param.grad = self._shown[entry.place] = entry.grad
-
-    def _hide(self, entry: Entry) -> None:
-        """Show no gradient."""
-        self._shown[entry.place] = None
+    @staticmethod
+    def _show(entry: Entry) -> None:
+        entry.param.grad = entry.shown = entry.grad
 
     def take(self, place: int, param: torch.Tensor) -> torch.Tensor | None:
         """Take the pass's gradient that autograd left in ``param.grad``. Another hook that takes it is an error."""
@@ -326,11 +320,10 @@ class GradFacade:
             self._with_graph.add(entry.index)
         elif self._with_graph:
             self._with_graph.discard(entry.index)
-        shown = self._shown[place]
+        shown, entry.shown = entry.shown, None
         if shown is None:
             return grad
         # The pass was not announced, so the gradient of earlier passes was still there.
-        self._shown[place] = None
         arrived, shown.arrived = shown.arrived, None
         if grad is shown or grad is arrived:
             return arrived
@@ -339,12 +332,11 @@ class GradFacade:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Show no gradients of one optimizer's parameters and of parameters in none, or none at all."""
-        shown = self._shown
         for owner in self._owned if optimizer is None else (optimizer, -1):
-            for param, place in self._owned.get(owner, ()):
+            for param, entry in self._owned.get(owner, ()):
                 param.grad = None
-                if place is not None:
-                    shown[place] = None
+                if entry is not None:
+                    entry.shown = None
 
     def forget(self, optimizer: int | None = None) -> None:
         """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
@@ -363,14 +355,13 @@ class GradFacade:
             RuntimeError: the gradients have been used already, or are not reduced yet.
         """
         dropped: set[int] = set()
-        for place, (param, shown) in enumerate(zip(self._in_order, tuple(self._shown), strict=True)):
-            if param.grad is not shown:
-                entry = self.entries[place]
-                if param.grad is None:
+        for entry in self.entries:
+            if entry.param.grad is not entry.shown:
+                if entry.param.grad is None:
                     dropped.add(entry.optimizer)
                 self._take_over(entry)
         for optimizer in dropped:
-            states = [state for state, _ in self._by_state if state.spec.optimizer == optimizer]
+            states = [state for state in self._states if state.spec.optimizer == optimizer]
             for state in states:
                 if not (state.used_globally or state.filled):
                     state.clear()
@@ -384,17 +375,16 @@ class GradFacade:
             if present:
                 self._show(entry)  # p.grad = p.grad.detach()
             else:
-                self._hide(entry)
-                entry.param.grad = None
+                entry.shown = entry.param.grad = None
             return
         self.stale.replaced(index)
         if value is None and not present:
-            self._hide(entry)  # of a step that has ended
+            entry.shown = None  # of a step that has ended
             return
         self._check_assignable(entry, value)
         self._replace(entry, value)
         if value is None:
-            self._hide(entry)
+            entry.shown = None
         else:
             self._show(entry)
 
@@ -473,7 +463,7 @@ class GradFacade:
         """Whether ``zero_()`` is called on a gradient that a step has used, as in loops that zero gradients; this is no
         edit, but ``zero_grad(set_to_none=False)``."""
         entry = self._by_index[index]
-        used = self._shown[entry.place] is not None and not (entry.present or self._passes.running)
+        used = entry.shown is not None and not (entry.present or self._passes.running)
         if used:
             self.check_caller(index, "zero_()")
             self.stale.replaced(index)
@@ -531,15 +521,11 @@ class GradFacade:
                     )
 
     def _is_foreign_reader(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = optimizer.param_groups
-        judged = self._reads_ours.get(optimizer)
-        if judged is None or judged[0] != len(groups):
-            own = {id(param) for param in self._in_order}
-            stepped = {id(group) for each in self._shards.optimizers for group in each.param_groups}
-            foreign = (group for group in groups if id(group) not in stepped)
-            reads = any(id(param) in own for group in foreign for param in group["params"])
-            judged = self._reads_ours[optimizer] = len(groups), reads
-        return judged[1]
+        """Whether a group that the engine does not step has parameters of the model."""
+        stepped = {id(group) for each in self._shards.optimizers for group in each.param_groups}
+        foreign = [group for group in optimizer.param_groups if id(group) not in stepped]
+        own = {id(entry.param) for entry in self.entries} if foreign else set()
+        return any(id(param) in own for group in foreign for param in group["params"])
 
     def writes_parameter(self, index: int, target: torch.Tensor) -> bool:
         """Whether ``target`` shares memory with the parameter."""
@@ -570,13 +556,6 @@ class GradFacade:
     def norms(self, indices: Sequence[int], p: float) -> list[torch.Tensor]:
         """See :class:`~shardwise.core.grads.sharded_grad.GradOwner`. The first request for ``p`` computes all
         parameters'."""
-        stages = self._shards.mesh.pipeline.size
-        if len(indices) > 1 and stages > 1:
-            raise RuntimeError(
-                f"the norms of {len(indices)} gradients together on one of {stages} pipeline ranks, as in "
-                "torch.nn.utils.clip_grad_norm_: it would be that of this rank's stages alone; give max_norm to the "
-                "plugin, or call optimizer.clip_grad_by_norm"
-            )
         if p not in self._norms:
             self._norms[p] = self._all_norms(indices[0], p)
         entries, own = [self._by_index[index] for index in indices], self._norms[p]

@@ -73,8 +73,8 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
         # The names of all stages are not those of this rank's modules.
         own = (names if shards.partition.table.names is None else state_dicts.names()).others
         buffers = {name: state_dict[name] for name in own if name in state_dict}
-        computed = check_buffers_and_extra(state_dicts, own, buffers)
-    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers, computed))
+        check_buffers_and_extra(state_dicts, own, buffers)
+    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers))
     complete = not missing
     run_load_hooks(values, missing, unexpected)
     if complete:
@@ -233,24 +233,18 @@ def _not_restored(name: str) -> ValueError:
 
 
 @torch.no_grad()
-def load_buffers_and_extra(
-    state_dicts: StateDictGuard,
-    own: Mapping[str, Any],
-    values: Mapping[str, Any],
-    chains: Mapping[str, Sequence[str]],
-) -> None:
+def load_buffers_and_extra(state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
 
     Args:
         state_dicts: of the model.
         own: the model's buffers and extra state now, by saved name.
         values: those to load.
-        chains: see :func:`check_buffers_and_extra`.
 
     Raises:
         ValueError: no module has restored a computed tensor.
     """
-    modules = dict(state_dicts.model.named_modules())
+    modules, chains = dict(state_dicts.model.named_modules()), check_buffers_and_extra(state_dicts, own, values)
     before = {name: own[name].clone() for name in chains}
     with state_dicts.giving():
         unchanged = {name: value for name, value in values.items() if name not in chains}

@@ -15,7 +15,6 @@ from shardwise.core.checks.collective_calls import collective
 from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
-from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.loading import load_full
 from shardwise.core.engine.values import Values
 from shardwise.core.memory.trace.stats import MemStats
@@ -29,24 +28,22 @@ class ShardedModule(TransparentModule):
 
     Args:
         values: of the model.
-        grads: of the model.
         attachment: the hooks on the model.
         report: returns the bytes of model data on this rank.
 
     Attributes:
-        sharded_values: as ``values``.
+        sharded_values, sharded_hooks, sharded_memory: the arguments, under names that shadow none of the module.
     """
 
     sharded_values: Values
+    sharded_hooks: Attachment
+    sharded_memory: Callable[[], MemoryReport]
 
-    def __init__(
-        self, values: Values, grads: Gradients, attachment: Attachment, report: Callable[[], MemoryReport]
-    ) -> None:
+    def __init__(self, values: Values, attachment: Attachment, report: Callable[[], MemoryReport]) -> None:
         super().__init__()
         self.module = values.shards.model
         # Past __setattr__, which would give them to the user's module.
-        self.__dict__.update(sharded_values=values, _grads=grads, _attachment=attachment, _report=report)
-        self.__dict__["_mesh"] = values.shards.mesh
+        self.__dict__.update(sharded_values=values, sharded_hooks=attachment, sharded_memory=report)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module on the (cast) arguments."""
@@ -60,7 +57,7 @@ class ShardedModule(TransparentModule):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            hooks = self.__dict__["_attachment"].hooks
+            hooks = self.sharded_hooks.hooks
             if hooks is not None:
                 hooks.unwind()
                 hooks.explain(error)
@@ -68,7 +65,7 @@ class ShardedModule(TransparentModule):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, reduced or not."""
-        self.__dict__["_grads"].zero()
+        self.sharded_values.grads.zero()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ShardedModule:
         """Accept ``to()``, ``half()`` and similar calls if they change nothing.
@@ -126,11 +123,11 @@ class ShardedModule(TransparentModule):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes are not reduced; see :meth:`.Gradients.no_sync`."""
-        return self.__dict__["_grads"].no_sync()  # type: ignore[no-any-return]
+        return self.sharded_values.grads.no_sync()
 
     def memory(self) -> MemoryReport:
         """Return the bytes of model data on this rank."""
-        return self.__dict__["_report"]()  # type: ignore[no-any-return]
+        return self.sharded_memory()
 
     def memory_stats(self) -> MemStats | None:
         """Return the memory trace of the last training step; ``None`` before one, or without a device capacity."""

@@ -7,7 +7,7 @@ which reads or sets this rank's shard instead of the full tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -69,18 +69,15 @@ class OneParameter:
         """Return a copy of the full value, or of this rank's shard (1-D, may be empty), on the device."""
         return self._read() if own else self._read_whole()
 
-    def _read(self) -> torch.Tensor:
-        """Return this rank's shard."""
-        self._values.settle(f"reading {self.name}")
-        with collectively(self._mesh.stage_group, READING, READ_AGAIN, DiskError, self._shards.storage.uses_disk):
-            return self._own_value()
-
     @collective("reading a parameter")
     def _read_whole(self) -> torch.Tensor:
         return self._gather(self._read())
 
-    def _own_value(self) -> torch.Tensor:
-        with ExitStack() as stack:
+    def _read(self) -> torch.Tensor:
+        """Return this rank's shard."""
+        self._values.settle(f"reading {self.name}")
+        needed = self._shards.storage.uses_disk
+        with collectively(self._mesh.stage_group, READING, READ_AGAIN, DiskError, needed), ExitStack() as stack:
             state = self._shards.states.get(self._chunk.spec.index)
             shard = None if state is None else stack.enter_context(state.opened())
             if shard is None:
@@ -252,10 +249,14 @@ class OneParameter:
             )
         new = self._compared(value, own, f"the state {key!r}").reshape(-1)
         new = new if own else new[self._first : self._first + self._numel]
-        with self._writing(optimizer):
+        storage = self._shards.storage
+        write_together = collectively(self._mesh.mesh_group, WRITING_STATE, LOAD, DiskError, storage.uses_disk)
+        with optimizer.updates.replacing_state(), write_together:
             for position, piece, _ in self._pieces(optimizer):
                 part = new[piece.offset - self._first : piece.offset - self._first + piece.end - piece.start]
                 self._rewrite(optimizer, position, piece, key, part)
+        storage.commit()
+        self._guards.broken.loaded(state_of(optimizer.index))
 
     @staticmethod
     def _rewrite(optimizer: ShardedOptimizer, position: int, piece: ParamShard, key: str, part: torch.Tensor) -> None:
@@ -270,17 +271,6 @@ class OneParameter:
         if own:
             own[key] = own[key].clone().copy_(part.view(own[key].shape))
         updates.replace(position, [entry or None for entry in entries])
-
-    @contextmanager
-    def _writing(self, optimizer: ShardedOptimizer) -> Iterator[None]:
-        storage = self._shards.storage
-        with (
-            optimizer.updates.replacing_state(),
-            collectively(self._mesh.mesh_group, WRITING_STATE, LOAD, DiskError, storage.uses_disk),
-        ):
-            yield
-        storage.commit()
-        self._guards.broken.loaded(state_of(optimizer.index))
 
     def _pieces(self, optimizer: ShardedOptimizer) -> Iterator[tuple[int, ParamShard, dict[str, Any]]]:
         """Yield tile position, shard and its state, which is valid until the next one, in order."""

@@ -22,13 +22,7 @@ from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.norm_parts import Counting
 from shardwise.core.engine.optimizer_state import OptimizerState
 from shardwise.core.engine.updates import TileUpdates
-from shardwise.core.engine.user_optimizer import (
-    call_load_post_hooks,
-    call_load_pre_hooks,
-    call_state_post_hooks,
-    call_state_pre_hooks,
-    redirect,
-)
+from shardwise.core.engine.user_optimizer import after_hooks, redirect
 from shardwise.core.engine.values import Values
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
@@ -144,10 +138,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        entries = dict(state)
-        self.optimizer.state.update(entries)  # rejects entries by parameter before any old entry is dropped
-        self.optimizer.state.clear()
-        self.optimizer.state.update(entries)
+        entries, own = dict(state), self.optimizer.state
+        for key, value in entries.items():
+            own[key] = value  # rejects entries by parameter, before any old entry is dropped
+        for key in own.keys() - entries.keys():
+            del own[key]
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the user's own optimizer. Step this one instead."""
@@ -216,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inverse, limit = 1.0 / self.divisor(), self.max_norm
         grads.facade.stale.check(self.index, type(self.optimizer).__name__)
         if self._early is not None:
-            self.updates.finish_early(self._early)
+            self._early.catch_up()  # the update raises an error of theirs
         if self._late_norm is not None and limit == 0.0:
             # The norm is not needed here, but the settings that travel with it are compared.
             self._ask(0.0, False)
@@ -563,12 +558,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             only_rank_0: other ranks, which call it too, get groups without state and need no memory for it.
         """
-        call_state_pre_hooks(self.optimizer)
+        for hook in self.optimizer._optimizer_state_dict_pre_hooks.values():
+            hook(self.optimizer)
         self._values.make_current("a state")
         full = self.full_state.collect(needed=not only_rank_0 or self._mesh.is_rank0)
         if self.scaler is not None:
             full["scaler"] = self.scaler.state_dict()
-        return call_state_post_hooks(self.optimizer, full)
+        return after_hooks(self.optimizer._optimizer_state_dict_post_hooks, self.optimizer, full)
 
     @collective("load_state_dict() of an optimizer")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -585,13 +581,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._grads.passes.recover(dropping=True)  # otherwise the next step would end updates of a failed pass
 
         def checked() -> dict[str, Any]:
-            state = call_load_pre_hooks(self.optimizer, state_dict)
+            hooks = self.optimizer._optimizer_load_state_dict_pre_hooks
+            state = after_hooks(hooks, self.optimizer, dict(state_dict) if hooks else state_dict)
             self._grads.early.check_current("loading a state")
             return state
 
         self.full_state.distribute(checked, self.scaler)
         self._values.guards.broken.loaded(state_of(self.index))
-        call_load_post_hooks(self.optimizer)
+        for hook in self.optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(self.optimizer)
 
 
 def sharded_of(optimizer: Any) -> ShardedOptimizer | None:

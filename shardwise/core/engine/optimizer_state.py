@@ -266,8 +266,7 @@ class OptimizerState:
             TypeError: on every rank, if one has a value of another type than tensor, number, string, list, tuple, dict.
         """
         mesh, pieces = self._mesh, [piece for tile in self._updates.tiles for piece in tile.pieces]
-        wrong = self._not_plain(pieces)
-        entries = {} if wrong else self._describe(pieces)
+        wrong, entries = self._describe(pieces)
         for group in (mesh.shard, mesh.tensor):
             posts, entries = group.exchange_object([wrong, entries], "optimizer state"), {}
             wrong = next((problem for problem, _ in posts if problem), "")
@@ -280,22 +279,17 @@ class OptimizerState:
             raise TypeError(wrong)
         return {int(param): entry for param, entry in entries.items()}
 
-    def _not_plain(self, pieces: Sequence[ParamShard]) -> str:
-        """Return a message about state of an unsupported type; empty if all types are supported."""
-        for piece in pieces:
-            entry = self.optimizer.state.get(piece.value, {})
-            for misfit in (each for key, value in entry.items() for each in misfits(value, key)):
-                name = self._shards.layout.facts[piece.param].names[0]
-                return (
-                    f"state of {type(self.optimizer).__name__} of {name}: {misfit}; only tensors, numbers, strings, "
-                    "None, and lists, tuples and dicts of these can be saved"
-                )
-        return ""
-
-    def _describe(self, pieces: Sequence[ParamShard]) -> dict[str, dict[str, Any]]:
+    def _describe(self, pieces: Sequence[ParamShard]) -> tuple[str, dict[str, dict[str, Any]]]:
+        """Return a message about state of an unsupported type, or an empty one and the entries by parameter."""
         entries: dict[str, dict[str, Any]] = {}
         for piece in pieces:
-            for key, value in flat(self.optimizer.state.get(piece.value, {})).items():
+            state = self.optimizer.state.get(piece.value, {})
+            for misfit in (each for key, value in state.items() for each in misfits(value, key)):
+                return (
+                    f"state of {type(self.optimizer).__name__} of {self._shards.name(piece.param)}: {misfit}; only "
+                    "tensors, numbers, strings, None, and lists, tuples and dicts of these can be saved"
+                ), {}
+            for key, value in flat(state).items():
                 entry = entries.setdefault(str(piece.param), {})
                 if not isinstance(value, torch.Tensor):
                     entry[key] = ["", value, ""]
@@ -305,7 +299,7 @@ class OptimizerState:
                     entry[key] = [LARGE, list(value.shape), str(value.dtype)]
                 else:
                     entry[key] = ["tensor", value.tolist(), str(value.dtype)]
-        return entries
+        return "", entries
 
     def _read(self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Return this rank's shard of one chunk's element-wise state by key; zero for parameters without state."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames, with_load_hooks
+from shardwise.core.base.names import StateNames
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.engine.casts import dtype_of_buffer
 from shardwise.core.mesh import Mesh
@@ -108,7 +108,6 @@ class Partition:
                     f"output_dtype={plan.precision.output_dtype} with {size} pipeline ranks is not available: leave it "
                     "None, and cast in the criterion"
                 )
-        self._check_hooks(model, plan, mesh)
         if mesh.ring is not None:
             self.sequences = share_sequences(model, plan.sequence, mesh.sequence, mesh.ring, mesh.tensor.size, compress)
         own = [(p, f) for p, f in self.every if self.owns(p)]
@@ -122,18 +121,6 @@ class Partition:
             tuple(tuple(map(tuple, each)) for each in groups),
             _names(model, every, staged=self.staging is not None),
         )
-
-    def _check_hooks(self, model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-        """Refuse load hooks of modules that would see only a part of their parameters."""
-        size, stages = mesh.tensor.size, mesh.pipeline.size
-        if self.tp_plan is not None:
-            part_of, why = self.tp_plan.part_of, f"{size} tensor-parallel ranks hold its layers together"
-            _check_load_hooks(model, lambda params: any(part_of(param) is not None for param in params), why)
-        if self.staging is not None:
-            ranks_of, why = self.staging.ranks_of, f"its layers go to several of {stages} pipeline ranks"
-            _check_load_hooks(model, lambda params: len({ranks_of(param) for param in params}) > 1, why)
-            if plan.tiers.param_disk_fraction or plan.tiers.state_disk_fraction:
-                _check_load_hooks(model, bool, f"{stages} pipeline ranks write to their disks together")
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank has any part of it."""
@@ -245,23 +232,3 @@ def _norm_dtypes(model: nn.Module, precision: PrecisionPlan) -> dict[int, torch.
         and dtype_of_buffer(module.running_mean, precision.buffer_dtype) == torch.float32
         for param in module.parameters(recurse=False)
     }
-
-
-def _check_load_hooks(model: nn.Module, divided: Callable[[Sequence[nn.Parameter]], bool], why: str) -> None:
-    """Refuse a ``register_load_state_dict_post_hook`` that would see a part of its module's parameters.
-
-    Args:
-        model: the unsharded model.
-        divided: whether one rank has only a part of these parameters.
-        why: the reason, for the message.
-
-    Raises:
-        ValueError: a module with such a hook has divided parameters.
-    """
-    for name, module in with_load_hooks(model):
-        if divided(list(module.parameters())):
-            raise ValueError(
-                f"{name or 'the model itself'} ({type(module).__name__}) has a hook for loads "
-                f"(register_load_state_dict_post_hook), which would see a part of its parameters: {why}. Register it "
-                "on a module that stays whole"
-            )

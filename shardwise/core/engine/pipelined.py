@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.base.device import Later, runs_ahead
-from shardwise.core.checks.batches import TEXT_LENGTH, differing, fingerprint, fingerprint_value, outline
-from shardwise.core.comm import Group, collectively
+from shardwise.core.checks.batches import TEXT_LENGTH, SameBatches, differing
+from shardwise.core.comm import collectively
 from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.gradients import Arrived, Gradients
 from shardwise.core.engine.model_shards import ModelShards
@@ -44,14 +42,15 @@ class PipelineSteps:
 
     def __init__(self, shards: ModelShards, grads: Gradients, optimizer: ShardedOptimizer | None) -> None:
         self._plan, self._mesh, self._grads = shards.plan, shards.mesh, grads
-        staging, wire = shards.partition.staging, self._mesh.wire
-        if staging is None or wire is None:
+        staging, wire, model = shards.partition.staging, self._mesh.wire, self._mesh.model_parallel
+        if staging is None or wire is None or model is None:
             raise RuntimeError(f"{self._mesh!r} has no stages; report this")
+        self._model = model
         wire = wire.compressed() if self._plan.comm.compress is not None else wire
         self._run = StageRun(staging, wire, self._plan.pipeline.cache_shapes, self._tell)
-        self._sent: Later | None = None
-        """A fingerprint of the step's batch on a GPU: it is copied to the host during the passes, and read at the end
-        of the step."""
+        self._batches = SameBatches()
+        """The step's batch; a fingerprint of its values on a GPU comes to the host during the passes, and is read at
+        the end of the step."""
         self._shared = shards.partition.shared
         self._staging = staging
         self._passes = _EnginePasses(grads, optimizer)
@@ -105,18 +104,15 @@ class PipelineSteps:
         number = plan.microbatches
         if number is None and plan.microbatch_rows is None:
             number = self._staging.stages
-        text = f"{outline(batch)} ({'training' if train else 'forward passes alone'})"
-        word = fingerprint(batch)
-        self._sent = Later(word) if runs_ahead(word.device) else None
-        values = 0.0 if self._sent is not None else fingerprint_value(word)
+        self._batches.forget()
+        self._batches.note(batch, " (training)" if train else " (forward passes alone)")
         with self._splitting():
             on_device = map_tensors(batch, lambda tensor: tensor.to(self._mesh.device))
             parts = split_batch(on_device, number, plan.microbatch_rows)
             self._run.check_number(len(parts))
-        posts = self._model.exchange([float(zlib.crc32(text.encode())), values], "the batch of a step of a pipeline")
+        posts = self._model.exchange([*self._batches.words(waits=False)], "the batch of a step of a pipeline")
         if any(post != posts[0] for post in posts):
-            texts = self._model.exchange_object(text[:TEXT_LENGTH], "batches that differ")
-            raise ValueError(differing([tuple(post) for post in posts], texts))
+            self._batches.explain(self._model)
         if train and self._plan.shard.reduce == "every":
             self._compare_number(len(parts))
         return parts
@@ -152,7 +148,7 @@ class PipelineSteps:
 
     def _tell(self, failure: str | None) -> dict[int, str]:
         """Exchange what failed in a step, by rank of the model-parallel group. Collective over it."""
-        word = 0.0 if self._sent is None else fingerprint_value(self._sent)
+        word = self._batches.words()[1]
         posts = self._model.exchange([float(failure is not None), word], "how a step of a pipeline went")
         if any(post[0] for post in posts):
             texts = self._model.exchange_object(failure and failure[:TEXT_LENGTH], "what went wrong in it")
@@ -160,13 +156,6 @@ class PipelineSteps:
         if any(post != posts[0] for post in posts):
             return {0: differing([tuple(post) for post in posts], ["(on the device)"] * len(posts))}
         return {}
-
-    @property
-    def _model(self) -> Group:
-        """The model-parallel group."""
-        group = self._mesh.model_parallel
-        assert group is not None
-        return group
 
     def _schedule(self, microbatches: int) -> Schedule:
         """Return the plan's own schedule if it is for this number of micro-batches, otherwise a new one."""

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from shardwise.core.base.device import side_stream, total_bytes
+from shardwise.core.base.device import runtime, side_stream
 from shardwise.core.base.events import Events
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import FORMATS, Buffer, CompressedGroup, Group, collectively, compressed
@@ -45,7 +45,7 @@ class Storage:
         ledger: accounts of device memory.
         uses_disk: whether any rank has something on a disk.
         store: this rank's file on the disk, or ``None``.
-        comm_dtypes: chunks that are quantized for communication.
+        compressed: by chunk index, the group that quantizes its shards; see [Note: Rounded parameters].
         new_shards: by chunk index, host memory for parameters that are updated on a disk before ``step()``.
         upload_slots: copy updated masters on the host to shards on the device.
 
@@ -73,7 +73,10 @@ class Storage:
         table = self.placement.chunks
         for warning in self.placement.warnings if mesh.is_rank0 else ():
             warn_user(warning)
-        self.comm_dtypes = CommDtypes(self.placement, mesh.shard, self._among)
+        kinds = {each.spec.index: kind for each in table if (kind := each.quantization) is not None}
+        shard = mesh.shard
+        groups = {kind: CompressedGroup(shard, FORMATS[kind.format][0], not kind.by_owner) for kind in kinds.values()}
+        self.compressed = {index: groups[kind] for index, kind in kinds.items()}
         self.uses_disk = self.on_any_disk(self.placement.on_disk)
         self.store: DiskStore | None = None
         # Host memory is page-locked for the GPU that copies from it.
@@ -129,9 +132,20 @@ class Storage:
 
     # ---- parameters
 
+    def by_owner(self, spec: ChunkSpec) -> CompressedGroup | None:
+        """Return the group if owners quantize the chunk's shards before they are communicated."""
+        over = self.compressed.get(spec.index)
+        return None if over is None or over.on_the_way else over
+
+    def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return the function from a master's values, cast, from the beginning of a block on, to the shard's; ``None``
+        if they are equal."""
+        over = self.by_owner(spec)
+        return None if over is None else over.rounded
+
     def round_(self, chunk: Chunk) -> None:
         """Quantize the shard to what its peers get, from its current master. See [Note: Rounded parameters]."""
-        group = self.comm_dtypes.by_owner(chunk.spec)
+        group = self.by_owner(chunk.spec)
         if group is not None:
             with chunk.opened(write=True) as shard, self.states[chunk.spec.index].opened() as master:
                 if master is not None:
@@ -140,7 +154,7 @@ class Storage:
 
     def round_whole(self, chunk: Chunk) -> None:
         """Quantize the shard as :meth:`round_` does, together with the peers' shards if they are on this rank."""
-        group = self.comm_dtypes.by_owner(chunk.spec)
+        group = self.by_owner(chunk.spec)
         if not chunk.resident:
             self.round_(chunk)
         elif group is not None:
@@ -197,19 +211,22 @@ class Storage:
         uploads = self._uploads if buffer is None else None
         buffer = buffer or Buffer(self._arena.take(each.shard_numel, spec.dtype))
         buffer.bounds = spec.shard_offsets
-        source = MemorySource(buffer, tier, uploads, self.comm_dtypes.over(spec))
+        source = MemorySource(buffer, tier, uploads, self.compressed.get(spec.index))
         if self._among is None or not each.secondary_numel:
             return source
         secondary = secondary or Buffer(self._arena.take(each.secondary_numel, spec.dtype))
-        copy = MemorySource(secondary, tier, self._uploads, self.comm_dtypes.over_few(spec))
-        return SecondarySource(source, copy, self._among)
+        over, few = self.compressed.get(spec.index), self._among
+        among = None if over is None else compressed(few, over.format, rows=over.size // few.size)
+        return SecondarySource(source, MemorySource(secondary, tier, self._uploads, among), few)
 
     def _disk_source(self, each: ChunkPlacement, staging: Buffer | None, ahead: ReadAhead) -> ShardSource:
         spec = each.spec
         if self.store is None:
             raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
         record = self.store.create(f"parameters of chunk {spec.index}", each.shard_bytes, owner=spec.optimizer)
-        return DiskSource(self.store, record, each.shard_numel, spec.dtype, staging, ahead, self.comm_dtypes.over(spec))
+        return DiskSource(
+            self.store, record, each.shard_numel, spec.dtype, staging, ahead, self.compressed.get(spec.index)
+        )
 
     # ---- masters
 
@@ -295,47 +312,4 @@ def _capacity(plan: Plan, device: torch.device) -> int | None:
     """Return the declared bytes; under ``auto``, those of the device."""
     if plan.tiers.device_capacity_bytes is not None or plan.tiers.auto is None:
         return plan.tiers.device_capacity_bytes
-    return total_bytes(device) if device.type == "cuda" else None
-
-
-# See [Note: Rounded parameters].
-class CommDtypes:
-    """The groups that quantize chunks for communication.
-
-    Args:
-        placement: of the model.
-        shard: the ranks that shard parameters.
-        among: the ranks that share secondary shards.
-    """
-
-    def __init__(self, placement: Placement, shard: Group, among: Group | None) -> None:
-        self._among, of = among, {each.spec.index: each.quantization for each in placement.chunks}
-        groups = {
-            kind: CompressedGroup(shard, FORMATS[kind.format][0], not kind.by_owner) for kind in of.values() if kind
-        }
-        self._groups = {index: groups[kind] for index, kind in of.items() if kind}
-
-    def over(self, spec: ChunkSpec) -> CompressedGroup | None:
-        """Return the group that quantizes the chunk's shards; ``None`` if they are not quantized."""
-        return self._groups.get(spec.index)
-
-    def over_few(self, spec: ChunkSpec) -> Group | None:
-        """Return the same for its secondary shards."""
-        over, few = self.over(spec), self._among
-        return None if over is None or few is None else compressed(few, over.format, rows=over.size // few.size)
-
-    def by_owner(self, spec: ChunkSpec) -> CompressedGroup | None:
-        """Return the group if owners quantize the chunk's shards before they are communicated."""
-        over = self.over(spec)
-        return None if over is None or over.on_the_way else over
-
-    def rounds_on_the_way(self, spec: ChunkSpec) -> bool:
-        """Whether gathers quantize the chunk."""
-        over = self.over(spec)
-        return over is not None and over.on_the_way
-
-    def rounding(self, spec: ChunkSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return the function from a master's values, cast, from the beginning of a block on, to the shard's; ``None``
-        if they are equal."""
-        over = self.by_owner(spec)
-        return None if over is None else over.rounded
+    return runtime().total_bytes(device) if device.type == "cuda" else None

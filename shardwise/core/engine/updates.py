@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -18,22 +18,21 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.accounts import StateAccounts
+from shardwise.core.engine.accounts import Accounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
-from shardwise.core.shards.chunk import Chunk
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
 from shardwise.core.update.early import EarlyObserver, EarlyUpdates
 from shardwise.core.update.tiles import (
     ParamShard,
     TileStepper,
-    UpdateCalls,
     UpdateTile,
     make_tiles,
+    runs,
 )
 
 Update = Callable[[Sequence[tuple[UpdateTile, torch.Tensor | None]]], None]
@@ -204,7 +203,8 @@ class TileUpdates:
         self.stepper = TileStepper(optimizer, self.tiles, shards.name, storage.upload_slots)
         self._tells = self.stepper.foreign or index in shards.whole_tensor_optimizers
         """Whether a step may raise on one rank alone without a disk."""
-        self._calls = UpdateCalls(together=not self.stepper.foreign)
+        self._calls: tuple[list[UpdateTile], list[list[UpdateTile]]] = [], []
+        """Tiles, and how calls of the optimizer step them; reused while the same tiles have gradients."""
         self._roomy = 0
         self.moved = False
         disk = plan.tiers.disk
@@ -216,9 +216,9 @@ class TileUpdates:
         self._visits = TileVisits(order, disk.state_buffers if disk is not None else 1)
         self.offload_state = StateOffload(optimizer, self.tiles, self.stepper.state_changed)
 
-    def connect(self, events: Events, accounts: StateAccounts) -> None:
+    def connect(self, events: Events, accounts: Accounts) -> None:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
-        accounts.hold(self.stepper.state_bytes, self.stepper.scratch_bytes)
+        accounts.hold(self.stepper)
         if self._disk:
             events.masters_wanted.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)
@@ -236,7 +236,11 @@ class TileUpdates:
             kind = group, piece.value.dim(), piece.value.dtype
             first, numel = numels.get(kind, (piece, 0))
             numels[kind] = first, numel + piece.end - piece.start
-        return sum(self.stepper.element_bytes(first.value, kind[0]) * numel for kind, (first, numel) in numels.items())
+        return sum(
+            dtype.itemsize * numel
+            for (group, *_), (first, numel) in numels.items()
+            for dtype in self.stepper.element_dtypes(first.value, group).values()
+        )
 
     def _give_back(self, optimizer: int) -> None:
         """Free the buffers of reads ahead, if they belong to this optimizer."""
@@ -261,15 +265,13 @@ class TileUpdates:
 
     def replace(self, position: int, states: Sequence[dict[str, Any] | None]) -> None:
         """Replace the state of the tile at ``position``, one dict for each piece; ``None``: never stepped."""
-        disk_tile = self._disk.get(position)
-        if disk_tile is not None:
-            self._visits.release()
-            disk_tile.replace(states)
-        else:
-            for piece, state in zip(self.tiles[position].pieces, states, strict=True):
-                self.optimizer.state.pop(piece.value, None)
-                if state is not None:
-                    self.optimizer.state[piece.value] = state
+        self._visits.release()
+        for piece, state in zip(self.tiles[position].pieces, states, strict=True):
+            self.optimizer.state.pop(piece.value, None)
+            if state is not None:
+                self.optimizer.state[piece.value] = state
+        if position in self._disk:
+            self._disk[position].write_state()
         self.stepper.state_changed()
 
     def move_to_device(self, room_bytes: int) -> None:
@@ -298,7 +300,7 @@ class TileUpdates:
                 moved += size
         if moved and early:
             storage.ring(Tier.HOST).drop()  # chunks that stay on the host allocate it again
-        self._calls.forget()
+        self._calls = [], []
         self.stepper.state_changed()
 
     @contextmanager
@@ -341,6 +343,7 @@ class TileUpdates:
 
         Raises:
             DiskError: on every rank, if the disk of one failed.
+            Exception: the error of an update that was made during backward.
             PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
         """
         self._broken.mark("optimizer.step()", *self.parts)
@@ -353,13 +356,19 @@ class TileUpdates:
                 if early is not None:
                     early.take_over(list(dict.fromkeys(tile.chunk for tile in self.tiles)))
                 # Nothing else is on a disk, so the shards need not be opened.
-                for run in self._calls.of([tile for tile in self._in_memory if tile.grads.present]):
+                for run in self._calls_of([tile for tile in self._in_memory if tile.grads.present]):
                     update([(tile, tile.chunk.shard if tile.state.dtype is not None else None) for tile in run])
         except BaseException:
             self._roll_back()
             if early is not None:
                 self._observer.lose([self._index])
             raise
+
+    def _calls_of(self, pending: list[UpdateTile]) -> list[list[UpdateTile]]:
+        """Return the calls that update ``pending``; an unknown optimizer gets one tile at a time."""
+        if pending != self._calls[0]:  # each tile is equal to itself alone
+            self._calls = pending, [[tile] for tile in pending] if self.stepper.foreign else list(runs(pending))
+        return self._calls[1]
 
     def _together(self) -> AbstractContextManager[None]:
         """Return a context that fails on every rank if it fails on one, if it may fail on one rank alone."""
@@ -375,25 +384,6 @@ class TileUpdates:
         self._shards.storage.roll_back(self._index)
         self.stepper.state_changed()
 
-    def finish_early(self, early: EarlyUpdates) -> None:
-        """Wait for the updates during backward, before a step. If the optimizer uses a disk, :meth:`run` raises their
-        error.
-
-        Raises:
-            Exception: the error of one of them.
-            PeerError: an optimizer that is not torch's or ours, or needs whole tensors, raised on another rank.
-        """
-        early.catch_up()
-        if self.uses_disk:
-            return
-        try:
-            with self._together():
-                if early.failure is not None:
-                    raise early.failure
-        except Exception:
-            self._observer.lose([self._index])
-            raise
-
     @property
     def parts(self) -> tuple[str, str]:
         """The parts that an update changes; see :class:`Broken`."""
@@ -401,38 +391,27 @@ class TileUpdates:
 
     def _update_disk(self, update: Update) -> None:
         """Update tiles that have their state or their parameters on a disk."""
-        with _shards() as shard_of:
-            for each in self._disk.values():
-                if self.stepper.active(each.tile):
-                    self._visits.visit(each, lambda at: update([(at.tile, shard_of(at.tile))]))
-        # After the block, at whose end the last parameters are written.
+        on_disk = [each for each in self._disk.values() if self.stepper.active(each.tile)]
+        for _, own in groupby(on_disk, lambda each: each.tile.chunk):
+            first, *rest = own
+            with _for_update(first.tile) as shard:
+                for each in (first, *rest):
+                    with self._visits.visit(each):
+                        update([(each.tile, shard)])
         self._visits.drain()
         self._visits.end_step()
-        with _shards() as shard_of:
-            for tile in list(filter(self.stepper.active, self._params_on_disk)):
-                update([(tile, shard_of(tile))])
+        for _, tiles in groupby(filter(self.stepper.active, self._params_on_disk), lambda tile: tile.chunk):
+            tile, *others = tiles
+            with _for_update(tile) as shard:
+                for one in (tile, *others):
+                    update([(one, shard)])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
         self.stepper.close(given_back or all(chunk.resident for chunk in self._shards.chunks))
 
 
-def _for_update(chunk: Chunk, grads: ChunkGrads) -> AbstractContextManager[torch.Tensor]:
-    """Open the chunk's shard, without reading it if all of it will be written."""
+def _for_update(tile: UpdateTile) -> AbstractContextManager[torch.Tensor]:
+    """Open the shard of the tile's chunk, without reading it if all of it will be written."""
+    chunk, grads = tile.chunk, tile.grads
     return chunk.renewing() if len(grads.used_globally) == len(chunk.spec.slots) else chunk.opened(write=True)
-
-
-@contextmanager
-def _shards() -> Iterator[Callable[[UpdateTile], torch.Tensor]]:
-    """Yield a function that opens the shard of a tile for writing, and closes the previous one."""
-    stack = ExitStack()
-    current: list[tuple[Chunk, torch.Tensor]] = []
-
-    def shard_of(tile: UpdateTile) -> torch.Tensor:
-        if not current or current[0][0] is not tile.chunk:
-            stack.close()
-            current[:] = [(tile.chunk, stack.enter_context(_for_update(tile.chunk, tile.grads)))]
-        return current[0][1]
-
-    with stack:
-        yield shard_of

@@ -58,13 +58,6 @@ class ShardState(defaultdict[Any, Any]):
         self._check(key)
         return super().get(key, default)
 
-    def update(self, *given: Any, **named: Any) -> None:
-        """As a dict's."""
-        entries = dict(*given, **named)
-        for key in entries:
-            self._check(key)
-        super().update(entries)
-
     def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return defaultdict(self.default_factory, self)
 
@@ -92,37 +85,12 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
         own["state"] = ShardState.of(names)
 
 
-# Hooks on the state, as torch's own methods call them.
-
-
-def call_state_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call the pre-hooks of ``state_dict()``."""
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        hook(optimizer)
-
-
-def call_state_post_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of ``state_dict()`` after its post-hooks."""
-    return _through(optimizer._optimizer_state_dict_post_hooks, optimizer, state)
-
-
-def call_load_pre_hooks(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the argument of ``load_state_dict()`` after its pre-hooks."""
-    hooks = optimizer._optimizer_load_state_dict_pre_hooks
-    return _through(hooks, optimizer, dict(state) if hooks else state)
-
-
-def _through(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def after_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` as ``hooks`` on it change it."""
     for hook in hooks.values():
         changed = hook(optimizer, state)
         state = state if changed is None else changed
     return state
-
-
-def call_load_post_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call the post-hooks of ``load_state_dict()``."""
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        hook(optimizer)
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -15,19 +15,16 @@ import torch
 from shardwise.core.base.device import synchronize
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.guards import Guards
-from shardwise.core.comm import Description, Handle, collectively
+from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import WhenAsked, gather_chunk
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.pool import ChunkPool, Scope
+from shardwise.core.shards.source import Arrival
 from shardwise.core.update.masters import MasterEdits, take_over
-
-
-class _Block:
-    """One ``gathered()``; the pool forgets it when it is gone."""
 
 
 # [Note: Between two fences]
@@ -53,7 +50,7 @@ class Values:
     ) -> None:
         self.shards, self.pool, self.guards, self.meter = shards, pool, guards, meter
         self.grads, self._early = grads, grads.early
-        self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.comm_dtypes.rounding)
+        self.master_edits = MasterEdits(shards.chunks, shards.states, shards.storage.rounding)
         self._writing: tuple[Collection[int] | None, ...] = ()
         """Units of each open ``gathered(write_back=True)`` block; ``None``: all."""
 
@@ -126,10 +123,10 @@ class Values:
         state_dicts = guards.state_dicts
         among = None if places is None else self._units_of(places)
         own = [chunk for chunk in self.shards.chunks if among is None or chunk.spec.unit in among]
-        holder, opened, keeps_loads, writing = _Block(), False, state_dicts.keeps_loads, self._writing
+        scope, opened, keeps_loads, writing = Scope(), False, state_dicts.keeps_loads, self._writing
         try:
             with mesh.doing("gathered()"):
-                pool.enter_scope(holder, among)
+                pool.enter_scope(scope, among)
                 if places is not None and pool.has_transient:
                     self.compare(places)  # after the fence: ranks may be at different points of a pass
                 if self.shards.plan.comm.gather_on_use:
@@ -152,7 +149,7 @@ class Values:
                     self._keep(self._chunks_of(among))
         finally:
             state_dicts.keeps_loads, self._writing = keeps_loads, writing
-            pool.leave_scope(holder)
+            pool.leave_scope(scope)
             if opened:
                 if write_back:
                     pool.drop_changed(among)  # each rank's copy has only its own writes
@@ -224,37 +221,33 @@ class Values:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
         self.shards.mesh.shard.fence("before an update")
+        mesh, storage, group = self.shards.mesh, self.shards.storage, self.shards.mesh.shard
         # Parts that were broken before stay so, since most blocks do not load the full model.
         with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
-            self._write_back(chunks)
-
-    def _write_back(self, chunks: Sequence[Chunk]) -> None:
-        mesh, storage = self.shards.mesh, self.shards.storage
-        group, comm_dtypes = mesh.shard, storage.comm_dtypes
-        for chunk in chunks:
-            # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
-            if chunk.resident and not chunk.spec.trainable and group.size > 1:
-                chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
-        outcome = "Some parameters were written and some were not: repair the disk and load a state."
-        doing = "writing changed parameters to disk"
-        with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
             for chunk in chunks:
-                with chunk.opened(write=True) as shard:
-                    if chunk.full is not None and not chunk.resident:
-                        shown = chunk.full[chunk.shard_start : chunk.shard_end]
-                        if comm_dtypes.rounds_on_the_way(chunk.spec):
-                            take_over(chunk, shown, shard, chunk.source.dequantized)
-                        else:
-                            shard.copy_(shown)
-                    state = self.shards.states.get(chunk.spec.index)
-                    if state is not None:
-                        with state.opened(write=True) as master:
-                            take_over(chunk, shard, master, comm_dtypes.rounding(chunk.spec))
-                chunk.source.forget()  # kept gathers have the old values
-        storage.commit()
-        self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
-        self._refuse_graphs(chunks)
-        self.master_edits.note()
+                # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
+                if chunk.resident and not chunk.spec.trainable and group.size > 1:
+                    chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
+            outcome = "Some parameters were written and some were not: repair the disk and load a state."
+            doing = "writing changed parameters to disk"
+            with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
+                for chunk in chunks:
+                    with chunk.opened(write=True) as shard:
+                        if chunk.full is not None and not chunk.resident:
+                            shown = chunk.full[chunk.shard_start : chunk.shard_end]
+                            if (over := storage.compressed.get(chunk.spec.index)) is not None and over.on_the_way:
+                                take_over(chunk, shown, shard, chunk.source.dequantized)
+                            else:
+                                shard.copy_(shown)
+                        state = self.shards.states.get(chunk.spec.index)
+                        if state is not None:
+                            with state.opened(write=True) as master:
+                                take_over(chunk, shard, master, storage.rounding(chunk.spec))
+                    chunk.source.forget()  # kept gathers have the old values
+            storage.commit()
+            self._renew_resident([chunk for chunk in chunks if chunk.spec.trainable])
+            self._refuse_graphs(chunks)
+            self.master_edits.note()
 
     def publish(self, everything: bool = False, optimizer: int | None = None) -> None:
         """Renew or drop gathered copies after shards were written on every rank.
@@ -291,9 +284,9 @@ class Values:
             storage.round_(chunk)
         group.fence("after an update")
         for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
-            over = storage.comm_dtypes.over(chunk.spec) or group
+            over = storage.compressed.get(chunk.spec.index) or group
             if group.one_sided_gather and self.renews_late(chunk):
-                pending: Handle = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
+                pending: Arrival = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
             else:
                 pending = over.all_gather_in_place(chunk.exchange)
             self.pool.renew_later(chunk, pending)

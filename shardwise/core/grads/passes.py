@@ -10,7 +10,6 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -134,12 +133,12 @@ class BackwardPasses:
         """Whether a pass has begun and not ended."""
         return self._around or bool(self._tasks)
 
-    def watch(self, output: Any) -> None:
-        """Hook a model's output, so that a pass that starts from it is recognised as the outermost one."""
-        if not isinstance(output, torch.Tensor) or not output.requires_grad or in_backward():
-            return
-        if not is_transformed(output):  # a transform's own passes give no gradients
+    def watch(self, output: torch.Tensor) -> torch.Tensor:
+        """Hook a model's output, so that a pass that starts from it is recognised as the outermost one; return it."""
+        # A transform's own passes give no gradients.
+        if output.requires_grad and not in_backward() and not is_transformed(output):
             output.register_hook(self.note)  # type: ignore[no-untyped-call]
+        return output
 
     def _own_scale(self) -> float | None:
         """Return the divisor of gradients of the program's own pass, or ``None`` if such a pass is refused."""

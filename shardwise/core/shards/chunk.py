@@ -19,10 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardwise.core.base.states import Table
 from shardwise.core.base.torch_internals import point, tensor_holders, versions_of
-from shardwise.core.comm import Buffer, Handle
+from shardwise.core.comm import Buffer
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
-from shardwise.core.shards.source import ShardSource
+from shardwise.core.shards.source import Arrival, ShardSource
 
 
 def absent_value(dtype: torch.dtype) -> float | int | bool:
@@ -174,7 +174,7 @@ class Chunk:
         self.shard_start, self.shard_end = spec.bounds[rank], spec.bounds[rank + 1]
         self.shard_numel = self.shard_end - self.shard_start
         self.full: torch.Tensor | None = source.exchange.local if resident else None
-        self.pending: Handle | None = None
+        self.pending: Arrival | None = None
         self.joined = False
         self.in_transform = False
         self.generation = 0
@@ -278,7 +278,7 @@ class Chunk:
         self._point(self.absent)
         self._become(Residency.SHARDED)
 
-    def renew(self, pending: Handle) -> None:
+    def renew(self, pending: Arrival) -> None:
         """Gather the other ranks' parts of a resident chunk with ``pending``."""
         self.pending = pending
         self._become(Residency.RENEWING)

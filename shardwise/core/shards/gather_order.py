@@ -16,11 +16,11 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from shardwise.core.comm import Group, Handle, ModelId, PeerError, Summary, ranks_text
+from shardwise.core.comm import Group, ModelId, PeerError, Summary, ranks_text
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.source import SecondaryShards, ShardSource
+from shardwise.core.shards.source import Arrival, SecondarySource, ShardSource
 
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"
@@ -68,9 +68,9 @@ class GatherLog:
         self.count, self.fingerprint = 0, 0
         self.last = deque[int](maxlen=MAX_LOG)
         self._first = 0
-        self._made_up, self._scratch = list[Handle](), dict[tuple[int, torch.dtype], torch.Tensor]()
+        self._made_up, self._scratch = list[Arrival](), dict[tuple[int, torch.dtype], torch.Tensor]()
 
-    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, chunk: Chunk, group: Group, out: torch.Tensor) -> Arrival:
         """Issue a gather of ``chunk`` into ``out``."""
         handle = chunk.source.gather(group, out)
         if self._in_order:
@@ -246,7 +246,7 @@ class GatherAgreement:
         self, group: Group, ledger: Ledger, units: int, model_id: ModelId, sources: Sequence[ShardSource]
     ) -> None:
         self.group, self.ledger, self._units, self._model_id = group, ledger, units, model_id
-        self.secondary = SecondaryShards(sources)
+        self._secondary = [source for source in sources if isinstance(source, SecondarySource)]
         self._reductions: Reductions | None = None
 
     def carry(self, reductions: Reductions) -> None:
@@ -265,12 +265,13 @@ class GatherAgreement:
             PeerError: the ranks are at different operations, or one is gone.
         """
         ready = self._reductions.ready if self._reductions is not None else 0
-        values = [float(units is not None), float(ready), self.secondary.digest()]
+        secondary = zlib.crc32(bytes(source.begun for source in self._secondary))  # 0 if there are none
+        values = [float(units is not None), float(ready), float(secondary)]
         votes = self._exchange(units or (), values)
         if votes.anywhere[self._units]:
             self._raise_out_of_memory(False)
         if votes.least[2] != votes.most[2]:
-            self.secondary.forget()
+            self.forget_secondary()
         # By number, so that all gather the union in one order.
         units = [unit for unit in range(self._units) if votes.anywhere[unit]]
         same = votes.flags_alike and votes.least[0] == votes.most[0]
@@ -279,6 +280,11 @@ class GatherAgreement:
     def _exchange(self, units: Collection[int], values: list[float], out_of_memory: bool = False) -> Summary:
         flags = [unit in units for unit in range(self._units)]
         return self.group.summarize(values, WANTS, self._model_id, [*flags, out_of_memory])
+
+    def forget_secondary(self) -> None:
+        """Forget all secondary shards; see :meth:`SecondarySource.forget`."""
+        for source in self._secondary:
+            source.forget()
 
     def all_fit(self, fits: bool) -> None:
         """Exchange whether each rank has room to take part in the others' gathers. Collective.

@@ -23,8 +23,6 @@ from shardwise.core.comm import Bounds
 from shardwise.core.parallel.tensor import Part
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing, ParamGroupPlan
 
-MAX_PADDED = 1.25
-"""Bins by size are merged until whole tensors fill 4/5 of their shards."""
 ALIGN_BYTES = 64  # a cache line, and what vector and tensor-core kernels want of a weight's address
 
 
@@ -377,31 +375,6 @@ def _pack_whole(
     ], bounds
 
 
-def _is_lopsided(facts: Sequence[ParamInfo], params: Sequence[int], shards: int) -> bool:
-    slots = _place_whole(facts, params, 1, [0] * shards, uneven=False)
-    fullest = max((own[-1].end for own in slots if own), default=0)
-    return fullest * shards > MAX_PADDED * sum(facts[index].numel for index in params)
-
-
-def _merge_lopsided(
-    bins: Sequence[_Bin], facts: Sequence[ParamInfo], shards: int, unsplit: Collection[int]
-) -> list[_Bin]:
-    """Merge bins by size if whole tensors would leave much of their equal shards empty."""
-    merged: list[_Bin] = []
-
-    def lopsided(params: Sequence[int]) -> bool:
-        return any(facts[i].optimizer in unsplit for i in params) and _is_lopsided(facts, params, shards)
-
-    for bin_ in bins:
-        if merged and lopsided(merged[-1].params):
-            merged[-1].params.extend(bin_.params)
-        else:
-            merged.append(_Bin(list(bin_.params)))
-    if len(merged) > 1 and lopsided(merged[-1].params):
-        merged[-2].params.extend(merged.pop().params)
-    return merged
-
-
 def make_layout(
     facts: Sequence[ParamInfo],
     model: nn.Module,
@@ -433,8 +406,6 @@ def make_layout(
         searched = search_chunk_numel([fact.numel for fact in facts], packing) if facts else 1
         packing = ByNumel(chunk_numel=searched)
     bins = _bins(facts, model, packing)
-    if unsplit and not uneven and isinstance(packing, ByNumel):
-        bins = _merge_lopsided(bins, facts, shard_size, unsplit)
     for unit_index, bin_ in enumerate(_split_by_group(bins, facts, model, groups) if groups else bins):
         keyed: dict[tuple[torch.dtype, bool, int], list[int]] = {}
         for index in bin_.params:

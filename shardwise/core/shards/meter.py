@@ -16,7 +16,7 @@ import torch
 from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.core.memory.ledger import REST, Ledger
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
-from shardwise.core.memory.trace.tracker import Tracker, make_tracker
+from shardwise.core.memory.trace.tracker import make_tracker
 from shardwise.core.shards.hooks import in_backward
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.plan import AutoPlan
@@ -42,7 +42,6 @@ class MemoryMeter:
         # An allocator does not count foreseen bytes.
         self._foreseen_bytes = foreseen_bytes
         self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
-        self._peaks = _Peaks(self._tracker)
         ledger.measure_rest(self._tracker)
         self.stats: MemStats | None = None
         self._matches = False
@@ -64,7 +63,7 @@ class MemoryMeter:
 
     def _start_recording(self) -> None:
         self._recorder = MemoryRecorder(
-            self._peaks,
+            self._tracker,
             device=str(self._device),
             capacity_bytes=self._ledger.capacity_bytes,
             gathered_bytes={unit: size for unit, size in self._pool.sizes.items() if size},
@@ -78,7 +77,7 @@ class MemoryMeter:
         self.enter()
         try:
             yield
-            self._check("in the backward pass")
+            self.check("in the backward pass")
         finally:
             self.leave()
 
@@ -115,23 +114,18 @@ class MemoryMeter:
         """Return whether another thread began the pass. On a GPU autograd has threads of its own."""
         return self._thread != threading.get_ident() and current_graph_task() == -1
 
-    def forward_ended(self) -> None:
-        """Check the peak of a forward pass that ended well.
+    def check(self, when: str) -> None:
+        """Check the peak since the last use of a unit, or, on a GPU that is not traced now, of the pass.
 
         Raises:
             DeviceMemoryError: it exceeds the device's capacity.
         """
-        self._check("in the forward pass")
-
-    def _check(self, when: str) -> None:
-        """Check the peak since the last use of a unit, or, on a GPU that is not traced now, of the pass."""
         self._ledger.expire()
         if self._recorder is not None:
-            self._recorder.end_interval()
-        elif self._always:
-            self._peaks.take_peak()
-        looked = self._recorder is not None or self._always
-        live, highest = self._peaks.last_bytes if looked else self._tracker.live_bytes, self._tracker.highest_bytes
+            live = self._recorder.end_interval()
+        else:
+            live = self._tracker.take_peak() if self._always else self._tracker.live_bytes
+        highest = self._tracker.highest_bytes
         self._ledger.check_peak(live, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
 
     def leave_all(self) -> None:
@@ -147,7 +141,7 @@ class MemoryMeter:
             self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
-            self._check("before the next unit")
+            self.check("before the next unit")
 
     def _is_gathered(self, unit: int) -> bool:
         return all(self._pool.chunks[index].full is not None for index in self._pool.units[unit].chunks)
@@ -252,15 +246,3 @@ class MemoryMeter:
             steady_capacity_ratio=auto.steady_capacity_ratio,
             margin_ratio=auto.margin_ratio,
         )
-
-
-class _Peaks:
-    """A tracker whose last peak can be read again."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-        self.last_bytes = 0
-
-    def take_peak(self) -> int:
-        self.last_bytes = self._tracker.take_peak()
-        return self.last_bytes

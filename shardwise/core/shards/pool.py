@@ -8,12 +8,12 @@ gathered and idle; pinned units may exceed it, and prefetched units come on top.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
+from itertools import accumulate
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,14 +22,15 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import current_graph_task, in_transform, labelled, storage_id
-from shardwise.core.comm import DONE, NO_MODEL, Group, Handle, ModelId, PeerError
+from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
 from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
-from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, first_that_fit, next_units
+from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
+from shardwise.core.shards.source import Arrival
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -57,69 +58,49 @@ def locked(method: Method) -> Method:
     return cast(Method, holding)
 
 
-@dataclass
-class _Scope:
-    """Units of one open ``gathered()``.
+@dataclass(eq=False)
+class Scope:
+    """One open ``gathered()``.
 
     Attributes:
-        units: their indices.
-        all_units: every unit that is not resident is among them.
+        units: indices of the units that it keeps gathered.
         ready: all of them are gathered.
     """
 
-    units: Collection[int]
-    all_units: bool
+    units: Collection[int] = ()
     ready: bool = False
 
 
 class GatherScopes:
     """The ``gathered()`` blocks of one model that are open, and the units that each keeps gathered.
 
-    A scope is identified by a holder object, and ends when that object is freed, too.
-
     Args:
-        chunks: by unit, the chunks that are gathered and evicted.
+        transient: the units that are gathered and evicted.
     """
 
-    def __init__(self, chunks: Mapping[int, Sequence[Chunk]]) -> None:
-        self._units = frozenset(chunks)
-        self._transient = frozenset(unit for unit, transient in chunks.items() if transient)
-        self._open = WeakKeyDictionary[object, _Scope]()
+    def __init__(self, transient: Collection[int]) -> None:
+        self._transient = transient
+        self.open: list[Scope] = []
 
-    def begin(self, holder: object, units: Collection[int]) -> None:
-        """Keep ``units`` from being evicted from here on."""
-        self._open[holder] = _Scope(units, self._transient.issubset(units))
-
-    def mark_ready(self, holder: object) -> None:
-        """Note that all units of the holder's scope are gathered."""
-        self._open[holder].ready = True
-
-    def end(self, holder: object) -> Collection[int]:
-        """End a scope. Return its units that no other scope keeps, or all such units if it had ended before."""
-        scope = self._open.pop(holder, None)
-        return [unit for unit in (self._units if scope is None else scope.units) if not self.keeps(unit)]
+    # Nearly always no scope is open, and some of these are asked for each unit that is used.
 
     @property
     def any_open(self) -> bool:
         """Whether a scope is open whose units are gathered."""
-        return self._any(lambda scope: scope.ready)
+        return bool(self.open) and any(scope.ready for scope in self.open)
 
     @property
     def all_held(self) -> bool:
         """Whether a scope has every unit gathered, so that nothing needs the peers."""
-        return self._any(lambda scope: scope.ready and scope.all_units)
+        return bool(self.open) and any(scope.ready and set(self._transient) <= set(scope.units) for scope in self.open)
 
     def holds(self, unit: int) -> bool:
         """Whether a scope has this unit gathered: it can be read and written to."""
-        return self._any(lambda scope: scope.ready and unit in scope.units)
+        return bool(self.open) and any(scope.ready and unit in scope.units for scope in self.open)
 
     def keeps(self, unit: int) -> bool:
         """Whether a scope has the unit gathered, or is about to."""
-        return self._any(lambda scope: unit in scope.units)
-
-    def _any(self, matches: Callable[[_Scope], bool]) -> bool:
-        # Nearly always no scope is open, and this is checked for each unit that is used.
-        return bool(self._open) and bool([scope for scope in self._open.values() if matches(scope)])
+        return bool(self.open) and any(unit in scope.units for scope in self.open)
 
 
 # See [Note: Who owns a gathered array], [Note: When a unit may be evicted] and [Note: Which thread touches what].
@@ -186,7 +167,8 @@ class ChunkPool:
         self.lock, self._maps, self._looked = threading.RLock(), True, 0
         self._pins: dict[int, set[int]] = {unit: set() for unit in self._transient}
         self.by_storage, self._gathered, self._renewing = dict[int, Chunk](), set[int](), dict[int, list[Chunk]]()
-        self.blocks, self.followed, self.moved_bytes = GatherScopes(self._transient), False, 0
+        self.blocks = GatherScopes([unit for unit, own in self._transient.items() if own])
+        self.followed, self.moved_bytes = False, 0
         ledger.account("gathered parameters", lambda: self.copied_bytes)
         ledger.account(KEPT, self.arrays.idle_bytes)
         ledger.account("arrays still read", self.arrays.read_bytes)
@@ -263,7 +245,7 @@ class ChunkPool:
             return
         self.issued.wait_made_up(self.arrays)
         self.drop_idle()
-        self.agreement.secondary.forget()
+        self.agreement.forget_secondary()
         self.training.restart()
         self._evaluation.restart()
         self.trace, self.in_forward = self.training, False
@@ -357,11 +339,12 @@ class ChunkPool:
             return ahead
         # The next gather reuses idle arrays, or they are freed for it.
         free += self.arrays.idle_bytes() - (self.sizes[unit] if unit not in self._gathered else 0)
-        return first_that_fit(ahead, self.sizes, free)
+        together = accumulate(self.sizes[u] for u in ahead)
+        return [u for u, size in zip(ahead, together, strict=True) if size <= free]
 
     # ---- resident chunks that are renewed after an update
 
-    def renew_later(self, chunk: Chunk, pending: Handle) -> None:
+    def renew_later(self, chunk: Chunk, pending: Arrival) -> None:
         """Wait for ``pending``, which fills the other ranks' parts of the resident ``chunk``, at its first use."""
         self._renewing.setdefault(chunk.spec.unit, []).append(chunk)
         chunk.renew(pending)
@@ -382,9 +365,9 @@ class ChunkPool:
     # ---- gathered()
 
     @locked
-    def enter_scope(self, holder: object, units: Collection[int] | None = None) -> None:
-        """Gather ``units`` (``None``: all) as copies that views may outlive, and keep them until
-        :meth:`leave_scope`."""
+    def enter_scope(self, scope: Scope, units: Collection[int] | None = None) -> None:
+        """Gather ``units`` (``None``: all) as copies that views may outlive, and keep them until :meth:`leave_scope` of
+        the new ``scope``."""
         self.settle()
         self._maps = False
         entered = [unit for unit in self._transient if units is None or unit in units]
@@ -393,7 +376,8 @@ class ChunkPool:
                 if unit in self._gathered and not self._pinned(unit) and [c for c in self._transient[unit] if c.joined]:
                     self._complete(unit)
                     self._evict(unit)
-            self.blocks.begin(holder, frozenset(entered))
+            scope.units = frozenset(entered)
+            self.blocks.open.append(scope)
             for unit in entered:
                 if not self._counts(unit):
                     self._gather([unit], [])
@@ -401,12 +385,13 @@ class ChunkPool:
             self.finish_phase()
         finally:
             self._maps = True
-        self.blocks.mark_ready(holder)
+        scope.ready = True
 
     @locked
-    def leave_scope(self, holder: object) -> None:
+    def leave_scope(self, scope: Scope) -> None:
         """End the scope of :meth:`enter_scope`, also one that failed. Scopes may end in any order."""
-        left = self.blocks.end(holder)
+        self.blocks.open = [each for each in self.blocks.open if each is not scope]
+        left = [unit for unit in scope.units if not self.blocks.keeps(unit)]
         for chunk in [chunk for unit in left for chunk in self._transient[unit]]:
             chunk.allow_holders()  # lists of parameters that were made inside and are kept
         self._make_room(None, self._gathered.difference(left))  # no event marks the beginning of the next step

@@ -128,14 +128,3 @@ def next_units(trace: Trace, count: int, sizes: Mapping[int, int] | None = None)
                 break
             units[unit] = None
     return list(units)
-
-
-def first_that_fit(units: Sequence[int], sizes: Mapping[int, int], free_bytes: int) -> list[int]:
-    """Return the first of ``units`` that fit into ``free_bytes`` together."""
-    fitting = []
-    for unit in units:
-        free_bytes -= sizes[unit]
-        if free_bytes < 0:
-            break
-        fitting.append(unit)
-    return fitting

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -19,6 +19,13 @@ from shardwise.core.comm import DONE, Buffer, Group, Handle
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.memory.tier import Tier
+
+
+class Arrival(Protocol):
+    """A gather that has begun, or begins when it is waited for."""
+
+    def wait(self) -> None:
+        """As :meth:`Handle.wait`."""
 
 
 class ShardSource(ABC):
@@ -55,7 +62,7 @@ class ShardSource(ABC):
         """
 
     @abstractmethod
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         """Begin to gather every rank's shard in rank order into ``out`` (1-D, on the device)."""
 
     def joined(self, group: Group) -> torch.Tensor | None:
@@ -97,7 +104,7 @@ class MemorySource(ShardSource):
     def renewing(self) -> Iterator[torch.Tensor]:
         yield self.exchange.local
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         # [Note: Which stream a gather runs on]
         # From device memory: the group's stream. From host memory to a GPU: an upload stream, behind the compute
         # stream's present work, which may have used the memory before. With several ranks the collective begins while
@@ -131,9 +138,6 @@ class _Keeping:
 
     def __init__(self, handle: Handle, source: object) -> None:
         self._handle, self._source = handle, source
-
-    def finished(self) -> bool:
-        return self._handle.finished()
 
     def wait(self) -> None:
         self._handle.wait()
@@ -260,7 +264,7 @@ class DiskSource(ShardSource):
             buffer, _ = self._read()
             self.store.give(buffer)
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         buffer, reading = self._read()
         if self._staging is None:
             self._shared.gathers.append(_FromDisk(self.store, buffer, reading, self._view(buffer), out))
@@ -302,9 +306,6 @@ class _FromDisk:
     def filled(self) -> bool:
         return self._copy is None
 
-    def finished(self) -> bool:
-        return self.filled or self._reading.finished()
-
     def fill(self) -> None:
         """Finish the read and free the buffer; :meth:`wait` raises a failure."""
         if self._copy is not None:
@@ -333,8 +334,8 @@ class _FromDisk:
 # all results.
 # * Which ranks have secondary shards depends on which gathers have begun, not on which have arrived: all ranks of the
 #   shard group take part in all gathers, in one order (peers_take_part), so they have begun the same ones. After a
-#   failed pass, and if ranks that agree on gathers find a difference (SecondaryShards), all of them drop all secondary
-#   shards and gather as a whole group again.
+#   failed pass, and if ranks that agree on gathers find a difference (GatherAgreement.agree), all of them drop all
+#   secondary shards and gather as a whole group again.
 # * A gather of secondary shards first waits for the gather that fills this rank's. If memory is mapped, a rank cannot
 #   see that the peers have theirs: then all k ranks synchronize before they read. They read at once, and the memory is
 #   written again only after a later agreement, which every rank reaches after its read.
@@ -363,7 +364,7 @@ class SecondarySource(MemorySource):
         """Make the whole group do the next gather, since the shards have other values."""
         self.begun, self._arriving = False, None
 
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
+    def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         if not self.begun:
             self._arriving = arriving = _Arriving(self, super().gather(group, out), out)
             self.begun = True
@@ -387,12 +388,9 @@ class SecondarySource(MemorySource):
 class _Arriving:
     """A gather by the whole group; this rank keeps its k-th part."""
 
-    def __init__(self, source: SecondarySource, handle: Handle, full: torch.Tensor) -> None:
+    def __init__(self, source: SecondarySource, handle: Arrival, full: torch.Tensor) -> None:
         self._source, self._handle = source, handle
         self._full: torch.Tensor | None = full
-
-    def finished(self) -> bool:
-        return self._full is None or self._handle.finished()
 
     def wait(self) -> None:
         if self._full is None:
@@ -405,19 +403,3 @@ class _Arriving:
             raise
         self._source.keep(self, self._full)
         self._full = None  # its owner may have another use for it
-
-
-class SecondaryShards:
-    """The chunks of a model that have secondary shards now."""
-
-    def __init__(self, sources: Sequence[ShardSource]) -> None:
-        self._sources = [source for source in sources if isinstance(source, SecondarySource)]
-
-    def digest(self) -> float:
-        """Return a checksum of which chunks have one; 0 if no chunk ever does."""
-        return float(zlib.crc32(bytes(source.begun for source in self._sources)))
-
-    def forget(self) -> None:
-        """Forget all secondary shards; see :meth:`SecondarySource.forget`."""
-        for source in self._sources:
-            source.forget()

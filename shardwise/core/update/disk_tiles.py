@@ -15,21 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from shardwise.core.base.torch_internals import give_subclass, no_subclass_dispatch, point
-from shardwise.core.base.validate import SHARDED_OPTIMIZER
+from shardwise.core.base.torch_internals import point
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.io import Transfer
 from shardwise.core.memory.disk.store import DiskStore, Record
+from shardwise.core.shards.chunk import absent_value
 from shardwise.core.update.tiles import ParamShard, UpdateTile
 
 # A cache line.
 ALIGN_BYTES = 64
-DESCRIBE = ("dim", "size", "numel", "nelement", "element_size", "is_floating_point", "data_ptr", "__hash__", "__len__")
-"""Attributes that remain available while a tensor is on the disk."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ class BufferSizes:
 # [Note: One visit of a tile]
 # start() takes buffers and begins to read; bind() waits, and points values and state at the buffers; the optimizer
 # steps; save() begins to write and detaches values and state; finish() waits and returns the buffers. Between visits
-# values are NaN and state is a tensor without values (OnDisk). A use by mistake therefore fails or becomes visible, and
-# never computes with the numbers of another tile that uses the same buffer. Writes go to the version that is not
+# values and state are NaN. A use by mistake therefore becomes visible, and never computes with the numbers of another
+# tile that uses the same buffer. State that the user replaced meanwhile counts. Writes go to the version that is not
 # committed, so a visit can be rolled back; see [Note: Two versions of a record]. TileVisits keeps at most ``depth``
 # tiles between start() and finish(). A tile is in one of its lists before it starts and until after it has finished, so
 # release() finds it after an interrupt at any point. The caller reads ahead in forward passes, and the update thread
@@ -93,6 +90,8 @@ class DiskTile:
         self._dtype = tile.pieces[0].value.dtype
         self._state: Record | None = None
         self._entries: tuple[_Entry, ...] = ()
+        self._absent: dict[_Entry, torch.Tensor] = {}
+        """What the state shows while it is on the disk."""
         self._room: dict[tuple[str, torch.dtype], int] = {}
         """By key, the offset of the whole tile's tensors in the state record."""
         self._buffers: list[torch.Tensor] = []
@@ -126,7 +125,8 @@ class DiskTile:
             point(piece.value, values[piece.start - self.tile.start : piece.end - self.tile.start])
             state = self._optimizer.state.get(piece.value, {})
             for entry in self._entries:
-                if entry.piece == index and isinstance(state.get(entry.key), OnDisk):
+                shown = state.get(entry.key) if entry.piece == index else None
+                if shown is not None and shown is self._absent.get(entry):
                     state[entry.key] = entry.view(self._buffers[1])
 
     def save(self) -> None:
@@ -148,14 +148,14 @@ class DiskTile:
         self.unbind()
 
     def unbind(self) -> None:
-        """Make values read as NaN, and state unreadable."""
+        """Make values and state read as NaN."""
         for piece in self.tile.pieces:
             point(piece.value, _absent(piece.value))
         for entry in self._entries if len(self._buffers) > 1 else ():
             state = self._optimizer.state.get(self.tile.pieces[entry.piece].value, {})
             held = state.get(entry.key)
             if isinstance(held, torch.Tensor) and held.data_ptr() == entry.view(self._buffers[1]).data_ptr():
-                state[entry.key] = OnDisk.like(held)
+                state[entry.key] = self._absent[entry] = _absent(held)
 
     def finish(self) -> None:
         """Wait for the transfers and return the buffers, also after an error."""
@@ -237,50 +237,11 @@ class DiskTile:
         while len(self._buffers) > 1:
             self._store.give(self._buffers.pop())
 
-    def replace(self, states: Sequence[dict[str, Any] | None]) -> None:
-        """Replace the state by ``state``, one dict for each piece (``None``: never stepped)."""
+    def write_state(self) -> None:
+        """Write state that replaces all of the old."""
         self._entries = ()
-        for piece, state in zip(self.tile.pieces, states, strict=True):
-            self._optimizer.state.pop(piece.value, None)
-            if state is not None:
-                self._optimizer.state[piece.value] = state
         with self.opened(write=True):
             pass
-
-
-class OnDisk(torch.Tensor):
-    """A tensor with a shape and a dtype but no values. It can be replaced by another tensor; any other use raises."""
-
-    @staticmethod
-    def like(tensor: torch.Tensor) -> OnDisk:
-        """Return the stand-in for ``tensor``, which moves to the disk."""
-        fill = float("nan") if tensor.is_floating_point() else 0
-        absent = torch.full((), fill, dtype=tensor.dtype, device="cpu").expand(tensor.shape)
-        made: OnDisk = give_subclass(OnDisk, absent)
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name not in DESCRIBE and name != "__get__":
-            raise RuntimeError(
-                f"{name}() of optimizer state that is on a disk: assign a new tensor, state[parameter][key] = ...; "
-                f"to read it call state_dict() of {SHARDED_OPTIMIZER}; to change it in place keep it in memory "
-                "(a smaller share on the disk)"
-            )
-        with no_subclass_dispatch():
-            return func(*args, **(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"OnDisk({tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, _memo: object) -> torch.Tensor:
-        raise RuntimeError(f"a copy of {self!r}: call state_dict() of {SHARDED_OPTIMIZER}")
-
-    def __reduce_ex__(self, _protocol: object) -> Any:
-        raise RuntimeError(f"saving {self!r}: call state_dict() of {SHARDED_OPTIMIZER}")
 
 
 def is_element_wise(value: object, piece: ParamShard) -> bool:
@@ -290,7 +251,7 @@ def is_element_wise(value: object, piece: ParamShard) -> bool:
 
 
 def _absent(like: torch.Tensor) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=like.dtype, device="cpu").expand(like.shape)
+    return torch.full((), absent_value(like.dtype), dtype=like.dtype, device="cpu").expand(like.shape)
 
 
 class TileVisits:
@@ -338,8 +299,9 @@ class TileVisits:
                 self._reading.append(tile)
                 tile.start()
 
-    def visit(self, tile: DiskTile, update: Callable[[DiskTile], None]) -> None:
-        """Bring ``tile`` into memory, call ``update`` and begin to write the tile back. Called once for each step.
+    @contextmanager
+    def visit(self, tile: DiskTile) -> Iterator[None]:
+        """Bring ``tile`` into memory for the block, which updates it, then begin to write it. Once for each step.
 
         Raises:
             DiskError: a transfer failed, of this tile or of an earlier one. All transfers have ended and no buffer is
@@ -351,7 +313,7 @@ class TileVisits:
                 self._bring(tile)
                 self._read_ahead()
                 tile.bind()
-                update(tile)
+                yield
                 tile.save()
                 self._visited[tile] = None
                 while self._writing and (len(self._writing) > max(self._depth // 2, 1) or self._writing[0].finished()):

@@ -144,7 +144,8 @@ class EarlyUpdates:
             memory = self._new_shards.get(index)
             with chunk.renewing() if memory is None else nullcontext(memory) as shard:
                 for each in self._disk[index]:
-                    self._visits.visit(each, lambda one: step(one.tile, shard))
+                    with self._visits.visit(each):
+                        step(each.tile, shard)
 
     def catch_up(self) -> None:
         """Wait for all updates that have begun; :attr:`failure` has their error."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.core.base.device import copy_ahead, is_page_locked, record_event
+from shardwise.core.base.device import copy_ahead, record_event, runtime
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
 from shardwise.core.base.validate import SHARDED_MODEL
@@ -73,11 +73,6 @@ class ChunkState:
     @property
     def on_disk(self) -> bool:
         return self.store is not None
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which updates are computed."""
-        return self.chunk.device if self.tier is Tier.DEVICE else torch.device("cpu")
 
     def use_disk(self, store: DiskStore, ranges: Sequence[TileRange]) -> None:
         """Write the masters to ``store``, one record for each tile."""
@@ -139,7 +134,7 @@ class UploadSlots:
 
     def copy(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """Copy ``values`` (1-D) to ``shard``, cast to its dtype. If they are in pageable memory, the host waits."""
-        if not shard.is_cuda or values.is_cuda or not is_page_locked(values):
+        if not shard.is_cuda or values.is_cuda or not runtime().is_pinned(values):
             shard.copy_(values)
             return
         numel = SLOT_BYTES // shard.itemsize
@@ -248,26 +243,4 @@ def take_over(
             continue
         changed = True
         part.copy_(torch.where(differs, values.to(part.dtype), part))
-        if rounded is None:
-            continue
-        for start, end in own:
-            differs[start:end] = differs[start:end].any()
-        _show_as_written(values, part, differs, rounded)
     return changed
-
-
-# [Note: Written to what is rounded]
-# A weight that is set to zero may be so small that it had been rounded to zero: it does not differ from the rounded
-# value. If larger weights of its block are set to zero with it, the scale of the block shrinks, and the small weight
-# would come back. So parameters that were written to keep the written values wherever the rounding can represent them.
-# Scales are powers of two: if a scale shrinks, all earlier values of the block can still be represented, and values
-# that would be rounded to others are copied to the masters. If a scale grows, masters round to the nearest value and
-# are kept. Masters of parameters without a write are kept as well.
-def _show_as_written(values: torch.Tensor, part: torch.Tensor, written: torch.Tensor, rounded: Rounded) -> None:
-    possible = (rounded(values) == values) & written
-    while True:
-        differs = possible & (rounded(part.to(values.dtype)) != values)
-        if not differs.any():
-            return
-        part.copy_(torch.where(differs, values.to(part.dtype), part))
-        possible &= ~differs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -46,8 +46,6 @@ WHOLE = ("muon", "adafactor", "shampoo", "soap", "lamb", "lars", "novograd", "ca
 OURS = ("shardwise.core.optim", "shardwise.nn")
 OF_TORCH_OR_OURS = ("torch.optim", *OURS)
 """Modules whose optimizers are known to be element-wise, except the names above and classes that declare otherwise."""
-Kind = tuple[Tier, torch.device, torch.dtype, torch.dtype, torch.dtype]
-"""The properties that all tiles of one call share: home, device, and dtypes of values and gradients."""
 NOTHING: dict[str, Any] = {}
 """The state of a piece that the optimizer has not stepped."""
 HAS_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -479,12 +477,13 @@ class TileStepper:
     def _call(self, group: dict[str, Any], active: Sequence[ParamShard]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
         entries = self._entries(active)
-        held = self._extent(entries)
+        held = sum(map(len, entries))
         # One group with the active pieces of these tiles: the optimizer's own loop steps nothing else.
         for alike in _alike(active, entries) if group.get("fused") else (active,):
             group["params"] = [piece.value for piece in alike]
             self._bare.step(group)
-        if self._extent(self._entries(active) if self.foreign or NOTHING in entries else entries) != held:
+        # Optimizers make state at the first step of a piece, and keep its size.
+        if sum(map(len, self._entries(active) if self.foreign or NOTHING in entries else entries)) != held:
             self.state_changed()
         changed = [key for key, value in group.items() if key != "params" and before.get(key) is not value]
         if changed:
@@ -492,10 +491,6 @@ class TileStepper:
                 f"{type(self.optimizer).__name__}.step() changes its param group ({changed}), and would do so once a "
                 "tile, so it cannot be sharded; use an optimizer whose state belongs to parameters"
             )
-
-    def element_bytes(self, like: torch.Tensor, index: int) -> int:
-        """Return the bytes of state for each element of a parameter like ``like`` in that param group."""
-        return sum(dtype.itemsize for dtype in self.element_dtypes(like, index).values())
 
     def element_dtypes(self, like: torch.Tensor, index: int = 0) -> dict[str, torch.dtype]:
         """Return by key the state for each element of a parameter like ``like`` in a param group.
@@ -548,11 +543,6 @@ class TileStepper:
             return [dict.get(state, piece.value, NOTHING) for piece in pieces]
         return [state.get(piece.value, NOTHING) for piece in pieces]
 
-    def _extent(self, entries: Sequence[dict[str, Any]]) -> int:
-        """Return a number that changes with the size of the state: optimizers of torch and shardwise allocate it at the
-        first step of a piece, and keep its size."""
-        return _bytes_of(entries) if self.foreign else sum(map(len, entries))
-
     def state_changed(self) -> None:
         """Note that state was made, dropped, replaced or moved; its size is computed again at the next query."""
         self._generation += 1
@@ -602,74 +592,18 @@ class TileStepper:
         return on_cpu and value.dtype in HALF_DTYPES
 
 
-def chunks_at_once(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
-    """Return runs of neighbouring chunks' tiles with the same properties, each of at most one tile's maximum of
-    elements; or of one chunk."""
-    held, numel = list[UpdateTile](), 0
-    kind: Kind | None = None
-    for _, of_chunk in groupby(tiles, key=lambda tile: tile.chunk):
-        own = list(of_chunk)
-        more, its = sum([tile.numel for tile in own]), _kind(own[0])
-        if held and (its != kind or numel + more > _most(own[0])):
-            yield held
-            held, numel = [], 0
-        held += own
-        numel, kind = numel + more, its
-    if held:
-        yield held
-
-
-def runs(tiles: Sequence[UpdateTile], together: bool = True) -> Iterator[list[UpdateTile]]:
-    """Return ``tiles``, which have the same properties, by param group and in calls of at most one tile's maximum of
-    elements.
-
-    Args:
-        together: ``False``: one tile for each call.
-    """
-    if not together:
-        yield from ([tile] for tile in tiles)
-        return
-    most = _most(tiles[0])
-    held = dict[int, tuple[list[UpdateTile], int]]()
+def runs(tiles: Iterable[UpdateTile]) -> Iterator[list[UpdateTile]]:
+    """Return ``tiles`` in calls of tiles with the same param group, home, device, and dtypes of values and gradients,
+    each of at most one tile's maximum of elements."""
+    held = dict[tuple[Any, ...], tuple[list[UpdateTile], int]]()
     for tile in tiles:
-        run, numel = held.get(tile.group, ([], 0))
-        if run and numel + tile.numel > most:
+        value, grads = tile.pieces[0].value, tile.grads
+        key = tile.group, tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype
+        run, numel = held.get(key, ([], 0))
+        if run and numel + tile.numel > TILE_NUMEL[value.device.type]:
             yield run
             run, numel = [], 0
         run.append(tile)
-        held[tile.group] = run, numel + tile.numel
+        held[key] = run, numel + tile.numel
     for run, _ in held.values():
         yield run
-
-
-class UpdateCalls:
-    """Which tiles each call of an update steps; computed once and reused while the same tiles are pending.
-
-    Args:
-        together: as for :func:`runs`.
-    """
-
-    def __init__(self, together: bool) -> None:
-        self._together = together
-        self._due = list[UpdateTile]()
-        self._calls = list[list[UpdateTile]]()
-
-    def of(self, pending: list[UpdateTile]) -> Sequence[list[UpdateTile]]:
-        """Return the calls that step ``pending``, in order."""
-        if pending != self._due:  # each of these is equal to itself alone
-            self._due = pending
-            self._calls = [run for tiles in chunks_at_once(pending) for run in runs(tiles, self._together)]
-        return self._calls
-
-    def forget(self) -> None:
-        """Forget the calls, because tiles have another home and so other properties."""
-        self._due, self._calls = [], []
-
-
-def _most(tile: UpdateTile) -> int:
-    return TILE_NUMEL[tile.pieces[0].value.device.type]
-
-
-def _kind(tile: UpdateTile) -> Kind:
-    value, grads = tile.pieces[0].value, tile.grads
-    return tile.state.tier, value.device, value.dtype, grads.dtype, grads.accumulate_dtype

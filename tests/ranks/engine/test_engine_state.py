@@ -12,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.core.mesh import init_distributed
-from shardwise.core.parallel.tensor import Architecture, Mlp
-from shardwise.plan import Plan, TensorPlan, zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, check, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
@@ -399,29 +397,6 @@ def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: fl
     """Children first, once a load, on all ranks; at stage 3 with the module's parameters, and what they write stays."""
     for found in run_ranks(2, sessions, str(tmp_path), precision):
         hooks_check(found, given(torch.float32), tolerance)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.last(self.first(x))
-
-
-@on_ranks(2)
-def test_a_hook_that_would_see_a_part_is_refused() -> None:
-    init_distributed()
-    cut = TensorPlan(architecture=Architecture("mine", {"Block": (Mlp(columns=("first",), rows=("last",)),)}))
-    small = transformers.GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=2, n_head=2)
-    for model, plan, why in (
-        (nn.Sequential(Block(), Block()), zero(1).but(tp=2, tensor=cut), "tensor-parallel"),
-        (transformers.GPT2LMHeadModel(small), zero(1).but(pp=2), "pipeline"),
-    ):
-        model.register_load_state_dict_post_hook(lambda *_: None)
-        with pytest.raises(ValueError, match=rf"the model itself \(\w+\) has a hook for loads .*{why} ranks"):
-            shardwise.shard(model, sgd(model), plan)
 
 
 def hooked_sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -268,27 +267,21 @@ def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> No
         check([found[index] for found in by_rank], expected, mix)
 
 
-def in_place(directory: str) -> list[str]:
+def shown(directory: str) -> bool:
+    """Whether state on a disk shows NaN between steps."""
     model = Late()
-    said = []
     with one_mesh(zero(2)) as mesh:
         session = build(model, momentum(model), with_tiers(zero(2), "s_disk", directory), mesh)
         session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
         session.optimizers[0].step()
         held = next(iter(session.optimizers[0].state.values()))["momentum_buffer"]
-        assert held.dim() == 1 and held.dtype is torch.float64 and "OnDisk" in repr(held)
-        for act in (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(dict(session.optimizers[0].state))):
-            with pytest.raises(RuntimeError) as error:
-                act()
-            said.append(str(error.value))
+        assert held.dim() == 1 and held.dtype is torch.float64
         session.close()
-    return said
+        return bool(held.isnan().all())
 
 
-def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> None:
-    for said in run_ranks(2, in_place, str(tmp_path)):
-        for name, message in zip(("zero_()", "norm()", "add()", "OnDisk("), said, strict=True):
-            assert name in message and "state_dict()" in message
+def test_state_on_a_disk_shows_nan_between_steps(tmp_path: Path) -> None:
+    assert run_ranks(2, shown, str(tmp_path)) == [True, True]
 
 
 # ---- loading
@@ -317,16 +310,12 @@ def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
 
 
 NAN = float("nan")
-WRONG_OPTIONS: list[tuple[str, Any]] = [
-    *(("lr", value) for value in (NAN, torch.tensor(NAN), -1e-3, torch.tensor(-1e-3), "0.1")),
-    *(("betas", value) for value in ((0.9, 1.0), (-0.1, 0.9))),
-    *(("eps", -1e-8), ("weight_decay", None), ("weight_decay", "0.1")),
-]
+WRONG_OPTIONS: list[tuple[str, Any]] = [("lr", NAN), ("lr", torch.tensor(NAN)), ("betas", (NAN, 0.9)), ("eps", NAN)]
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
-def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
+def test_an_option_that_is_nan_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
     for message, right in run_ranks(2, wrong_option, option, value, update):
         assert f"{option}={value}" in message or f"{option}={value!r}" in message
         assert "param group 0: give" in message and right
@@ -340,9 +329,6 @@ def valid_options() -> bool:
     own.param_groups[0].update(lr=0, eps=(None, 0.001))
     session.backward(session.module(rows(0, 0), 0, False).square().mean())
     session.optimizers[0].step()
-    with pytest.raises(ValueError, match="eps"):
-        own.param_groups[0]["eps"] = (None, "0.001")
-        session.optimizers[0].step()
     session.close()
     return True
 

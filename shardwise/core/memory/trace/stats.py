@@ -292,15 +292,16 @@ class MemoryRecorder:
         self._moments.append(Moment(unit, name, phase, model_bytes, self._before, dict(kinds or {})))
         self._before = 0
 
-    def end_interval(self) -> None:
+    def end_interval(self) -> int:
         """End the current interval now instead of at the next moment. Call this before residency changes for a moment
-        that is recorded afterwards, so that model data in transfer is not counted as other memory."""
+        that is recorded afterwards, so that model data in transfer is not counted as other memory. Return its peak."""
         peak = self.tracker.take_peak()
         if self._moments:
             last = self._moments[-1]
             self._moments[-1] = replace(last, non_model_bytes=max(last.non_model_bytes, peak))
         else:
             self._before = max(self._before, peak)
+        return peak
 
     def so_far(self) -> MemStats:
         """Return the trace until now, and continue to record."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.base.device import total_bytes
+from shardwise.core.base.device import runtime
 from shardwise.core.memory.trace.stats import NO_UNIT, MemoryRecorder, MemStats, Phase
 from shardwise.core.memory.trace.tracker import Tracker, make_tracker, sizes_of
 
@@ -64,7 +64,7 @@ def trace_memory(
             raise ValueError(f"{name} is not initialised yet (a lazy module); run the model once before tracing it")
     device = _device_of(model, batch)
     if capacity_bytes is None and device.type == "cuda":
-        capacity_bytes = total_bytes(device)
+        capacity_bytes = runtime().total_bytes(device)
     with contextlib.ExitStack() as undo:
         hidden = _keep(model, batch, optimizer, device, undo)
         if optimizer is not None and not optimizer.state:

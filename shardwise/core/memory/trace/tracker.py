@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from shardwise.core.base.device import allocator_bytes, reset_allocator_peak
+from shardwise.core.base.device import allocator_bytes, runtime
 from shardwise.core.base.tensors import SPARSE, parts_of
 from shardwise.core.base.torch_internals import DispatchMode, each_leaf, is_wrapper, storage_id
 
@@ -348,7 +348,7 @@ class AllocatorTracker(Tracker):
 
     def _restart(self) -> None:
         self._model_at_start = self._model_bytes()
-        reset_allocator_peak(self.device)
+        runtime().reset_peak(self.device)
 
     def _look(self) -> None:
         now, self._total_peak = allocator_bytes(self.device)
