@@ -57,7 +57,7 @@ class OtherParts:
 
     def ask(self, mine: float, largest: bool) -> float:
         """Return the sum of the ranks' numbers, or the largest of them. Collective."""
-        result, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
+        result, same = self.group.total(mine, "the gradient norm", compared=self.words, largest=largest)
         if self.differ is not None and not all(same):
             self.differ()
         return result
