@@ -25,7 +25,7 @@ from shardwise.core.parallel.pipeline import (
     Schedule,
     StageRun,
     WeightGradients,
-    given_schedule,
+    custom_schedule,
     make_schedule,
     split_batch,
     walk,
@@ -172,7 +172,7 @@ class PipelineSteps:
         """Return the plan's own schedule if it is for this number of micro-batches, otherwise a new one."""
         plan, ranks = self._plan.pipeline, self._staging.ranks
         if plan.orders is not None:
-            own = given_schedule(ranks, plan.orders)
+            own = custom_schedule(ranks, plan.orders)
             if own.microbatches == microbatches:
                 return own
         return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)
