@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.compat.published import changed, given_in_vain, listed, names_of
+from shardwise.compat.published import changed, listed, names_of, unused_arguments
 from shardwise.core.base.validate import boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
@@ -359,7 +359,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
         unused[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
     elif a.remote_device != home:
         unused[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
-    return given_in_vain(a, unused)
+    return unused_arguments(a, unused)
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:

@@ -337,7 +337,7 @@ def check_schedulers(configs: Sequence[Any], checkpoint: Mapping[str, Any], stri
                 f"learning-rate scheduler {number}: {reason}; return from configure_optimizers what was saved, or set "
                 "strict_loading=False to keep its own state"
             )
-        if reason is None or saved.misfit(scheduler, groups_alike=False) is None:
+        if reason is None or saved.misfit(scheduler, same_groups=False) is None:
             check_scheduler(scheduler, saved.state, f"learning-rate scheduler {number}")
 
 
@@ -352,7 +352,7 @@ def fit_schedulers(configs: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         reason = saved.misfit(scheduler)
         if reason is None:
             continue
-        if saved.misfit(scheduler, groups_alike=False) is None:
+        if saved.misfit(scheduler, same_groups=False) is None:
             groups = inner_scheduler(scheduler).optimizer.param_groups
             states[number] = regrouped(saved.state, scheduler.state_dict(), groups, [None] * len(groups))
         else:
