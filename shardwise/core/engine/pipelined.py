@@ -79,7 +79,7 @@ class PipelineSteps:
         if not train:
             with torch.no_grad():
                 return self._run.step(schedule, parts, criterion, None, wants_outputs)
-        late, before = self._plan.shard.reduce == "last", grads.passes.held()
+        late, before = self._plan.shard.reduce == "last", grads.passes.accumulated_passes()
         try:
             with grads.no_sync() if late else contextlib.nullcontext():
                 with self._shared.accumulating() if self._shared is not None else contextlib.nullcontext():
