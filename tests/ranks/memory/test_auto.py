@@ -166,7 +166,9 @@ def watch(session: Session, found: Found) -> None:
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
             counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
-            assert counted == accounted, f"{accounted} bytes are accounted, {counted} are there: {ledger.bytes_by_kind()}"
+            assert counted == accounted, (
+                f"{accounted} bytes are accounted, {counted} are there: {ledger.bytes_by_kind()}"
+            )
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
