@@ -212,9 +212,9 @@ def run_case(case: Case) -> Result:
 
     def step(index: int) -> float:
         loss = session.module(*(part.to(device) for part in batch(size, 0, index)))
-        held.append(sum(session.ledger.held().values()))
+        held.append(sum(session.ledger.bytes_by_kind().values()))
         session.backward(loss)
-        held.append(sum(session.ledger.held().values()))
+        held.append(sum(session.ledger.bytes_by_kind().values()))
         assert session.optimizer is not None
         session.optimizer.step()
         return float(loss.detach())

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 WRITTEN = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 LAYOUTS = {"dcp": "fsdp2", "torchtitan": "torchtitan"}
 """Layouts of DCP by format name."""
-TAKEN_BY = {
+OPTION_FORMATS = {
     "max_shard_size": ("huggingface", "colossalai"),
     "safetensors": ("colossalai",),
     "config": ("huggingface",),
@@ -68,16 +68,16 @@ def write(source: CheckpointSource, options: argparse.Namespace, dtype: torch.dt
     """
     from shardwise.core.checkpoint.formats import write_checkpoint
 
-    for name, kinds in TAKEN_BY.items():
+    for name, kinds in OPTION_FORMATS.items():
         value = getattr(options, name)
         if value is not None and value is not False and options.to not in kinds:
             takers = f"--to {' and '.join(kinds)} alone {'takes' if len(kinds) == 1 else 'take'} it"
             raise ValueError(f"--{name.replace('_', '-')}: {takers}; leave it out")
     more: dict[str, Any] = {}
-    if options.to in TAKEN_BY["max_shard_size"]:
+    if options.to in OPTION_FORMATS["max_shard_size"]:
         more["size_per_shard"] = megabytes
     if options.to == "huggingface":
-        more |= {name: _config_beside(options.source, name) for name in ("config", "generation_config")}
+        more |= {name: _read_config(options.source, name) for name in ("config", "generation_config")}
         if options.config is not None:
             more["config"] = _configuration(options.config, "config.json")
     elif options.to in LAYOUTS:
@@ -125,7 +125,7 @@ def _configuration(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _config_beside(path: Path, name: str) -> Any:
+def _read_config(path: Path, name: str) -> Any:
     from shardwise.core.checkpoint.bounds import read_json
     from shardwise.core.checkpoint.formats.detect import located
     from shardwise.core.checkpoint.source import CheckpointError

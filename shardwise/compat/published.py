@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-__all__ = ["changed", "given_in_vain", "listed", "names_of", "picked"]
+__all__ = ["changed", "listed", "names_of", "picked", "unused_arguments"]
 
 A = TypeVar("A")
 
@@ -27,7 +27,7 @@ def changed(arguments: Any, names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if getattr(arguments, name) != defaults[name]]
 
 
-def given_in_vain(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+def unused_arguments(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
     """Return the arguments in ``reasons``, by reason, that differ from their defaults."""
     result = {reason: changed(arguments, names) for reason, names in reasons.items()}
     return {reason: names for reason, names in result.items() if names}

@@ -197,7 +197,7 @@ class DeepSpeedEngine(ModeOfModule):
         optimizer = self._required("backward")
         self._check_loss("backward", loss)
         scaled = loss / self._batch.accumulation if scale_wrt_gas else loss
-        with self._held_back():
+        with self._delayed_reduction():
             optimizer.backward(scaled, retain_graph=retain_graph)
         self._unmanaged += not retain_graph
         if not retain_graph:
@@ -451,7 +451,7 @@ class DeepSpeedEngine(ModeOfModule):
     # ---- passes
 
     @contextmanager
-    def _held_back(self) -> Iterator[None]:
+    def _delayed_reduction(self) -> Iterator[None]:
         """With full gradients (stages 0 and 1), communicate only in the last pass of a step."""
         managed = self.settings["managed_gradient_accumulation"]
         if managed and self.session.plan.shard.reduce == "last" and not self.is_gradient_accumulation_boundary():

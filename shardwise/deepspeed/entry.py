@@ -29,11 +29,11 @@ from shardwise.deepspeed.optimizers import give_names, make_optimizer, wide_stat
 from shardwise.deepspeed.plan import TENSOR_SIZES, data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
 from shardwise.deepspeed.stepping import drop_after_passes
-from shardwise.deepspeed.zero import forget, held_by_sessions, remember
+from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 
-__all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_asked_size"]
+__all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_tp_size"]
 
 
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
@@ -99,7 +99,7 @@ def initialize(
         init_distributed()
     group, model_axis = groups_of(mpu, model)
     ranks = len(ranks_of("group", group))
-    settings = read_config(with_asked_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))
+    settings = read_config(with_tp_size(_with_mesh(_chosen(args, config, config_params), mesh_param), model))
     if mpu is not None and max(parallel_sizes(settings)) > 1:
         raise ValueError(
             f"mpu={mpu!r:.80} with tensor_parallel.autotp_size, sequence_parallel_size = {parallel_sizes(settings)}: "
@@ -220,7 +220,7 @@ def _take_back(model: nn.Module) -> None:
     The optimizer state is lost, as in DeepSpeed. Collective if there is an engine. A model with tensor parallelism
     stays as it is, and sharding it again is an error.
     """
-    for session, _ in held_by_sessions({id(param) for param in model.parameters()}):
+    for session, _ in sessions_of({id(param) for param in model.parameters()}):
         if session.closed or session.mesh.tensor.size > 1:
             continue
         if session.mesh.rank == 0:
@@ -267,7 +267,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     return model
 
 
-def with_asked_size(config: Any, model: nn.Module) -> Any:
+def with_tp_size(config: Any, model: nn.Module) -> Any:
     """Return the configuration with the size from :func:`tp_model_init` for ``model`` or a part of it.
 
     Raises:

@@ -79,7 +79,7 @@ def to_plan(config: Source, world_size: int, *, numels: Sequence[int] | None = N
 def plan_of(settings: Settings, world_size: int, numels: Sequence[int] | None = None) -> Plan:
     """Return :func:`to_plan` of settings that were read; keys that only some stages use are added to their report."""
     s = settings
-    _set_aside(s)
+    _report_ignored(s)
     mesh = _mesh(s, data_ranks(s, world_size) * s["sequence_parallel_size"])
     shard_ranks = mesh.resolve(data_ranks(s, world_size) * s["sequence_parallel_size"]).dp_shard
     precision = _precision(s)
@@ -134,7 +134,7 @@ def _comm(s: Settings, overlap: bool, tiers: TierPlan) -> CommPlan:
     )
 
 
-def _set_aside(s: Settings) -> None:
+def _report_ignored(s: Settings) -> None:
     """Report keys that have no effect at this stage or with these values of other keys."""
 
     def ignore(paths: Sequence[str], reason: str) -> None:

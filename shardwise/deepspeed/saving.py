@@ -237,7 +237,7 @@ class _SmallState:
 
     def put_back(self) -> None:
         """Change the session."""
-        self._match.local_state.put_others(self._module_state)
+        self._match.local_state.load_buffers_and_extra(self._module_state)
         for index, number, options in self._groups:
             self._session.optimizers[index].param_groups[number].update(options)
         scaler = self._session.optimizers[0].scaler if self._session.optimizers else None
@@ -249,7 +249,7 @@ class _SmallState:
 def _buffers(match: LoadPlan) -> dict[str, torch.Tensor]:
     buffers = {}
     for name, value in match.local_state.buffers().items():
-        if f"model/{name}" in match.infos and name in match.local_state.others:
+        if f"model/{name}" in match.infos and name in match.local_state.buffers_and_extra:
             buffers[name] = match.source.read(f"model/{name}", 0, value.numel()).reshape(value.shape)
     return buffers
 

@@ -26,7 +26,7 @@ from shardwise.deepspeed.marks import ZeroParamStatus, ZeroParamType, mark
 from shardwise.deepspeed.plan import number_format
 from shardwise.session import Session
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "held_by_sessions", "remember"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "ZeroParamType", "forget", "remember", "sessions_of"]
 __all__ += ["register_external_parameter", "session_of", "unregister_external_parameter", "unwrap_model_for_generation"]
 
 _SESSIONS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -212,7 +212,7 @@ class GatheredParameters:
 
     def _shares(self) -> list[tuple[Session, list[nn.Parameter]]]:
         """Return by session the parameters that it has, in its order."""
-        shares = held_by_sessions({id(param) for param in self.params})
+        shares = sessions_of({id(param) for param in self.params})
         return [(session, [param for param in session.params if id(param) in own]) for session, own in shares]
 
     def _alone(self, shares: Sequence[tuple[Session, list[nn.Parameter]]]) -> list[nn.Parameter]:
@@ -266,7 +266,7 @@ def _overwrite(param: nn.Parameter, broadcast: Callable[[torch.Tensor], Any]) ->
         param.copy_(value)
 
 
-def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
+def sessions_of(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
     """Yield sessions with some of the parameters with these ids, and which ones; the newest session first.
 
     A closed session counts as long as its parameters are sharded.
@@ -280,7 +280,7 @@ def held_by_sessions(params: set[int]) -> Iterator[tuple[Session, set[int]]]:
 
 
 def session_of(param: nn.Parameter) -> Session | None:
-    """Return the session of ``param``, or ``None``; see :func:`held_by_sessions`."""
+    """Return the session of ``param``, or ``None``; see :func:`sessions_of`."""
     sessions = (each for each in reversed(list(_SESSIONS.values())) if each.one(param) is not None)
     session = next(sessions, None)
     return session if session is not None and _counts(session) else None

@@ -94,7 +94,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             raise NotImplementedError(f"parallelism_config={parallel!r} is not available: all ranks are data-parallel")
         self._mesh: Mesh | None = None
         self._made: list[weakref.ref[Session]] = []
-        self._told_unprepared = False
+        self._warned_unprepared = False
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -275,8 +275,8 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Return a context without reductions if the plan keeps full gradients (DDP, ZeRO-1); otherwise no effect."""
         session = self.session_of(model)
-        keeps_whole = session is not None and session.plan.shard.reduce == "last"
-        with session.no_sync() if session is not None and keeps_whole else nullcontext():
+        keeps_full_grads = session is not None and session.plan.shard.reduce == "last"
+        with session.no_sync() if session is not None and keeps_full_grads else nullcontext():
             yield
 
     def _owners(self, params: Mapping[int, Tensor]) -> list[Session]:
@@ -418,7 +418,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         return {name: state[name] for name in session.module.state_layout() if name in state}
 
     @contextmanager
-    def _set_aside(self) -> Iterator[None]:
+    def _hide_sharded(self) -> Iterator[None]:
         """Hide sharded models and optimizers from accelerate inside."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if self.session_of(each) is None]
@@ -442,18 +442,18 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError, ValueError, FileNotFoundError: on every rank, if a hook failed on one.
         """
         prepared = self._prepared()
-        self._tell_unprepared(prepared)
-        with saving_hooks(self, prepared), self._set_aside():
+        self._warn_unprepared(prepared)
+        with saving_hooks(self, prepared), self._hide_sharded():
             written: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for index, session in enumerate(prepared):
             session.checkpoints.latest = len(prepared) == 1  # of several models none is the newest
             session.checkpoints.save(written, STATE.format(index))
         return written
 
-    def _tell_unprepared(self, prepared: Sequence[Session]) -> None:
+    def _warn_unprepared(self, prepared: Sequence[Session]) -> None:
         trained = [type(session.model).__name__ for session in self._sessions if session.optimizer is not None]
-        if trained and not prepared and not self._told_unprepared:
-            self._told_unprepared = True
+        if trained and not prepared and not self._warned_unprepared:
+            self._warned_unprepared = True
             warn_user(
                 f"save_state() without {', '.join(trained)}: no model is prepared any more since free_memory() or "
                 "clear(), which drop all models, with or without arguments. Call prepare(...) again for the models and "
@@ -475,7 +475,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             for index, session in enumerate(prepared):
                 session.checkpoints.load(os.path.join(directory, STATE.format(index)))
 
-        with loading_hooks(self, prepared, load), self._set_aside():
+        with loading_hooks(self, prepared, load), self._hide_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:

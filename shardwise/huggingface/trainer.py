@@ -298,10 +298,10 @@ def gather_for_references(callbacks: Iterable[Any], session_of: Callable[[nn.Mod
     for each in callbacks:
         sync = getattr(each, SYNC, None)
         if callable(sync):
-            setattr(each, SYNC, _with_whole(getattr(sync, ORIGINAL, sync), session_of))
+            setattr(each, SYNC, _with_gathered(getattr(sync, ORIGINAL, sync), session_of))
 
 
-def _with_whole(sync: Callable[..., None], session_of: Callable[[nn.Module], Session | None]) -> Callable[..., None]:
+def _with_gathered(sync: Callable[..., None], session_of: Callable[[nn.Module], Session | None]) -> Callable[..., None]:
     def mix(model: nn.Module, target_model: nn.Module, *arguments: Any, **options: Any) -> None:
         with ExitStack() as blocks:
             for each, changes in ((model, False), (target_model, True)):

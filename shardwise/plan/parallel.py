@@ -58,7 +58,7 @@ class PipelinePlan:
         layers: number of layers of each stage; ``None``: as even as possible, with more in the middle.
         cache_shapes: stages exchange shapes once for each shape of the inputs; ``False``: with every message.
         body: where the layers are (``Body``), for a model whose class is not registered.
-        orders: for ``"zbv"``, the actions of each rank in their order (``given_schedule``), for steps with its number
+        orders: for ``"zbv"``, the actions of each rank in their order (``custom_schedule``), for steps with its number
             of micro-batches. ``None``: the order of the paper.
     """
 

@@ -201,10 +201,12 @@ def plan_of_fully_shard(
         )
     if dp_mesh_dims is not None:
         refuse("dp_mesh_dims", dp_mesh_dims, "give a mesh of data-parallel ranks; tensor parallelism is the plan's tp")
-    kept_by = reshard_after_forward if type(reshard_after_forward) is int else None
-    if (kept_by is None and reshard_after_forward not in (None, True, False)) or (kept_by is not None and kept_by < 1):
+    shard_ranks = reshard_after_forward if type(reshard_after_forward) is int else None
+    if (shard_ranks is None and reshard_after_forward not in (None, True, False)) or (
+        shard_ranks is not None and shard_ranks < 1
+    ):
         raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: give True, False or a number of ranks >= 1")
-    stays = reshard_after_forward is False or kept_by == 1
+    stays = reshard_after_forward is False or shard_ranks == 1
     ranks = all_ranks() if mesh is None else mesh_of(mesh)
     name_of = {module: name for name, module in model.named_modules()}
     modules = list(units)
@@ -213,7 +215,7 @@ def plan_of_fully_shard(
         raise ValueError(f"units={strange} are no modules of the {type(model).__name__}: give some of model.modules()")
     names = tuple(name_of[each] for each in modules if each is not model)
     plan = zero(3).but(
-        mesh=ranks if stays else replace(ranks, secondary=kept_by),
+        mesh=ranks if stays else replace(ranks, secondary=shard_ranks),
         gathered_fraction=1.0 if stays else 0.0,
         packing=ByModule(unit_classes=(), unit_names=names),
         groups=stays_gathered(names_of_ignored(model, ignored_params or (), ())),

@@ -118,7 +118,7 @@ class ShardedStrategy(Strategy):
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Return True if Lightning restores optimizer states, which is only done from a single file."""
-        return self._saving.whole_file
+        return self._saving.is_single_file
 
     @property
     def handles_gradient_accumulation(self) -> bool:

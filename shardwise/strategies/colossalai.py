@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin import gemini
-from shardwise.compat.published import given_in_vain, listed, names_of, picked
+from shardwise.compat.published import listed, names_of, picked, unused_arguments
 from shardwise.core.base.validate import MOST_NUMEL, boolean, fraction, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan
@@ -91,7 +91,7 @@ def without_effect(arguments: ColossalAIArguments, precision: str = "fp16") -> d
         unused["for placement_policy='auto' only"] = ("gpu_margin_mem_ratio",)
     if precision != "fp16":
         unused[f"the loss scale is for fp16, and the precision is {precision}"] = SCALER
-    return given_in_vain(a, unused)
+    return unused_arguments(a, unused)
 
 
 def to_plan(arguments: ColossalAIArguments, precision: str, world_size: int, master_weights: bool = True) -> Plan:

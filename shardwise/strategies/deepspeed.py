@@ -307,7 +307,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         """
         path = os.fspath(self.broadcast(checkpoint_path))
         if self.broadcast(is_of_deepspeed(path)):
-            self._saving.whole_file = False
+            self._saving.is_single_file = False
             return self._restored(load_deepspeed(self, path))
         with self._lenient(path):
             checkpoint: dict[str, Any] = super().load_checkpoint(path, weights_only)
@@ -493,11 +493,11 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         self.arguments = picked(FabricDeepSpeedArguments, values)
         self.load_full_weights, self.exclude_frozen_parameters = load_full_weights, exclude_frozen_parameters
         self._choose(config)
-        self._check_given()
+        self._check_fabric_keys()
         set_level(known_level(logging_level))
         super().__init__(**passed_on(values))
 
-    def _check_given(self) -> None:
+    def _check_fabric_keys(self) -> None:
         """Check the configuration for keys that the program has to handle under Fabric.
 
         Raises:
@@ -521,7 +521,7 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
     def _read(self) -> Settings:
         facts = TrainerFacts(accumulation=1, micro_batch=1, clip=0.0, precision=self.format.name)
         self._take_edits()
-        self._check_given()
+        self._check_fabric_keys()
         self._show(complete(self._entries, self.arguments, facts, self._misconfiguration))
         self._settings = read(self.config, self.world_size)
         return self._settings

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.compat.published import changed, given_in_vain, listed, names_of
+from shardwise.compat.published import changed, listed, names_of, unused_arguments
 from shardwise.core.base.validate import boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable
@@ -270,7 +270,7 @@ def _enabled(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("enabled") in (True, 1, "true", "True")
 
 
-def read_given(tree: Source) -> Settings:
+def read_lightning_config(tree: Source) -> Settings:
     """Read and check a configuration for Lightning.
 
     Raises:
@@ -291,7 +291,7 @@ def read(tree: Mapping[str, Any], world_size: int) -> Settings:
     ``train_batch_size`` is only a number in the log here, because the data loader defines the batch. If it does not
     fit, it is left out with a note.
     """
-    settings = read_given(tree)
+    settings = read_lightning_config(tree)
     together, micro, steps = settings[TOGETHER], settings[MICRO], settings[ACCUMULATION]
     world_size = data_ranks(settings, world_size)
     if together is not None and together != micro * steps * world_size:
@@ -359,7 +359,7 @@ def without_effect(arguments: DeepSpeedArguments, config: Mapping[str, Any] | No
         unused[f"it is for stage 3, and this is stage {stage}"] = ("remote_device",)
     elif a.remote_device != home:
         unused[f"parameters are made where their shards live, and {HOMES[home]}"] = ("remote_device",)
-    return given_in_vain(a, unused)
+    return unused_arguments(a, unused)
 
 
 def scale_without_effect(arguments: DeepSpeedArguments, completed: Mapping[str, Any]) -> str:
@@ -394,9 +394,9 @@ class ConfiguredByDeepSpeed:
         """Choose the configuration, and warn about arguments without effect."""
         from_environment = read_variable(self.DEEPSPEED_ENV_VAR) if config is None else None
         chosen = chosen_config(config, from_environment, self.DEEPSPEED_ENV_VAR, self._misconfiguration)
-        self._config_given = chosen is not None
+        self._has_config = chosen is not None
         self._entries: dict[str, Any] = self.arguments.to_config() if chosen is None else chosen
-        read_given(self._entries)  # raises errors now instead of when training begins
+        read_lightning_config(self._entries)  # raises errors now instead of when training begins
         self._show(self._entries)
         self._settings: Settings | None = None
         self._reported: set[str] = set()
@@ -480,7 +480,7 @@ class ConfiguredByDeepSpeed:
         return plan, report
 
     def _tell(self, report: Report) -> None:
-        quiet = frozenset() if self._config_given else quiet_paths(self.arguments)
+        quiet = frozenset() if self._has_config else quiet_paths(self.arguments)
         reported = Report(report.used, {k: v for k, v in report.ignored.items() if k not in quiet}, report.notes)
         if (reported.ignored or reported.notes) and str(reported) not in self._reported:
             self._reported.add(str(reported))

@@ -66,12 +66,12 @@ class Saving:
     """Saving and loading for one strategy.
 
     Attributes:
-        whole_file: whether the last loaded checkpoint is one file, from which Lightning restores each entry.
+        is_single_file: whether the last loaded checkpoint is one file, from which Lightning restores each entry.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self.whole_file = True
+        self.is_single_file = True
         self._dumping = False
         self._warned: set[str] = set()  # hyperparameters about which a warning was given
 
@@ -94,19 +94,19 @@ class Saving:
         connector.dump_checkpoint = outlined
 
     @property
-    def _given_io(self) -> Any:
+    def _user_io(self) -> Any:
         """The user's ``checkpoint_io``; ``None`` for Lightning's default."""
         io = self._strategy._checkpoint_io
         return None if io is None or type(io) is self._strategy.ns.load("plugins.io.TorchCheckpointIO") else io
 
     @property
     def _asynchronous(self) -> bool:
-        return isinstance(self._given_io, self._strategy.ns.load("plugins.io.async_plugin.AsyncCheckpointIO"))
+        return isinstance(self._user_io, self._strategy.ns.load("plugins.io.async_plugin.AsyncCheckpointIO"))
 
     @property
     def one_file(self) -> bool:
         """Return True if the user's ``checkpoint_io`` writes each checkpoint as one file."""
-        return self._given_io is not None and not self._asynchronous
+        return self._user_io is not None and not self._asynchronous
 
     def module_state(self) -> dict[str, Any]:
         """Return the full state, or its outline while Lightning collects a checkpoint."""
@@ -191,8 +191,8 @@ class Saving:
         """See :meth:`shardwise.strategies.base.ShardedStrategy.load_checkpoint`."""
         path = os.fspath(self._strategy.broadcast(path))
         session: Session = self._strategy.session
-        self.whole_file = bool(self._strategy.broadcast(not os.path.isdir(path)))
-        if self.whole_file:
+        self.is_single_file = bool(self._strategy.broadcast(not os.path.isdir(path)))
+        if self.is_single_file:
             return _read_file(path, weights_only, one_file)
         module = self._strategy.lightning_module
         fitting = module.trainer.state.fn.value == "fit"
@@ -223,7 +223,7 @@ class Saving:
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """See :meth:`shardwise.strategies.base.ShardedStrategy.load_model_state_dict`."""
         state = checkpoint["state_dict"]
-        if self.whole_file:
+        if self.is_single_file:
             self._strategy.session.module.load_state_dict(state, strict=strict)
         elif isinstance(state, _Outline) and state.changed:
             warn_user(
@@ -233,7 +233,7 @@ class Saving:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """See :meth:`shardwise.strategies.base.ShardedStrategy.load_optimizer_state_dict`."""
-        if self.whole_file:
+        if self.is_single_file:
             for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
 
@@ -337,7 +337,7 @@ def check_schedulers(configs: Sequence[Any], checkpoint: Mapping[str, Any], stri
                 f"learning-rate scheduler {number}: {reason}; return from configure_optimizers what was saved, or set "
                 "strict_loading=False to keep its own state"
             )
-        if reason is None or saved.misfit(scheduler, groups_alike=False) is None:
+        if reason is None or saved.misfit(scheduler, same_groups=False) is None:
             check_scheduler(scheduler, saved.state, f"learning-rate scheduler {number}")
 
 
@@ -352,7 +352,7 @@ def fit_schedulers(configs: Sequence[Any], checkpoint: dict[str, Any]) -> None:
         reason = saved.misfit(scheduler)
         if reason is None:
             continue
-        if saved.misfit(scheduler, groups_alike=False) is None:
+        if saved.misfit(scheduler, same_groups=False) is None:
             groups = inner_scheduler(scheduler).optimizer.param_groups
             states[number] = regrouped(saved.state, scheduler.state_dict(), groups, [None] * len(groups))
         else:

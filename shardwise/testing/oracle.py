@@ -139,11 +139,11 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _carrier(gradient: Tensor) -> nn.Parameter:
+def _param_with_grad(gradient: Tensor) -> nn.Parameter:
     """Return a parameter with this gradient and its dtype, for torch's clipping functions."""
-    carrier = nn.Parameter(torch.empty_like(gradient))
-    carrier.grad = gradient
-    return carrier
+    param = nn.Parameter(torch.empty_like(gradient))
+    param.grad = gradient
+    return param
 
 
 def _record_and_step(run: PlainRun, owner: nn.Module, gradients: Mapping[str, Tensor], recipe: PlainRecipe) -> None:
@@ -154,7 +154,7 @@ def _record_and_step(run: PlainRun, owner: nn.Module, gradients: Mapping[str, Te
     counted = [gradient for _, _, gradient in graded if gradient.numel()]
     run.norms.append(float(torch.nn.utils.get_total_norm(counted, recipe.norm_type)))
     if recipe.max_norm:
-        torch.nn.utils.clip_grad_norm_([_carrier(g) for g in counted], recipe.max_norm, recipe.norm_type)
+        torch.nn.utils.clip_grad_norm_([_param_with_grad(g) for g in counted], recipe.max_norm, recipe.norm_type)
     finite = all(bool(gradient.isfinite().all()) for gradient in counted)
     skip = recipe.loss_scale != 1.0 and not finite  # without a scale, plain training applies NaN
     run.skipped.append(skip)

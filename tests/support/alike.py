@@ -200,7 +200,7 @@ class _AlikeMaker(GroupMaker):
         return "gloo"
 
     def tell(self, obj: object) -> list[Any]:
-        return self._everyone().exchange_object(obj)[0]
+        return self._world_control().exchange_object(obj)[0]
 
     def agree(self, argument: str, wanted: object) -> None:
         return
@@ -212,7 +212,7 @@ class _AlikeMaker(GroupMaker):
         own = self._own(rank_lists)
         return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
 
-    def _everyone(self) -> Control:
+    def _world_control(self) -> Control:
         if self._world is None:
             everyone = AlikeProcessGroup(self._rank, self._size, self._asked)
             self._world = Control("world", everyone, self.activity)

@@ -112,8 +112,8 @@ def whole(model: nn.Module, axis: Axis, tensors: Mapping[str, Tensor]) -> dict[s
             found[name] = held[0]
             continue
         cut = part.cut
-        padded = cut.whole(held)
-        assert not padded.narrow(cut.dim, part.whole[cut.dim], cut.size - part.whole[cut.dim]).any(), name
+        padded = cut.unshard(held)
+        assert not padded.narrow(cut.dim, part.full_shape[cut.dim], cut.size - part.full_shape[cut.dim]).any(), name
         for rank, each in enumerate(held):  # what several hold is the same on all of them
             assert torch.equal(cut.part(padded, rank), each), f"{name} differs between its holders"
         found[name] = part.together(held)

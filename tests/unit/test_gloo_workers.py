@@ -44,5 +44,5 @@ def test_a_worker_that_wants_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPa
         done.append("let go")
 
     with worker(late):
-        release.let_workers_rest()
+        release.wait_for_idle_workers()
         assert done == ["let go"]

@@ -23,7 +23,7 @@ from shardwise.strategies.deepspeed_config import (
     complete,
     quiet_paths,
     read,
-    read_given,
+    read_lightning_config,
     scale_without_effect,
     to_plan,
     without_effect,
@@ -364,5 +364,5 @@ def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
 def test_autocast_is_lightnings_own() -> None:
     block = {"enabled": True, "dtype": "bfloat16"}
     with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
-        read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
-    assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0
+        read_lightning_config({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
+    assert read_lightning_config({"torch_autocast": block | {"enabled": False}}).stage == 0

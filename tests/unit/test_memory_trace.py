@@ -32,7 +32,7 @@ from shardwise.cli.errors import BadInput
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.memory.trace import picture
 from shardwise.core.memory.trace.picture import (
-    REST,
+    NON_MODEL,
     draw,
     draw_tiers,
     dump_memory_stats,
@@ -575,7 +575,7 @@ def test_heights_are_the_sizes() -> None:
         base = picture.HEIGHT - picture.BOTTOM
         sizes = [round((base - y) / (base - picture.TOP) * top) for _, y in points[: len(points) // 2 : 2]]
         heights[path.get("fill") or ""] = sizes
-    color = {kind: picture.color_of(kind, []) for kind in ("parameters", "gradients", picture.MODEL, REST)}
+    color = {kind: picture.color_of(kind, []) for kind in ("parameters", "gradients", picture.MODEL, NON_MODEL)}
 
     def near(found: list[int], expected: list[int]) -> bool:
         return len(found) == len(expected) and all(abs(a - b) <= 2 for a, b in zip(found, expected, strict=True))
@@ -583,7 +583,7 @@ def test_heights_are_the_sizes() -> None:
     assert near(heights[color["parameters"]], [100, 100, 100])
     assert near(heights[color["gradients"]], [100, 250, 250])
     assert near(heights[color[picture.MODEL]], [100, 300, 250])  # what no kind accounts for
-    assert near(heights[color[REST]], [150, 800, 250])
+    assert near(heights[color[NON_MODEL]], [150, 800, 250])
 
 
 EVIL = "</text><script>alert('x')</script>&\"\x00\x1b[31m\n" + "long" * 50

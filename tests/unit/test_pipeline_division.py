@@ -28,7 +28,7 @@ from shardwise.core.parallel.pipeline import (
 )
 from shardwise.core.parallel.pipeline.batch import check_mergeable, detached
 from shardwise.core.parallel.pipeline.run import STEPS, StageRun
-from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, simulate
+from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, custom_schedule, simulate
 from shardwise.plan import PipelinePlan
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 from tests.support.on_ranks import raises
@@ -360,7 +360,7 @@ def test_the_order_of_zbv_is_torchs() -> None:
                     for each in expected
                     if each is not None
                 ]
-            assert given_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
+            assert custom_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
 
 
 def test_what_waits_in_a_circle_is_told() -> None:
@@ -374,4 +374,4 @@ def test_bad_input_is_refused() -> None:
     raises(ValueError, "2 stages a rank", lambda: make_schedule("1f1b", 2, 2, 2))
     raises(ValueError, "schedule='zbv' with 1 stages a rank: give 2", lambda: make_schedule("zbv", 2, 1, 2))
     for text in ("F0", "0G0", 3):
-        raises(ValueError, f"{text!r} is no action", given_schedule, 1, ((text,),))
+        raises(ValueError, f"{text!r} is no action", custom_schedule, 1, ((text,),))

@@ -50,7 +50,7 @@ def test_what_is_held_is_asked_at_each_check() -> None:
     raises(DeviceMemoryError, None, lambda: ledger.require(7 * KIB, "an array"))
     ledger.require(6 * KIB, "an array")
     assert ledger.peak_bytes == 10 * KIB
-    assert dict(ledger.held()) == held
+    assert dict(ledger.bytes_by_kind()) == held
 
 
 def test_what_is_kept_for_speed_goes_first() -> None:

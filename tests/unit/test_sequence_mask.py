@@ -43,7 +43,7 @@ def masks() -> Iterator[tuple[str, SequenceMask, Tensor]]:
 def test_a_relation_is_what_the_matrix_says(which: int) -> None:
     name, mask, matrix = list(masks())[which]
     matrix = matrix.expand(ROWS, LENGTH, LENGTH)
-    assert torch.equal(mask.whole(CPU).expand(ROWS, 1, -1, -1)[:, 0], matrix)
+    assert torch.equal(mask.full(CPU).expand(ROWS, 1, -1, -1)[:, 0], matrix)
     whole = torch.zeros(ROWS, LENGTH + 5, LENGTH + 5, dtype=torch.bool)
     whole[:, :LENGTH, :LENGTH] = matrix
     numbers, met = random.Random(which), set()

@@ -193,7 +193,9 @@ def shares(size: int, norms: int) -> list[list[float]]:
 @pytest.mark.parametrize(("size", "norms"), [(65, 40), *full((512, 300), (4096, 4))])
 def test_sums_of_many_values(size: int, norms: int) -> None:
     every = shares(size, norms)
-    found, lengths = met(size, lambda group, rank: group.totals(every[rank], "a test", beside=[7.0, float(rank == 5)]))
+    found, lengths = met(
+        size, lambda group, rank: group.totals(every[rank], "a test", compared=[7.0, float(rank == 5)])
+    )
     expected = [plain_sum(column) for column in zip(*every, strict=True)]
     for sums, same in found:
         assert sums == found[0][0] and same == [True, False]

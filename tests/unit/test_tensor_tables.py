@@ -32,7 +32,7 @@ from shardwise.core.parallel.tensor import (
     known_architectures,
     propose_architecture,
 )
-from shardwise.core.parallel.tensor.order import StoredCut, own_runs, read_logical, read_part, whole_runs
+from shardwise.core.parallel.tensor.order import StoredCut, full_runs, own_runs, read_logical, read_part
 from shardwise.core.parallel.tensor.rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part, shares
 from shardwise.core.parallel.tensor.tables import TABLES
@@ -310,7 +310,7 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[in
                 assert torch.equal(flat[there], local[run.local : run.local + run.numel])
                 seen[there] += 1
             known = torch.zeros(end - start)
-            for run in whole_runs(part, start, end):  # also what others store
+            for run in full_runs(part, start, end):  # also what others store
                 known[run.local - start : run.local - start + run.numel] = whole.view(-1)[run.stored :][: run.numel]
             assert torch.equal(known, local[start:end])
     assert bool((seen == 1).all())
@@ -383,7 +383,7 @@ def test_parts_make_the_whole(blocks: list[list[int]], dim: int) -> None:
     tensor = torch.arange(2.0 * cut.size).view(shape)
     parts = [cut.part(tensor, rank) for rank in range(3)]
     assert [part.shape[dim] for part in parts] == [cut.numel(rank) for rank in range(3)]
-    assert torch.equal(cut.whole(parts), tensor) and not cut.holders()
+    assert torch.equal(cut.unshard(parts), tensor) and not cut.holders()
 
 
 def test_fused_matrices_are_cut_each() -> None:
@@ -396,7 +396,7 @@ def test_ranks_may_hold_the_same() -> None:
     cut = ShardSpec(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
     tensor = torch.arange(4.0)
     assert cut.part(tensor, 1).tolist() == [0, 1] and torch.equal(
-        cut.whole([tensor[:2]] * 2 + [tensor[2:]] * 2), tensor
+        cut.unshard([tensor[:2]] * 2 + [tensor[2:]] * 2), tensor
     )
     assert cut.holders() == {(0, 2): (0, 1), (2, 4): (2, 3)}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 
-from shardwise.compat.published import given_in_vain
+from shardwise.compat.published import unused_arguments
 from shardwise.core.base.validate import integer, refuse, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import PrecisionPlan, SequencePlan
@@ -81,7 +81,7 @@ def fits(value: object, hint: Any) -> bool:
 
 def warn_unused(arguments: Any, reasons: Mapping[str, Iterable[str]]) -> None:
     """Warn about changed arguments without effect; ``reasons`` has their names by reason."""
-    for reason, names in given_in_vain(arguments, reasons).items():
+    for reason, names in unused_arguments(arguments, reasons).items():
         values = ", ".join(f"{name}={getattr(arguments, name)!r:.80}" for name in names)
         warn_user(f"{values} without effect: {reason}")
 

@@ -28,7 +28,7 @@ MAX_SIZE = 2**63 - 1
 MAX_DIMENSIONS = 64
 MAX_DEPTH = 100
 """Levels of nested values. Encoding and decoding recurse twice a level, well within Python's limit."""
-SPARE_BYTES = 64 << 20
+MARGIN_BYTES = 64 << 20
 MOST_INDEX_BYTES = 512 << 20
 """Largest index file, which is read at once. A sparse file may be large at no cost, so its size is no bound."""
 MOST_MANIFEST_BYTES = 2 << 30
@@ -231,7 +231,7 @@ def checked_total(infos: Mapping[str, TensorInfo], there: int, where: object) ->
         CheckpointDamage: they need more.
     """
     needed = sum(info.nbytes for info in infos.values())
-    if needed > MOST_TIMES * there + SPARE_BYTES:
+    if needed > MOST_TIMES * there + MARGIN_BYTES:
         largest = max(infos, key=lambda name: infos[name].nbytes)
         raise CheckpointDamage(
             f"{where} has {there} bytes, and its tensors would be {needed}, {largest} of shape {infos[largest].shape} "

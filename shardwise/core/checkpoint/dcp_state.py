@@ -125,10 +125,10 @@ def set_optimizer_state_dict(
         RuntimeError: a trained parameter has no entry (``strict``), or a group has no options.
     """
     chosen, module = _options(options), _module(model)
-    given = _broadcast(module, optim_state_dict, "the optimizers") if chosen.broadcast_from_rank0 else optim_state_dict
+    full = _broadcast(module, optim_state_dict, "the optimizers") if chosen.broadcast_from_rank0 else optim_state_dict
     trained = {name for name, param in module.unwrap().named_parameters() if param.requires_grad}
     for optimizer, names in _with_names(module, optimizers):
-        nested = given if STATE in given else _nested(given, [n for group in names for n in group])
+        nested = full if STATE in full else _nested(full, [n for group in names for n in group])
         flat = [name for group in names for name in group]
         missing = [name for name in flat if name in trained and name not in nested[STATE]]
         if missing and chosen.strict:

@@ -176,7 +176,7 @@ class CheckpointRoot:
             if each.head is None:  # it may be the newest: keep it for inspection
                 continue
             if complete < keep:
-                complete += self._is_whole(each)
+                complete += self._is_complete(each)
                 continue
             removed.append(hidden_name(os.path.join(self.path, each.tag), "purged"))
             self._files.rename(each.path, removed[-1])
@@ -185,7 +185,7 @@ class CheckpointRoot:
         for gone in removed:
             self._files.remove_tree(gone)
 
-    def _is_whole(self, entry: CheckpointEntry) -> bool:
+    def _is_complete(self, entry: CheckpointEntry) -> bool:
         if os.path.realpath(entry.path) in self._damaged:
             return False
         try:

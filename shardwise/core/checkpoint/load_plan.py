@@ -24,7 +24,7 @@ from shardwise.core.checks.param_groups import same_value
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
-from shardwise.core.parallel.tensor.order import read_part, whole_runs
+from shardwise.core.parallel.tensor.order import full_runs, read_part
 
 LoadPart = Literal["all", "model", "optimizer"]
 
@@ -208,7 +208,7 @@ class LoadPlan:
         dtype = self.infos[name].dtype
         replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
         if name in replaced and part is not None:
-            for run in whole_runs(part, start, start + out.numel()):
+            for run in full_runs(part, start, start + out.numel()):
                 self.fill(name, run.stored, out[run.local - start : run.local - start + run.numel])
             return
         if name in replaced:  # further elements are unchanged

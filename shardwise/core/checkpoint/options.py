@@ -83,9 +83,9 @@ def check_scheduler(scheduler: Any, saved: object, where: str) -> None:
     own = scheduler.state_dict()
     if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
         raise ValueError(f"{where}: the state of a scheduler is {_short_value(saved)}; nothing was loaded")
-    of_others = not type(scheduler).__module__.startswith("torch.")
+    third_party = not type(scheduler).__module__.startswith("torch.")
     for key, value in saved.items():
-        none = of_others or key in FUNCTIONS
+        none = third_party or key in FUNCTIONS
         why = kind_mismatch(value, own[key], False, none) if key in own else _reserved(scheduler, key)
         if why:
             kind = type(scheduler).__name__

@@ -119,7 +119,7 @@ class PortableFiles:
 
                 def apply() -> None:
                     if options is None:
-                        match.local_state.put_others(values)
+                        match.local_state.load_buffers_and_extra(values)
                     else:
                         options.apply()
 

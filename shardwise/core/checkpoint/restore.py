@@ -86,7 +86,7 @@ def restore(
             if not begun or path in begun:
                 raise
             # "nothing was loaded" in its message is only about this checkpoint.
-            raise CheckpointError(f"{error}\n{_taken_from(begun)}") from error
+            raise CheckpointError(f"{error}\n{_partial_load_note(begun)}") from error
     if not paths and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
             format = detect_format(root)
@@ -98,7 +98,7 @@ def restore(
     return None
 
 
-def _taken_from(begun: Sequence[str]) -> str:
+def _partial_load_note(begun: Sequence[str]) -> str:
     return f"some values of {', '.join(begun)} were already loaded (load another checkpoint before going on)"
 
 
@@ -195,7 +195,7 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
     state, local_state = match.state, match.local_state
     with reading("extra state of the checkpoint"):
         extra = tree.decode(state["extra"], StateTensors(match.source)) if "extra" in state else {}
-    values = {name: value for name, value in extra.items() if name in local_state.others}
+    values = {name: value for name, value in extra.items() if name in local_state.buffers_and_extra}
     buffers = state.get("buffers", [])
     own = buffers[run.rank] if len(buffers) == run.size and same_place(run, state) else {}
     for name, value in local_state.buffers().items():
@@ -207,7 +207,7 @@ def read_buffers_and_extra_state(run: Run, match: LoadPlan) -> dict[str, Any]:
                     "in the model; nothing was loaded"
                 )
             values[name] = match.source.read(full, 0, value.numel()).reshape(value.shape)
-    local_state.check_others(values)
+    local_state.check_buffers_and_extra(values)
     return values
 
 
@@ -242,7 +242,7 @@ class _OtherState:
 
     def apply(self) -> None:
         """Change the run."""
-        self._match.local_state.put_others(self._module_state)
+        self._match.local_state.load_buffers_and_extra(self._module_state)
         self._options.apply()
         self._schedulers.apply(self._run)
         if self._generators is None:

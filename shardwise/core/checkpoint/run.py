@@ -61,7 +61,7 @@ class LocalState(Protocol):
     :class:`shardwise.core.engine.fragments.EngineLocalState`."""
 
     names: list[tuple[str, ...]]
-    others: dict[str, Any]
+    buffers_and_extra: dict[str, Any]
 
     @property
     def module(self) -> torch.nn.Module | None: ...
@@ -85,10 +85,10 @@ class LocalState(Protocol):
         state_of: Callable[[str], dict[str, Any] | None],
         optimizers: Collection[int],
     ) -> None: ...
-    def check_others(self, values: dict[str, Any]) -> None:
+    def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Raise before anything is changed if no module can load some of them."""
 
-    def put_others(self, values: dict[str, Any]) -> None: ...
+    def load_buffers_and_extra(self, values: dict[str, Any]) -> None: ...
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """Call the module's load hooks after everything is loaded; they may change the lists of names."""
 

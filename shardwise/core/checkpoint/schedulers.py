@@ -39,7 +39,7 @@ class SavedScheduler:
     state: Mapping[str, Any]
     kind: str = ""
 
-    def misfit(self, scheduler: Any, groups_alike: bool = True) -> str | None:
+    def misfit(self, scheduler: Any, same_groups: bool = True) -> str | None:
         """Return why this is not a state of ``scheduler``, or ``None``.
 
         The state of a class with the same name, or of a base class, fits. Otherwise the entries decide: those of
@@ -47,7 +47,7 @@ class SavedScheduler:
 
         Args:
             scheduler: the scheduler to load the state into.
-            groups_alike: the optimizer has the same groups as when it was saved.
+            same_groups: the optimizer has the same groups as when it was saved.
         """
         if not isinstance(self.state, Mapping):
             return f"the state of a scheduler is a {type(self.state).__name__}"
@@ -61,7 +61,7 @@ class SavedScheduler:
         exactly = bool(self.kind) or of_torch
         if not same and (other or (only_here or only_there if exactly else only_here and only_there)):
             return f"the state is {theirs}, the scheduler a {ours}"
-        for key in ONE_A_GROUP if groups_alike else ():
+        for key in ONE_A_GROUP if same_groups else ():
             rates, own_rates = self.state.get(key), own.get(key)
             if isinstance(rates, list) and isinstance(own_rates, list) and len(rates) != len(own_rates):
                 return f"the state is for {len(rates)} parameter groups, the scheduler's optimizer has {len(own_rates)}"

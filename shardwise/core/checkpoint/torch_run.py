@@ -178,7 +178,7 @@ class TorchLocalState:
     def __init__(self, module: nn.Module | None, trainers: Sequence[TorchRunOptimizer], rank: int, size: int) -> None:
         self.optimizers = tuple(trainers)
         self.module, self._rank, self._size = module, rank, size
-        self.others: dict[str, Any] = {}
+        self.buffers_and_extra: dict[str, Any] = {}
         if module is None:
             trained = dict.fromkeys(p for each in trainers for group in each.param_groups for p in group["params"])
             self.parameters: list[torch.Tensor] = list(trained)
@@ -193,7 +193,7 @@ class TorchLocalState:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 every.setdefault(id(parameter), []).append(name)
             self.names = [tuple(state_names.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
-            self.others = dict(state_names.others)
+            self.buffers_and_extra = dict(state_names.others)
         self._name = {id(p): names[0] for p, names in zip(self.parameters, self.names, strict=True)}
 
     # ---- names and shapes
@@ -213,7 +213,7 @@ class TorchLocalState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return tensors of the module's state that are not parameters."""
-        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
+        return {name: value for name, value in self.buffers_and_extra.items() if not is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
         """Return the names of :meth:`extra`."""
@@ -226,7 +226,7 @@ class TorchLocalState:
     def extra(self) -> dict[str, Any]:
         """Return the values of ``get_extra_state``, and others that hooks add to the state."""
         own = self.buffers()
-        return {name: value for name, value in self.others.items() if name not in own}
+        return {name: value for name, value in self.buffers_and_extra.items() if name not in own}
 
     def group_names(self, optimizer: TorchRunOptimizer, /) -> list[list[str]]:
         """Return the saved names of the parameters, by param group."""
@@ -332,16 +332,16 @@ class TorchLocalState:
         groups = trainer.optimizer.state_dict()["param_groups"]
         trainer.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def check_others(self, values: dict[str, Any]) -> None:
+    def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Check buffers and extra state before anything is changed.
 
         Raises:
             ValueError: a hook of the module saves a tensor, but no hook loads it.
         """
-        self._check_taken(values, [name for name, chain in self._made(values).items() if not chain])
+        self._check_loadable(values, [name for name, chain in self._made(values).items() if not chain])
 
-    def _check_taken(self, values: dict[str, Any], refused: Sequence[str]) -> None:
-        lost = [name for name in refused if not _same(values[name], self.others[name])]
+    def _check_loadable(self, values: dict[str, Any], refused: Sequence[str]) -> None:
+        lost = [name for name in refused if not _same(values[name], self.buffers_and_extra[name])]
         if lost:
             raise ValueError(
                 f"{', '.join(lost)}: a hook of the model saves this value, and no hook loads it; add one that does"
@@ -354,24 +354,24 @@ class TorchLocalState:
         modules, registered = dict(self.module.named_modules()), {id(buffer) for buffer in self.module.buffers()}
 
         def is_made(name: str) -> bool:
-            value = self.others[name]
+            value = self.buffers_and_extra[name]
             return not is_extra(name, value) and keeper(modules, name) is None and id(value) not in registered
 
         return {name: takers(modules, name) for name in values if is_made(name)}
 
     @torch.no_grad()
-    def put_others(self, values: dict[str, Any]) -> None:
+    def load_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Load buffers and extra state by name.
 
         Raises:
-            ValueError: see :meth:`check_others`.
+            ValueError: see :meth:`check_buffers_and_extra`.
         """
         if self.module is None:
             return
         modules, made = dict(self.module.named_modules()), self._made(values)
         loaded = {name: value for name, value in values.items() if name not in made}
-        put_others(modules, self.others, loaded, {chain[0] for chain in made.values() if chain})
-        self._check_taken(values, hand_back(modules, values, made))
+        put_others(modules, self.buffers_and_extra, loaded, {chain[0] for chain in made.values() if chain})
+        self._check_loadable(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """Call the module's load hooks, as torch does."""

@@ -43,7 +43,7 @@ class Activity:
         self._inside: list[tuple[str, str]] = []
         self._last = ""
         self._place: tuple[int, str, str, Callable[[int], str], int] | None = None
-        self._told_at, self.step = 0.0, 0
+        self._published_at, self.step = 0.0, 0
         self._met = set[str]()  # groups
         self._store: Any = None
         self.rank = 0
@@ -82,8 +82,8 @@ class Activity:
         """Note that this rank begins an ``operation`` on ``name_of(number)`` in a ``phase`` of a step."""
         self._place = self.step, phase, operation, name_of, number
         now = time.monotonic()
-        if now - self._told_at > TELL_S:
-            self._told_at = now
+        if now - self._published_at > TELL_S:
+            self._published_at = now
             self._tell()
 
     @property
@@ -115,13 +115,13 @@ class Activity:
 
     def around(self, ranks: Sequence[int]) -> str:
         """Return this rank's activity and the last known activity of global ``ranks``; empty if nothing is known."""
-        told = {rank: "" for rank in ranks if rank != self.rank}
+        calls = {rank: "" for rank in ranks if rank != self.rank}
         own = f"rank {self.rank} is in: {self.now or self.place or 'training'}"
-        if not self._ask(told):
+        if not self._ask(calls):
             return f"{own}; the rendezvous store on the host of rank 0 does not answer either"
-        if not self._inside and not self._place and not any(told.values()):
+        if not self._inside and not self._place and not any(calls.values()):
             return ""
-        return "; ".join([own, *(f"rank {rank} {text or 'has made no such call'}" for rank, text in told.items())])
+        return "; ".join([own, *(f"rank {rank} {text or 'has made no such call'}" for rank, text in calls.items())])
 
     def _tell(self) -> None:
         if len(self._inside) <= 1:  # nested calls are not published: each would be a message to the store
@@ -133,37 +133,37 @@ class Activity:
                 # This only helps error messages; a lost store must not become the error.
                 self._store.set(f"{KEY}{self.rank}", json.dumps(what))
 
-    def _ask(self, told: dict[int, str]) -> bool:
+    def _ask(self, calls: dict[int, str]) -> bool:
         """Fill in what each rank has published; return whether the store answers, since a lost host never does."""
-        store, found = self._store, dict(told)
+        store, replies = self._store, dict(calls)
         if store is None:
             return True
-        asking = threading.Thread(target=_read, args=(store, found), daemon=True, name="shardwise-asking")
+        asking = threading.Thread(target=_read, args=(store, replies), daemon=True, name="shardwise-asking")
         asking.start()
         asking.join(ANSWER_S)
         if asking.is_alive():
             self._store = None  # the thread may keep the lock forever
             return False
-        told.update(found)
+        calls.update(replies)
         return True
 
 
-def _read(store: Any, found: dict[int, str]) -> None:
+def _read(store: Any, replies: dict[int, str]) -> None:
     until = time.monotonic() + GRACE_S
-    for rank in found:
-        told = ["", "", ""]
+    for rank in replies:
+        record = ["", "", ""]
         with contextlib.suppress(Exception):
             while store.check([f"{KEY}{rank}"]):
-                told = json.loads(store.get(f"{KEY}{rank}"))
-                if told[0] or time.monotonic() > until:
+                record = json.loads(store.get(f"{KEY}{rank}"))
+                if record[0] or time.monotonic() > until:
                     break
                 time.sleep(GRACE_S / 30)
-        call, last, place = told
+        call, last, place = record
         if call:
-            found[rank] = f"is in: {call}{f', at {place}' if place else ''}"
+            replies[rank] = f"is in: {call}{f', at {place}' if place else ''}"
         elif place or last:
             calls = f"is in no such call, its last was: {last}" if last else ""
-            found[rank] = ", and ".join(filter(None, [calls, f"was last at {place}" if place else ""]))
+            replies[rank] = ", and ".join(filter(None, [calls, f"was last at {place}" if place else ""]))
 
 
 def _answering(store: Any) -> Any:
@@ -171,7 +171,7 @@ def _answering(store: Any) -> Any:
 
     A FileStore in which a killed rank has written half a record is read forever, regardless of the timeout.
     """
-    kept = store
-    while isinstance(kept, PrefixStore):
-        kept = kept.underlying_store
-    return None if isinstance(kept, FileStore) else store
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return None if isinstance(inner, FileStore) else store

@@ -107,8 +107,8 @@ class BlockFormat:
 
 def _parts(numel: int) -> list[tuple[int, int, slice]]:
     """Divide a row into complete blocks and the remainder: first and last element, and the range of blocks of each."""
-    whole = numel // BLOCK
-    parts = [(0, whole * BLOCK, slice(0, whole)), (whole * BLOCK, numel, slice(whole, whole + 1))]
+    full = numel // BLOCK
+    parts = [(0, full * BLOCK, slice(0, full)), (full * BLOCK, numel, slice(full, full + 1))]
     return [(start, end, blocks) for start, end, blocks in parts if start < end]
 
 

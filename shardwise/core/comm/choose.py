@@ -18,7 +18,7 @@ from shardwise.core.comm.group import Group
 from shardwise.core.comm.link import P2PChannel
 from shardwise.core.comm.local import LocalGroup
 from shardwise.core.comm.mapping import MappingError, Method, host_facts
-from shardwise.core.comm.members import Members, check_alike, make_room, unbound
+from shardwise.core.comm.members import Members, check_equal, make_room, unbound
 from shardwise.core.comm.native import NativeGroup
 from shardwise.core.comm.release import destroy, let_go_with
 from shardwise.core.comm.shared import SharedGroup
@@ -149,7 +149,7 @@ class GroupMaker:
         if alone or rank_lists != [list(range(dist.get_world_size()))]:
             return self.process_group(name, rank_lists, "gloo")
         self._lent = True
-        return self._everyone().process_group
+        return self._world_control().process_group
 
     def make_wire(self, name: str, rank_lists: list[list[int]]) -> P2PChannel:
         """Return a point-to-point channel between the ranks of this rank's list. Collective as :meth:`make`."""
@@ -159,8 +159,8 @@ class GroupMaker:
         # gloo has tags; see [Note: Messages that do not wait for each other].
         ways = ("",) if over_gloo and made is None else ("_down", "_up")
         names = [f"{name}_{lane}{way}" for lane in ("forward", "backward") for way in ways]
-        lanes = [self.process_group(each, rank_lists, backend) for each in names]
-        return P2PChannel(name, lanes if made is None else [made(lane) for lane in lanes], self.device)
+        groups = [self.process_group(each, rank_lists, backend) for each in names]
+        return P2PChannel(name, groups if made is None else [made(lane) for lane in groups], self.device)
 
     @property
     def backend(self) -> str:
@@ -169,17 +169,17 @@ class GroupMaker:
 
     def tell(self, obj: object) -> list[Any]:
         """Return every rank's ``obj`` (JSON-able) by rank. Collective over the same ranks as :meth:`make`."""
-        return self.members.exchange(obj) if self.members is not None else self._everyone().exchange_object(obj)[0]
+        return self.members.exchange(obj) if self.members is not None else self._world_control().exchange_object(obj)[0]
 
-    def agree(self, argument: str, wanted: object) -> None:
-        """Check that ``wanted`` (JSON-compatible) is equal on all ranks of the run. Collective; not with ``members``.
+    def agree(self, argument: str, value: object) -> None:
+        """Check that ``value`` (JSON-compatible) is equal on all ranks of the run. Collective; not with ``members``.
 
         Raises:
             ValueError: on every rank, if they differ; the message has the value of each rank.
         """
         if dist.get_world_size() > 1:
-            rows, _ = self._everyone().exchange_object(wanted)
-            check_alike(argument, range(len(rows)), rows)
+            rows, _ = self._world_control().exchange_object(value)
+            check_equal(argument, range(len(rows)), rows)
 
     def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> dist.ProcessGroup:
         """Make the communicator of this rank's list, kept until :meth:`close`. Collective as :meth:`make`."""
@@ -221,9 +221,9 @@ class GroupMaker:
             ValueError: ``shared_memory`` differs between the ranks.
         """
         facts, _ = control.exchange_object([self.shared_memory, host_facts()])
-        wanted = [fact[0] for fact in facts]
-        if any(want != wanted[0] for want in wanted):
-            raise ValueError(f"shared_memory differs between the ranks of group {name!r}: {wanted}; give one value")
+        settings = [fact[0] for fact in facts]
+        if any(setting != settings[0] for setting in settings):
+            raise ValueError(f"shared_memory differs between the ranks of group {name!r}: {settings}; give one value")
         if self.shared_memory is False:
             return None, "it is switched off"
         hosts = [fact[1] for fact in facts]
@@ -242,8 +242,8 @@ class GroupMaker:
 
     def hosts(self) -> dict[int, str]:
         """Return the host of each rank, by global rank. Collective over the same ranks as :meth:`make`."""
-        told = self.tell(host_facts().get("host") or socket.gethostname())
-        return dict(zip(range(len(told)) if self.members is None else self.members.ranks, told, strict=True))
+        names = self.tell(host_facts().get("host") or socket.gethostname())
+        return dict(zip(range(len(names)) if self.members is None else self.members.ranks, names, strict=True))
 
     def any_rank(self, mine: bool, rank_lists: list[list[int]]) -> bool:
         """Return whether ``mine`` is True on any rank that takes part in the next communicator.
@@ -252,14 +252,14 @@ class GroupMaker:
         """
         if len(rank_lists) == 1 or self.members is not None:
             return mine
-        return any(row[0] for row in self._everyone().exchange([float(mine)]))
+        return any(row[0] for row in self._world_control().exchange([float(mine)]))
 
-    def _everyone(self) -> Control:
+    def _world_control(self) -> Control:
         if self._world is None:
             default = dist.group.WORLD
             if default is None or self.backend != "gloo":
-                everyone = [list(range(dist.get_world_size()))]
-                default = self.process_group("agree", everyone, "gloo")
+                all_ranks = [list(range(dist.get_world_size()))]
+                default = self.process_group("agree", all_ranks, "gloo")
             self._world = Control("world", default, self.activity)
         return self._world
 

@@ -62,9 +62,9 @@ def collectively(
             words = digest(json.dumps(description).encode())
     except Exception as raised:
         own = raised
-    found = group.summarize([float(own is not None), *words], f"whether {what} failed")
-    if not found.most[0]:
-        if not found.alike:
+    summary = group.summarize([float(own is not None), *words], f"whether {what} failed")
+    if not summary.most[0]:
+        if not summary.all_equal:
             descriptions: list[Any] = group.exchange_object(description)
             raise ValueError(f"the ranks disagree on {what}: {differences(descriptions)}; give the same on every rank")
         return
@@ -89,12 +89,12 @@ def digest(data: bytes, words: int = WORDS) -> list[float]:
 
 def differences(descriptions: Sequence[Description]) -> str:
     """Say how the descriptions of some ranks differ from those of most ranks (of rank 0, if no side is larger)."""
-    alike: dict[str, list[int]] = {}
+    ranks_by_description: dict[str, list[int]] = {}
     for rank, description in enumerate(descriptions):
-        alike.setdefault(json.dumps(description), []).append(rank)
-    usual = max(alike.values(), key=len)  # the first of the largest
+        ranks_by_description.setdefault(json.dumps(description), []).append(rank)
+    usual = max(ranks_by_description.values(), key=len)  # the first of the largest
     texts: list[str] = []
-    for ranks in alike.values():
+    for ranks in ranks_by_description.values():
         if ranks is not usual:
             texts += _differences(descriptions[ranks[0]], descriptions[usual[0]], ranks_text(ranks), ranks_text(usual))
     more = f"; and {len(texts) - MOST_SHOWN} more" if len(texts) > MOST_SHOWN else ""
@@ -108,10 +108,10 @@ def _differences(one: Description, other: Description, one_is: str, other_is: st
             lacks, has = (one_is, other_is) if subject not in one else (other_is, one_is)
             texts.append(f"{subject} is on {has} and not on {lacks}")
             continue
-        fields, others = one[subject], other[subject]
-        for field in dict.fromkeys([*others, *fields]):
-            if fields.get(field) != others.get(field) or (field in fields) != (field in others):
-                first, second = (each.get(field, "absent") for each in (fields, others))
+        fields, other_fields = one[subject], other[subject]
+        for field in dict.fromkeys([*other_fields, *fields]):
+            if fields.get(field) != other_fields.get(field) or (field in fields) != (field in other_fields):
+                first, second = (each.get(field, "absent") for each in (fields, other_fields))
                 texts.append(f"{field} of {subject} is {first!r:.200} on {one_is} and {second!r:.200} on {other_is}")
     if not texts:
         place, (mine, theirs) = next(

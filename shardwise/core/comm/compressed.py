@@ -52,7 +52,7 @@ class CompressedGroup(Group):
         self.one_sided_gather, self.starts_together = group.one_sided_gather, group.starts_together
         self.waits_in_queue, self.sends_slices = group.waits_in_queue, group.sends_slices
         self.rows_up_to = group.rows_up_to
-        self._beside = side_stream(group.device) if group.waits_in_queue else None
+        self._side_stream = side_stream(group.device) if group.waits_in_queue else None
 
     def round_(self, shard: Tensor) -> None:
         """See :meth:`Group.round_`."""
@@ -78,8 +78,8 @@ class CompressedGroup(Group):
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._inner._buffers(specs)
 
-    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
-        return self._inner._joint_buffers(specs)
+    def _mapped_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+        return self._inner._mapped_buffers(specs)
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         self._inner._broadcast(tensor, src)
@@ -113,8 +113,8 @@ class CompressedGroup(Group):
         if not own.numel():
             return DONE
         sent = _numbered(self.format.write(own.view(self._rows, -1)).view(-1), number)
-        found = out.new_empty(self.size * sent.local.numel(), dtype=torch.uint8)
-        return _Steps(self._inner._all_gather(found, sent), [lambda: self._read(found, out)], sent)
+        received = out.new_empty(self.size * sent.local.numel(), dtype=torch.uint8)
+        return _Steps(self._inner._all_gather(received, sent), [lambda: self._read(received, out)], sent)
 
     def _read(self, written: Tensor, out: Tensor) -> None:
         rows = self.size * self._rows
@@ -143,26 +143,26 @@ class CompressedGroup(Group):
         if not local.numel():
             return DONE
         sent = _numbered(self.format.write(local.view(self.size, -1)).view(-1), full.number)
-        found = torch.empty_like(sent.local)
+        received = torch.empty_like(sent.local)
 
         def add_up() -> Handle | None:
-            self._add_up(found, out, local.dtype, scale)
+            self._add_up(received, out, local.dtype, scale)
             return self._gather(local, out, full.number) if spread else None
 
-        if self._beside is None:
-            steps = _Steps(self._inner._all_to_all(found, sent), [add_up], sent)
+        if self._side_stream is None:
+            steps = _Steps(self._inner._all_to_all(received, sent), [add_up], sent)
             if self.starts_together:  # collectives start in one order, so start the second now
                 steps.wait_for_first()
             return steps
-        lent = Lent(found, sent.local)  # dropped by the steps on a stream that the current one does not wait for
-        with behind_current(self.device, self._beside):
-            steps = _Steps(self._inner._all_to_all(found, sent), [add_up], sent)
+        lent = Lent(received, sent.local)  # dropped by the steps on a stream that the current one does not wait for
+        with behind_current(self.device, self._side_stream):
+            steps = _Steps(self._inner._all_to_all(received, sent), [add_up], sent)
             steps.wait_for_first()
             return _AfterEvent(self.device, record_event(self.device), steps, lent)
 
-    def _add_up(self, found: Tensor, out: Tensor, dtype: torch.dtype, scale: float) -> None:
-        """Sum the received slices ``found``, of ``dtype``, into ``out`` and scale it."""
-        rows = found.view(self.size, -1)
+    def _add_up(self, received: Tensor, out: Tensor, dtype: torch.dtype, scale: float) -> None:
+        """Sum the slices ``received``, of ``dtype``, into ``out`` and scale it."""
+        rows = received.view(self.size, -1)
         part = torch.empty(1, out.numel(), dtype=dtype, device=out.device)
         total: Tensor | None = None
         for row in rows:
@@ -189,10 +189,10 @@ class CompressedGroup(Group):
 class _Steps:
     """An operation and the steps that follow it; each step may start another operation, which is waited for."""
 
-    def __init__(self, handle: Handle, steps: Sequence[Step], kept: object = None) -> None:
+    def __init__(self, handle: Handle, steps: Sequence[Step], sent: object = None) -> None:
         self._handle: Handle | None = handle
         self._steps = list(steps)
-        self._kept = kept  # what is sent
+        self._sent = sent
 
     def wait_for_first(self) -> None:
         """Wait for the first operation, and start the second."""
@@ -203,7 +203,7 @@ class _Steps:
     def _step(self) -> None:
         self._handle = self._steps[0]()
         self._steps.pop(0)
-        self._kept = None
+        self._sent = None
 
     def wait(self) -> None:
         while self._handle is not None:
@@ -239,17 +239,17 @@ class _Writable:
 class _AfterEvent:
     """The handle of work in another stream, and of the remaining steps in the current one."""
 
-    def __init__(self, device: torch.device, event: torch.cuda.Event, rest: _Steps, lent: Lent) -> None:
-        self._device, self._event, self._rest, self._lent = device, event, rest, lent
+    def __init__(self, device: torch.device, event: torch.cuda.Event, steps: _Steps, lent: Lent) -> None:
+        self._device, self._event, self._steps, self._lent = device, event, steps, lent
 
     def wait(self) -> None:
         wait_event(self._device, self._event)
         self._lent.drop()
-        self._rest.wait()
+        self._steps.wait()
 
     def finished(self) -> bool:
         ended: bool = self._event.query()  # type: ignore[no-untyped-call]
-        return ended and self._rest.finished()
+        return ended and self._steps.finished()
 
 
 def _numbered(local: Tensor, number: int) -> Buffer:

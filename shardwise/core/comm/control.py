@@ -127,11 +127,11 @@ class Control:
 
     def around(self, ranks: Sequence[int]) -> str:
         """Return what this rank and the group's ``ranks`` are doing, for the end of an error message."""
-        told = ""
+        text = ""
         with contextlib.suppress(RuntimeError, ValueError, KeyError):  # the communicator may be destroyed
             members = dist.get_process_group_ranks(self.process_group)
-            told = self.activity.around([members[rank] for rank in ranks])
-        return f". In global ranks: {told}" if told else ""
+            text = self.activity.around([members[rank] for rank in ranks])
+        return f". In global ranks: {text}" if text else ""
 
     def lost(self, operation: str, error: Exception) -> PeerError:
         """Return the error for a failed operation."""

@@ -35,7 +35,7 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype``: the smallest free buffer that is large enough, or a new one."""
         nbytes = numel * dtype.itemsize
-        fitting = [index for index, kept in enumerate(self._free) if kept.numel() >= nbytes]
+        fitting = [index for index, block in enumerate(self._free) if block.numel() >= nbytes]
         if fitting:
             block = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
         else:
@@ -143,7 +143,7 @@ class _Reduction:
         what = f"{kind} of {full.numel()} x {full.dtype}, buffer {buffer.number}"
         # Tags are assigned now, while all ranks are at the same operation. Receives are posted first, so that arriving
         # data has a buffer; also those for the sums of an all-reduce, which peers send once they have this rank's part.
-        tag, peers = link.tag(buffer.number), group.others()
+        tag, peers = link.tag(buffer.number), group.peer_ranks()
         self._received = {peer: group.scratch.take(own.numel(), own.dtype) for peer in peers}
         messages = [link.receive(place, peer, tag, what) for peer, place in self._received.items()]
         self._sums_come = list[Message]()
@@ -207,17 +207,17 @@ class GlooGroup(ControlledGroup):
         self.workers = Worker(), Worker()
         """For gathers and for reductions, so that neither waits for the other."""
 
-    def others(self) -> list[int]:
+    def peer_ranks(self) -> list[int]:
         """Return the other ranks, starting with the next one, so that not all ranks send to the same one first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def send_to_all(self, link: Link, part: Tensor, tag: int, what: str) -> list[Message]:
         """Start to send ``part`` to every other rank."""
-        return [link.send(part, peer, tag, what) for peer in self.others()]
+        return [link.send(part, peer, tag, what) for peer in self.peer_ranks()]
 
     def receive_from_all(self, link: Link, full: Tensor, bounds: Bounds | None, tag: int, what: str) -> list[Message]:
         """Start to receive the slices of the other ranks, in place."""
-        return [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.others()]
+        return [link.receive(self.slice_of(full, peer, bounds), peer, tag, what) for peer in self.peer_ranks()]
 
     def finish_through(self, last: _Reduction) -> None:
         """Finish the started reductions up to ``last`` in the order of their start, which is the same on all ranks."""
@@ -278,8 +278,8 @@ class GlooGroup(ControlledGroup):
         link, local = self.reduce_link, full.local
         what = f"all_to_all of {local.numel()} x {local.dtype}, buffer {full.number}"
         tag = link.tag(full.number)
-        messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.others()]
-        messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.others()]
+        messages = [link.receive(self.slice_of(out, peer), peer, tag, what) for peer in self.peer_ranks()]
+        messages += [link.send(self.slice_of(local, peer), peer, tag, what) for peer in self.peer_ranks()]
         self.slice_of(out, self.rank).copy_(self.slice_of(local, self.rank))
         return Batch(messages, self.workers[1], self.control)
 

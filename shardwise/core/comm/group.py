@@ -64,15 +64,15 @@ class Summary:
     Attributes:
         least, most: minimum and maximum of each value over ranks.
         anywhere: for each flag, whether any rank has it.
-        alike: whether the values and flags of all ranks are equal.
-        flags_alike: whether the flags of all ranks are equal.
+        all_equal: whether the values and flags of all ranks are equal.
+        flags_equal: whether the flags of all ranks are equal.
     """
 
     least: list[float]
     most: list[float]
     anywhere: list[bool]
-    alike: bool
-    flags_alike: bool
+    all_equal: bool
+    flags_equal: bool
 
 
 class Buffer:
@@ -96,7 +96,7 @@ class Buffer:
     def __init__(self, local: Tensor, peers: tuple[Tensor, ...] = ()) -> None:
         self.local = local
         self.peers = peers
-        self._whole = (local, peers)
+        self._full = (local, peers)
 
     def resize(self, numel: int, bounds: Bounds | None = None) -> None:
         """Use the first ``numel`` elements from here on. All ranks do the same before the next operation.
@@ -108,7 +108,7 @@ class Buffer:
         Raises:
             ValueError: the buffer was made with fewer elements.
         """
-        local, peers = self._whole
+        local, peers = self._full
         if not 0 <= numel <= local.numel():
             raise ValueError(f"resize({numel}) of a buffer of {local.numel()} elements; give at most that many")
         self.local, self.peers = local[:numel], tuple(peer[:numel] for peer in peers)
@@ -117,14 +117,14 @@ class Buffer:
     @property
     def capacity(self) -> int:
         """The number of elements that it was made with."""
-        return self._whole[0].numel()
+        return self._full[0].numel()
 
     def cut_to(self, numels: Sequence[int]) -> None:
         """Shorten a mapped buffer for good, to ``numels[rank]`` elements of each rank."""
         own = next(n for peer, n in zip(self.peers, numels, strict=True) if peer.data_ptr() == self.local.data_ptr())
         self.peers = tuple(peer[:numel] for peer, numel in zip(self.peers, numels, strict=True))
         self.local = self.local[:own]
-        self._whole = (self.local, self.peers)
+        self._full = (self.local, self.peers)
 
     def writable(self) -> bool:
         """Return whether :meth:`wait_writable` would return at once."""
@@ -228,12 +228,12 @@ class Group(ABC):
         with ordinary_tensors():
             return self._buffers(specs)
 
-    def shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
+    def shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], mapped: bool) -> list[Buffer]:
         """Make buffers for this rank's parts of arrays with these bounds. Collective, as :meth:`buffers`.
 
         Args:
             specs: bounds and dtype of each array.
-            joint: put the parts of all ranks into one mapped array if possible, for :meth:`joined`.
+            mapped: put the parts of all ranks into one mapped array if possible, for :meth:`joined`.
 
         Raises:
             ValueError: bounds are not in order, or parts differ in length and the group is not ``uneven``.
@@ -241,7 +241,7 @@ class Group(ABC):
         for bounds, dtype in specs:
             self._check_bounds("shards", bounds, bounds[-1], dtype)
         with ordinary_tensors():
-            return self._shards(specs, joint)
+            return self._shards(specs, mapped)
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """Return a zero-copy view of the shards of all ranks in rank order; ``None`` if that is not possible.
@@ -424,14 +424,14 @@ class Group(ABC):
         rows = self._host_all_gather([*values, *packed], purpose, model_id)
         columns = list(zip(*(row[:count] for row in rows), strict=True))
         words = [row[count:] for row in rows]
-        alike = all(each == words[0] for each in words)
+        flags_equal = all(each == words[0] for each in words)
         union = [functools.reduce(int.__or__, map(int, column)) for column in zip(*words, strict=True)]
         return Summary(
             [min(column) for column in columns],
             [max(column) for column in columns],
             unpack_bits(union, len(flags)),
-            alike and all(row[:count] == rows[0][:count] for row in rows),
-            alike,
+            flags_equal and all(row[:count] == rows[0][:count] for row in rows),
+            flags_equal,
         )
 
     def total(
@@ -439,7 +439,7 @@ class Group(ABC):
         value: float,
         purpose: str,
         model_id: ModelId = NO_MODEL,
-        beside: Sequence[float] = (),
+        compared: Sequence[float] = (),
         largest: bool = False,
     ) -> tuple[float, list[bool]]:
         """Return the sum (or maximum) of all ranks' values, and for each number to compare whether all ranks agree.
@@ -450,35 +450,35 @@ class Group(ABC):
         Args:
             value: this rank's, above minus infinity. If any is NaN, so is the result; otherwise infinity wins.
             purpose, model_id: as in :meth:`exchange`.
-            beside: numbers of this rank to compare between ranks.
+            compared: numbers of this rank to compare between ranks.
             largest: return the maximum instead of the sum.
 
         Raises:
             PeerError: as :meth:`exchange`.
         """
-        (found,), same = self.totals([value], purpose, model_id, beside, largest)
-        return found, same
+        (result,), same = self.totals([value], purpose, model_id, compared, largest)
+        return result, same
 
     def totals(
         self,
         values: Sequence[float],
         purpose: str,
         model_id: ModelId = NO_MODEL,
-        beside: Sequence[float] = (),
+        compared: Sequence[float] = (),
         largest: bool = False,
     ) -> tuple[list[float], list[bool]]:
         """Do what :meth:`total` does for several values, in as many messages as for one."""
         count = len(values)
         if self._by_rows:
-            columns = list(zip(*self.exchange([*values, *beside], purpose, model_id), strict=True))
+            columns = list(zip(*self.exchange([*values, *compared], purpose, model_id), strict=True))
             same = [all(each == column[0] for each in column) for column in columns[count:]]
             return [together(column, largest) for column in columns[:count]], same
-        found = self._summed_up([*map(float, values), *map(float, beside)], purpose, model_id)
-        same = [least == most for least, most in zip(found.least[count:], found.most[count:], strict=True)]
+        extremes = self._summed_up([*map(float, values), *map(float, compared)], purpose, model_id)
+        same = [least == most for least, most in zip(extremes.least[count:], extremes.most[count:], strict=True)]
         if not largest:
             return self._reduced(list(map(float, values)), "sum", purpose), same
         # A NaN makes the minimum minus infinity, which is not a valid value.
-        bounds = zip(found.least[:count], found.most[:count], strict=True)
+        bounds = zip(extremes.least[:count], extremes.most[:count], strict=True)
         return [math.nan if least == -math.inf else most for least, most in bounds], same
 
     def broadcast_values(self, values: Sequence[float], purpose: str, model_id: ModelId = NO_MODEL) -> list[float]:
@@ -494,7 +494,7 @@ class Group(ABC):
         if self._by_rows:
             return self.exchange(values, purpose, model_id)[0]
         own = [float(value) for value in values]
-        if self._summed_up(own, purpose, model_id).alike:
+        if self._summed_up(own, purpose, model_id).all_equal:
             return own
         return self._reduced(own if self.rank == 0 else [-math.inf] * len(own), "max", purpose)
 
@@ -527,7 +527,7 @@ class Group(ABC):
     ) -> list[list[float]]:
         if not self._by_rows:
             own = [float(value) for value in values]
-            if self._summed_up(own, purpose, model_id).alike:
+            if self._summed_up(own, purpose, model_id).all_equal:
                 return [own] * self.size
             self.traffic.add("exchange", (self.size - 1) * 8 * len(own))
             return self._exchange(own, purpose)
@@ -536,8 +536,8 @@ class Group(ABC):
         rows = self._exchange(sent[:EXCHANGE_QUANTUM], purpose)
         self._check_same_op(all(row[:2] == sent[:2] for row in rows), purpose, len(values), model_id)
         if len(sent) > EXCHANGE_QUANTUM:
-            for row, rest in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
-                row.extend(rest)
+            for row, remaining in zip(rows, self._exchange(sent[EXCHANGE_QUANTUM:], purpose), strict=True):
+                row.extend(remaining)
         return [row[2 : 2 + len(values)] for row in rows]
 
     def _summed_up(self, values: list[float], purpose: str, model_id: ModelId, flags: Sequence[bool] = ()) -> Summary:
@@ -557,8 +557,8 @@ class Group(ABC):
     def _extremes(self, values: list[float], purpose: str) -> tuple[list[float], list[float]]:
         """Return the minimum and maximum of all ranks' ``values``; the infinities where one is NaN."""
         sent = [math.inf if math.isnan(each) else each for each in (*values, *(-value for value in values))]
-        found = self._reduced(sent, "max", purpose)
-        return [-value for value in found[len(values) :]], found[: len(values)]
+        maxima = self._reduced(sent, "max", purpose)
+        return [-value for value in maxima[len(values) :]], maxima[: len(values)]
 
     def _reduced(self, values: list[float], operation: Operation, purpose: str) -> list[float]:
         """Reduce all ranks' ``values`` number by number, with the same bits on every rank; no NaN under "max"."""
@@ -573,13 +573,13 @@ class Group(ABC):
         now, of_call = self.activity.now, self.activity.advice
         own = encode([f"{came_for} while {now}" if now else came_for, of_call, model_id.advice])
         lengths = [int(row[0]) for row in self._exchange([float(len(own))], "lengths")]
-        told = [decode(each) for each in self._exchange_bytes(own, lengths)]
+        messages = [decode(each) for each in self._exchange_bytes(own, lengths)]
         by_purpose: dict[str, list[int]] = {}
-        for rank, (what, *_) in enumerate(told):
+        for rank, (what, *_) in enumerate(messages):
             by_purpose.setdefault(what, []).append(rank)
         lines = [f"{ranks_text(ranks)}: {what}" for what, ranks in by_purpose.items()]
         # The advice of a call that some ranks are in is more specific than that of the model.
-        lines += [text for column in list(zip(*told, strict=True))[1:] for text in column if text][:1]
+        lines += [text for column in list(zip(*messages, strict=True))[1:] for text in column if text][:1]
         raise PeerError(f"group {self.name!r}: the ranks came to exchange different things: {'; '.join(lines)}")
 
     # Backends implement these; arguments are validated and traffic is counted before. Only backends with ``uneven``
@@ -588,11 +588,11 @@ class Group(ABC):
     @abstractmethod
     def _buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]: ...
 
-    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+    def _mapped_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         return self._buffers(specs)
 
-    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
-        make = self._joint_buffers if joint else self._buffers
+    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], mapped: bool) -> list[Buffer]:
+        make = self._mapped_buffers if mapped else self._buffers
         if not self.uneven:
             return make([(bounds[1] - bounds[0], dtype) for bounds, dtype in specs])
         buffers = self._buffers([(bounds[self.rank + 1] - bounds[self.rank], dtype) for bounds, dtype in specs])

@@ -155,16 +155,16 @@ class P2PChannel:
 
     Args:
         name: of the axis, for messages.
-        lanes: communicators over the same ranks: one for each lane, or two (to higher ranks, and to lower ones).
+        groups: communicators over the same ranks: one for each lane, or two (to higher ranks, and to lower ones).
         device: where received tensors are.
 
     Attributes:
         traffic: counts of what this rank has sent.
     """
 
-    def __init__(self, name: str, lanes: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        self._links = [Link(lane, name) for lane in lanes]
-        self._ways, self._rank = len(lanes) // 2, lanes[0].rank()
+    def __init__(self, name: str, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._links = [Link(lane, name) for lane in groups]
+        self._ways, self._rank = len(groups) // 2, groups[0].rank()
         self._under_way: list[SendHandle] = []
         self._connected: set[tuple[int, int, int]] = set()
         self._formats: tuple[BlockFormat, ...] = ()

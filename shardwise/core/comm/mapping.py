@@ -112,7 +112,7 @@ def map_segments(control: Control, nbytes: int, method: Method) -> list[mmap.mma
     return maps
 
 
-def map_joint(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
+def map_common_segment(control: Control, nbytes: int) -> tuple[mmap.mmap, mmap.mmap]:
     """Return one segment of ``nbytes`` that all ranks share, mapped twice: shared, and private. Collective.
 
     Writes through the private mapping are visible only to this process (copy on write); ``madvise(MADV_DONTNEED)``
@@ -194,6 +194,6 @@ def _open_all(paths: list[str], nbytes: int) -> tuple[list[mmap.mmap], str]:
 
 
 def _raise_together(verb: str, errors: list[str]) -> None:
-    told = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-    if told:
-        raise MappingError(f"cannot {verb} shared memory ({'; '.join(told)}); use shared_memory=False")
+    failures = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+    if failures:
+        raise MappingError(f"cannot {verb} shared memory ({'; '.join(failures)}); use shared_memory=False")

@@ -26,11 +26,11 @@ from shardwise.core.base.torch_internals import new_group
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm.errors import UNREACHED, PeerError
 
-SPARE = 256
+MARGIN = 256
 """Open files for data loaders, checkpoints and libraries."""
 GROUPS = 3
 """Communicators over all ranks that a run usually has at most: host exchanges, saves, and the program's own."""
-_told = threading.Event()
+_warned = threading.Event()
 
 
 def make_room(ranks: int) -> None:
@@ -41,7 +41,7 @@ def make_room(ranks: int) -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     there, endless = _open_files(), resource.RLIM_INFINITY
-    needed = there + ranks + SPARE
+    needed = there + ranks + MARGIN
     if soft == endless or soft >= needed:
         return
     most = needed if hard == endless else min(needed, hard)
@@ -49,12 +49,12 @@ def make_room(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     except (OSError, ValueError):  # the system has a lower limit of its own
         most = soft
-    if most < needed and not _told.is_set():
-        _told.set()
+    if most < needed and not _warned.is_set():
+        _warned.set()
         warn_user(
             f"a communicator of {ranks} ranks needs as many open files on each; {there} are open, and at most {most} "
             f"are allowed (ulimit -Hn), so it may fail with 'Too many open files'. Allow "
-            f"{there + GROUPS * ranks + SPARE} on every host (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
+            f"{there + GROUPS * ranks + MARGIN} on every host (ulimit -n, LimitNOFILE= of a service, --ulimit nofile= "
             "of a container), or divide the ranks into smaller groups"
         )
 
@@ -115,15 +115,15 @@ def timeout_s(group: dist.ProcessGroup | None = None) -> float:
     return DEFAULT_TIMEOUT_S
 
 
-def check_alike(argument: str, ranks: Sequence[int], wanted: Sequence[object]) -> None:
-    """Check that ``wanted`` is the same on all ranks of ``argument``.
+def check_equal(argument: str, ranks: Sequence[int], values: Sequence[object]) -> None:
+    """Check that ``values`` is the same on all ranks of ``argument``.
 
     Raises:
         ValueError: it differs; the message has the value of each rank.
     """
-    if any(want != wanted[0] for want in wanted):
-        told = "; ".join(f"rank {rank}: {want}" for rank, want in zip(ranks, wanted, strict=True))
-        raise ValueError(f"the ranks of {argument} want different things ({told}); give the same on all of them")
+    if any(value != values[0] for value in values):
+        by_rank = "; ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, values, strict=True))
+        raise ValueError(f"the ranks of {argument} want different things ({by_rank}); give the same on all of them")
 
 
 @contextmanager
@@ -213,7 +213,7 @@ class Members:
         self._made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         # Each member generates a token, and the first one's is used: no other group of this run has it.
         rows = self.exchange([uuid.uuid4().hex, agreed])
-        check_alike(argument, self.ranks, [row[1] for row in rows])
+        check_equal(argument, self.ranks, [row[1] for row in rows])
         self._token = rows[0][0]
 
     def exchange(self, obj: object) -> list[Any]:

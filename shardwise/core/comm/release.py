@@ -86,19 +86,19 @@ def _abandon(process_groups: list[dist.ProcessGroup], pid: int) -> None:
 # for the GIL does not sleep that long, since it wakes up after each switch interval.
 def resting() -> dict[str, str] | None:
     """Return how often each of gloo's workers has gone to sleep, by thread; ``None`` while one is awake."""
-    found = {}
+    sleeps = {}
     for task in TASKS.iterdir():
         with contextlib.suppress(OSError):  # the thread has just ended
             if (task / "comm").read_text().strip() == WORKER:
                 status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
                 if status["State"].split()[0] != "S":
                     return None
-                found[task.name] = status["voluntary_ctxt_switches"].strip()
-    return found
+                sleeps[task.name] = status["voluntary_ctxt_switches"].strip()
+    return sleeps
 
 
 @atexit.register
-def let_workers_rest() -> None:
+def wait_for_idle_workers() -> None:
     """Wait until gloo's workers have dropped the tensors of finished collectives."""
     if not TASKS.is_dir():
         time.sleep(UNKNOWN_S)

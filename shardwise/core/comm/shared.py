@@ -26,7 +26,7 @@ from shardwise.core.comm.mapping import (
     MappingError,
     Method,
     is_running,
-    map_joint,
+    map_common_segment,
     map_segments,
     start_time,
 )
@@ -38,7 +38,7 @@ from shardwise.core.comm.shared_buffer import (
     REDUCE_SCATTER,
     REDUCED,
     REDUCTIONS,
-    JointBuffer,
+    MappedBuffer,
     SharedBuffer,
     tensor_in,
 )
@@ -60,7 +60,7 @@ SLOT_WORDS = LINE_WORDS + SLOT_VALUES
 SLOTS = 2 * LINE_WORDS
 CONTROL_BYTES = 8 * (SLOTS + 2 * SLOT_WORDS)
 OPEN, CLOSED, FAILED = range(3)
-EXCHANGE, FENCE, BARRIER, GIVEN_UP = range(4)
+EXCHANGE, FENCE, BARRIER, ABANDONED = range(4)
 KINDS = 4
 SYNCS = ("exchange", "fence", "barrier")
 
@@ -151,7 +151,7 @@ class SharedGroup(Group):
         self._processes = [(int(pid), int(started)) for pid, started in processes]
         self._arrived = 0
         self._unfinished: list[_Reduction] = []
-        self._made: weakref.WeakSet[SharedBuffer | JointBuffer] = weakref.WeakSet()
+        self._made: weakref.WeakSet[SharedBuffer | MappedBuffer] = weakref.WeakSet()
         self._buffer_count = 0
         self._leave = leave_with(self, self._words[self.rank], STATE, OPEN, CLOSED)
 
@@ -179,14 +179,14 @@ class SharedGroup(Group):
             buffers.append(buffer)
         return buffers
 
-    def _joint_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
+    def _mapped_buffers(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Buffer]:
         """Make one array each that all ranks map; only by memfd, since the size of /dev/shm is limited."""
         bounds = [tuple(rank * numel for rank in range(self.size + 1)) for numel, _ in specs]
-        made = self._joint([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
+        made = self._mapped([(each, dtype) for each, (_, dtype) in zip(bounds, specs, strict=True)])
         return self._buffers(specs) if made is None else made
 
-    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], joint: bool) -> list[Buffer]:
-        made = self._joint(specs) if joint else None
+    def _shards(self, specs: Sequence[tuple[Bounds, torch.dtype]], mapped: bool) -> list[Buffer]:
+        made = self._mapped(specs) if mapped else None
         if made is None:
             # All are as long as the longest part; pages use memory only after they are touched.
             longest = [(max(end - start for start, end in pairwise(bounds)), dtype) for bounds, dtype in specs]
@@ -197,7 +197,7 @@ class SharedGroup(Group):
             buffer.bounds = bounds
         return made
 
-    def _joint(self, specs: Sequence[tuple[Bounds, torch.dtype]]) -> list[Buffer] | None:
+    def _mapped(self, specs: Sequence[tuple[Bounds, torch.dtype]]) -> list[Buffer] | None:
         if self._method != "memfd" or not specs:
             return None
         self._agree_on(specs)
@@ -207,32 +207,32 @@ class SharedGroup(Group):
             offsets.append(offset)
             offset += -(-bounds[-1] * dtype.itemsize // page) * page
         try:
-            shared, private = map_joint(self._control, offset)
+            shared, private = map_common_segment(self._control, offset)
         except MappingError:  # on every rank, for example if strict overcommit forbids a second mapping
             return None
         buffers: list[Buffer] = []
         for (bounds, dtype), start in zip(specs, offsets, strict=True):
-            everyone = tensor_in(shared, start, bounds[-1], dtype)
-            buffer = JointBuffer(self, [everyone[at:end] for at, end in pairwise(bounds)], private, start)
+            full = tensor_in(shared, start, bounds[-1], dtype)
+            buffer = MappedBuffer(self, [full[at:end] for at, end in pairwise(bounds)], private, start)
             self._made.add(buffer)
             buffers.append(buffer)
         return buffers
 
     def joined(self, shard: Buffer) -> Tensor | None:
         """See :meth:`Group.joined`. Counts as an all-gather: the peers' shards are read from their memory."""
-        if not isinstance(shard, JointBuffer):
+        if not isinstance(shard, MappedBuffer):
             return None
         self.traffic.add("all_gather", (self.size - 1) * shard.local.nbytes)
-        return shard.whole()
+        return shard.full_view()
 
     def _agree_on(self, specs: Sequence[tuple[int | Bounds, torch.dtype]]) -> None:
         own = [[size if isinstance(size, int) else list(size), str(dtype)] for size, dtype in specs]
-        given = self._all_gather_json(encode(own), "which buffers to make")
-        for rank, other in enumerate(given):
-            if other != given[0]:
+        requests = self._all_gather_json(encode(own), "which buffers to make")
+        for rank, other in enumerate(requests):
+            if other != requests[0]:
                 raise ValueError(
                     f"buffers() of group {self.name!r}: rank {rank} requests {other!r:.300} and rank 0 "
-                    f"{given[0]!r:.300}; give the same specs on every rank"
+                    f"{requests[0]!r:.300}; give the same specs on every rank"
                 )
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class SharedGroup(Group):
     # Collectives
 
     def _all_gather(self, out: Tensor, shard: Buffer) -> Handle:
-        if not isinstance(shard, JointBuffer) or shard.group is not self:
+        if not isinstance(shard, MappedBuffer) or shard.group is not self:
             self._mine(shard)
         for rank in self._from_own():
             self.slice_of(out, rank, shard.bounds).copy_(shard.peers[rank])
@@ -343,9 +343,9 @@ class SharedGroup(Group):
         """Return the error for ranks that arrived with different heads and totals."""
         self.fail()
         own = heads[self.rank]
-        others = [rank for rank, each in enumerate(heads) if each != own]
-        later = {rank for rank in others if heads[rank][0] // KINDS != own[0] // KINDS}
-        gone = [rank for rank in others if rank in later or heads[rank][0] % KINDS == GIVEN_UP]
+        diverging = [rank for rank, each in enumerate(heads) if each != own]
+        later = {rank for rank in diverging if heads[rank][0] // KINDS != own[0] // KINDS}
+        gone = [rank for rank in diverging if rank in later or heads[rank][0] % KINDS == ABANDONED]
         if gone:
             return PeerError(
                 f"{_full_name(own[0], purpose)} in group {self.name!r}: ranks {gone} of {self.size} gave it up before "
@@ -353,8 +353,8 @@ class SharedGroup(Group):
                 f"time-out is {self.timeout_s:g} s" + self.around(gone)
             )
         return PeerError(
-            f"group {self.name!r}: rank {self.rank} is at {_name(*own)} and rank {others[0]} at "
-            f"{_name(*heads[others[0]])}; all must come to the same operations in order" + self.around(others[:1])
+            f"group {self.name!r}: rank {self.rank} is at {_name(*own)} and rank {diverging[0]} at "
+            f"{_name(*heads[diverging[0]])}; all must come to the same operations in order" + self.around(diverging[:1])
         )
 
     # Waiting
@@ -396,7 +396,7 @@ class SharedGroup(Group):
     def _check(self, missing: Callable[[], list[int]], what: str, waited_s: float, meeting: bool) -> None:
         together = meeting and self._words[self.rank][STATE] == FAILED
         fate = {rank: self.fate(rank, failed=not together) for rank in missing()}
-        lost = {rank: told for rank, told in fate.items() if told}
+        lost = {rank: state for rank, state in fate.items() if state}
         limit = self.activity.limit(self.name)
         limit_s = self.timeout_s if limit is None else min(limit.total_seconds(), self.timeout_s)
         if not lost and waited_s < limit_s:
@@ -407,12 +407,12 @@ class SharedGroup(Group):
             return
         self.fail()
         if meeting:  # first, since late ranks have to see it
-            self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + GIVEN_UP
+            self._words[self.rank][SLOTS + (self._arrived & 1) * SLOT_WORDS] = self._arrived * KINDS + ABANDONED
         self.activity.gave_up(self.activity.now or what)
-        told = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
+        states = "; ".join(f"rank {rank} {fate.get(rank) or 'is running but has not come'}" for rank in waited_for)
         raise PeerError(
             f"{what} in group {self.name!r}: rank {self.rank} waited {waited_s:.1f} s for ranks {waited_for} of "
-            f"{self.size} ({told}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
+            f"{self.size} ({states}). Look at the first error of those ranks; the time-out is {limit_s:g} s"
             f"{'' if limit is None else ' (wait_timeout_s of the comm plan)'}" + self.around(waited_for)
         )
 

@@ -97,10 +97,10 @@ class SharedBuffer(Buffer):
         published = self.published()
         if any(other != published[0] for other in published):
             self.group.fail()
-            told = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
+            operations = (f"rank {rank}: {REDUCTIONS[kind]} of {numel}" for rank, (kind, numel) in enumerate(published))
             raise PeerError(
                 f"{what} in group {self.group.name!r}: ranks run different operations on this buffer "
-                f"({', '.join(told)} elements); all ranks must start the same operations in the same order"
+                f"({', '.join(operations)} elements); all ranks must start the same operations in the same order"
             )
 
     def published(self) -> list[tuple[int, int]]:
@@ -122,11 +122,11 @@ class SharedBuffer(Buffer):
         """Drop the memory; it is unmapped when no other tensor refers to it."""
         self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers = ()
-        self._whole = (self.local, ())
+        self._full = (self.local, ())
         self._segments = []
 
 
-class JointBuffer(Buffer):
+class MappedBuffer(Buffer):
     """A shard in one array that all ranks map.
 
     Args:
@@ -143,7 +143,7 @@ class JointBuffer(Buffer):
         self._start = start
         self._nbytes = sum(peer.nbytes for peer in peers)
 
-    def whole(self) -> Tensor:
+    def full_view(self) -> Tensor:
         """Return the array in a separate storage; see [Note: A storage that moves]. Previous writes of this rank to it
         are discarded."""
         if self._private is None:
@@ -157,7 +157,7 @@ class JointBuffer(Buffer):
         """Drop the memory; it is unmapped when no other tensor refers to it."""
         self.local = torch.empty(0, dtype=self.local.dtype, device="cpu")
         self.peers, self._private = (), None
-        self._whole = (self.local, ())
+        self._full = (self.local, ())
 
 
 def tensor_in(segment: mmap.mmap, offset: int, numel: int, dtype: torch.dtype) -> Tensor:

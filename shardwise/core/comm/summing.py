@@ -26,7 +26,7 @@ class RankSum:
 
     def __init__(self, tile_numel: int = TILE_NUMEL) -> None:
         self._tile_numel = tile_numel
-        self._kept: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
 
     def __call__(self, out: Tensor, sources: Sequence[Tensor], scale: float) -> None:
         """Sum 1-D ``sources`` of equal length and dtype into ``out``, which may be one of them but must not overlap
@@ -59,11 +59,11 @@ class RankSum:
                 out_tile.copy_(total)
 
     def _scratch(self, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kept = self._kept.get((dtype, device, number))
-        if kept is None or kept.numel() < numel:
+        buffer = self._buffers.get((dtype, device, number))
+        if buffer is None or buffer.numel() < numel:
             with ordinary_tensors():
-                kept = self._kept[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
-        return kept[:numel]
+                buffer = self._buffers[dtype, device, number] = torch.empty(numel, dtype=dtype, device=device)
+        return buffer[:numel]
 
 
 def _scaled(out: Tensor, source: Tensor, scale: float) -> bool:
@@ -84,8 +84,8 @@ def _mean_of_two(out: Tensor, sources: Sequence[Tensor], scale: float) -> bool:
     ``b - (b - a) / 2``, which kernels compute in fp32, is bitwise equal to ``(a + b) / 2``: for finite 16-bit values
     below 1e38, the rounding error of either is too small to change the rounded result. It takes 0.4 of the time.
     """
-    alike = all(source.dtype in HALF_DTYPES and source.dtype == out.dtype for source in sources)
-    if len(sources) != 2 or scale != 0.5 or not alike or out.device.type != "cpu":
+    same_dtype = all(source.dtype in HALF_DTYPES and source.dtype == out.dtype for source in sources)
+    if len(sources) != 2 or scale != 0.5 or not same_dtype or out.device.type != "cpu":
         return False
     torch.lerp(sources[0], sources[1], 0.5, out=out)
     return True
@@ -94,11 +94,11 @@ def _mean_of_two(out: Tensor, sources: Sequence[Tensor], scale: float) -> bool:
 def _add_up(total: Tensor, tiles: list[Tensor], converted: Tensor) -> None:
     """Set ``total`` to the sum of ``tiles``. Tiles of another dtype are copied to ``converted`` first, because an
     addition of mixed dtypes would allocate its own converted copy."""
-    first, rest = tiles[0], tiles[1:]
-    if rest and first.dtype == total.dtype:
-        torch.add(first, rest[0], out=total)
-        rest = rest[1:]
+    first, remaining = tiles[0], tiles[1:]
+    if remaining and first.dtype == total.dtype:
+        torch.add(first, remaining[0], out=total)
+        remaining = remaining[1:]
     elif first.data_ptr() != total.data_ptr():
         total.copy_(first)
-    for tile in rest:
+    for tile in remaining:
         total.add_(tile if tile.dtype == total.dtype else converted.copy_(tile))

@@ -172,7 +172,7 @@ class EngineLocalState:
         self._own = [self.names[place] for place in self._table.place]
         self._outlines = names.others
         own = self._state_dicts.names() if self._table.names is not None else names
-        self.others = dict(own.others)
+        self.buffers_and_extra = dict(own.others)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
             for position, tile in enumerate(optimizer.updates.tiles):
@@ -212,11 +212,11 @@ class EngineLocalState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return buffers and other tensors that modules add to their state."""
-        return {name: value for name, value in self.others.items() if not is_extra(name, value)}
+        return {name: value for name, value in self.buffers_and_extra.items() if not is_extra(name, value)}
 
     def extra(self) -> dict[str, Any]:
         """Return the results of ``get_extra_state``, and other values that modules save and that are not tensors."""
-        return {name: value for name, value in self.others.items() if is_extra(name, value)}
+        return {name: value for name, value in self.buffers_and_extra.items() if is_extra(name, value)}
 
     def extra_names(self) -> list[str]:
         """Return the names of extra state of the whole model."""
@@ -392,16 +392,16 @@ class EngineLocalState:
             states.append(nested(state))
         optimizer.updates.replace(position, states)
 
-    def check_others(self, values: dict[str, Any]) -> None:
+    def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
-        own = {name: value for name, value in values.items() if name in self.others}
-        check_buffers_and_extra(self._state_dicts, self.others, own)
+        own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
+        check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
     @torch.no_grad()
-    def put_others(self, values: dict[str, Any]) -> None:
+    def load_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
-        own = {name: value for name, value in values.items() if name in self.others}
-        load_buffers_and_extra(self._state_dicts, self.others, own)
+        own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
+        load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""

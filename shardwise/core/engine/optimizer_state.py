@@ -33,7 +33,7 @@ from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
-from shardwise.core.parallel.tensor.order import part_of_whole
+from shardwise.core.parallel.tensor.order import extract_part
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ParamSpan
 from shardwise.core.update.tiles import ParamShard
@@ -130,7 +130,7 @@ class OptimizerState:
                 if part is None:
                     own = value.detach().reshape(-1)[piece.offset : piece.offset + numel]
                 else:
-                    own = part_of_whole(value, part, piece.offset, numel)
+                    own = extract_part(value, part, piece.offset, numel)
                 dtype = self._updates.stepper.dtype_for(key, own.dtype, piece.value)
                 cut[key] = own.to(device=piece.value.device, dtype=dtype, copy=True).view(piece.value.shape)
             elif value.dim() == 0 and shape.numel() == 1 and key != "step" and shape == value.shape:

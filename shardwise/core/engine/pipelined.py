@@ -23,7 +23,7 @@ from shardwise.core.parallel.pipeline import (
     Schedule,
     StageRun,
     WeightGradients,
-    given_schedule,
+    custom_schedule,
     make_schedule,
     split_batch,
     walk,
@@ -78,7 +78,7 @@ class PipelineSteps:
         if not train:
             with torch.no_grad():
                 return self._run.step(schedule, parts, criterion, None, wants_outputs)
-        late, before = self._plan.shard.reduce == "last", grads.passes.held()
+        late, before = self._plan.shard.reduce == "last", grads.passes.accumulated_passes()
         try:
             with grads.no_sync() if late else contextlib.nullcontext():
                 with self._shared.accumulating() if self._shared is not None else contextlib.nullcontext():
@@ -161,7 +161,7 @@ class PipelineSteps:
         """Return the plan's own schedule if it is for this number of micro-batches, otherwise a new one."""
         plan, ranks = self._plan.pipeline, self._staging.ranks
         if plan.orders is not None:
-            own = given_schedule(ranks, plan.orders)
+            own = custom_schedule(ranks, plan.orders)
             if own.microbatches == microbatches:
                 return own
         return make_schedule(plan.schedule, ranks, plan.chunks, microbatches)

@@ -185,8 +185,8 @@ class Storage:
             specs[each.memory].append(each.spec)
         full, apart, mapped = specs["exchange, full"], specs["exchange"], specs["exchange, mapped"]
         buffers = group.buffers([(spec.padded_numel, spec.dtype) for spec in full])
-        buffers += group.shards([(spec.bounds, spec.dtype) for spec in apart], joint=False)
-        buffers += group.shards([(spec.bounds, spec.dtype) for spec in mapped], joint=True)
+        buffers += group.shards([(spec.bounds, spec.dtype) for spec in apart], mapped=False)
+        buffers += group.shards([(spec.bounds, spec.dtype) for spec in mapped], mapped=True)
         return {spec.index: buffer for spec, buffer in zip([*full, *apart, *mapped], buffers, strict=True)}
 
     def _staging(self) -> dict[torch.dtype, Buffer]:

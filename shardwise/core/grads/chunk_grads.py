@@ -135,7 +135,7 @@ class ChunkGrads:
         self._state = Reduction.EMPTY
         self.handle: Handle | None = None
         self.rs_output: torch.Tensor | None = None
-        self.kept_memory: torch.Tensor | None = None
+        self.shard_memory: torch.Tensor | None = None
 
     @property
     def state(self) -> Reduction:
@@ -199,16 +199,16 @@ class ChunkGrads:
 
     def own_memory(self) -> torch.Tensor:
         """Return the chunk's own private memory of the gradient shard."""
-        if self.kept_memory is None:
+        if self.shard_memory is None:
             ring, take = self.ring, self._take_memory or self._on_device
             numel, dtype = self.chunk.shard_numel, self.accumulate_dtype
             with ordinary_tensors():
-                self.kept_memory = ring.take(numel, dtype) if ring is not None else take()
-        return self.kept_memory
+                self.shard_memory = ring.take(numel, dtype) if ring is not None else take()
+        return self.shard_memory
 
     def release(self) -> None:
         """Give the memory back to the ring, after an update before ``step()`` has used the gradient."""
-        memory, self.kept_memory, self.reduced, self.aliased = self.kept_memory, None, None, False
+        memory, self.shard_memory, self.reduced, self.aliased = self.shard_memory, None, None, False
         if memory is not None and self.ring is not None:
             self.ring.give(memory)
 
@@ -218,7 +218,7 @@ class ChunkGrads:
         Args:
             ring: lends memory of the device, if gradients stream.
         """
-        self.home, self._take_memory, self.kept_memory, self.ring = Tier.DEVICE, None, None, ring
+        self.home, self._take_memory, self.shard_memory, self.ring = Tier.DEVICE, None, None, ring
 
     def _on_device(self) -> torch.Tensor:
         return torch.empty(self.chunk.shard_numel, dtype=self.accumulate_dtype, device=self.chunk.device)
@@ -385,7 +385,7 @@ class GradRing:
 def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tensor], tier: Tier) -> int:
     """Return the bytes of gradients in ``tier``; ``exchanged`` is further memory of the device."""
     # Read once each: updates during backward release it in another thread.
-    own = [state.kept_memory for state in states if state.home is tier]
+    own = [state.shard_memory for state in states if state.home is tier]
     own_memory = [memory for memory in own if memory is not None]
     rings = {id(s.ring): s.ring for s in states if s.ring is not None and s.home is tier}
     # Memory that is given back meanwhile is counted in both.
@@ -394,7 +394,7 @@ def gradient_bytes(states: Sequence[ChunkGrads], exchanged: Sequence[torch.Tenso
     idle = sum(memory.nbytes for memory in idle_memory if storage_id(memory.untyped_storage()) not in in_use)
     if tier is not Tier.DEVICE:
         return idle + sum(memory.nbytes for memory in own_memory)
-    elsewhere = {id(state.kept_memory) for state in states if state.home is not tier}
+    elsewhere = {id(state.shard_memory) for state in states if state.home is not tier}
     arrays = [*own_memory, *exchanged]
     for state in states:
         arrays += [each for each in state.all_live() if id(each) not in elsewhere]

@@ -57,21 +57,21 @@ class OtherParts:
 
     def ask(self, mine: float, largest: bool) -> float:
         """Return the sum of the ranks' numbers, or the largest of them. Collective."""
-        result, same = self.group.total(mine, "the gradient norm", beside=self.words, largest=largest)
+        result, same = self.group.total(mine, "the gradient norm", compared=self.words, largest=largest)
         if self.differ is not None and not all(same):
             self.differ()
         return result
 
 
 def _combined(
-    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, others: OtherParts | None
+    tensors: Sequence[torch.Tensor], p: float, wide: torch.dtype, ask: Ask, model_parallel: OtherParts | None
 ) -> float:
     share, largest = _partial(tensors, p, wide), p == math.inf
-    if others is not None:
+    if model_parallel is not None:
         # Gradients that do not count must be finite, too.
-        if others.counted is not None and math.isfinite(share):
-            share = _partial(others.counted, p, wide)
-        share = others.ask(ask(share, largest), largest)
+        if model_parallel.counted is not None and math.isfinite(share):
+            share = _partial(model_parallel.counted, p, wide)
+        share = model_parallel.ask(ask(share, largest), largest)
     else:
         share = ask(share, largest)
     return share if p == math.inf else float(share ** (1.0 / p))
@@ -83,7 +83,7 @@ def global_norm(
     group: Group | Ask,
     inverse_scale: float,
     known: Sequence[float] = (),
-    others: OtherParts | None = None,
+    model_parallel: OtherParts | None = None,
 ) -> float:
     """Return the p-norm of gradients whose shards lie over ``group``, multiplied by ``inverse_scale``. Collective.
 
@@ -94,7 +94,7 @@ def global_norm(
             their numbers.
         inverse_scale: 1 / loss scale, so that the result is the true norm.
         known: norms of further shards of this rank, whose gradients are freed already.
-        others: the tensor-parallel ranks, whose gradients count as well.
+        model_parallel: the tensor-parallel ranks, whose gradients count as well.
 
     Returns:
         The same value on every rank; NaN or infinite if any gradient is.
@@ -102,11 +102,11 @@ def global_norm(
     ask = _asking(group) if isinstance(group, Group) else group
     extra = [torch.tensor(known, dtype=torch.float64, device="cpu")] if known else []
     everything = [*tensors, *extra]  # the norm of norms is the norm
-    norm = _combined(everything, p, torch.float32, ask, others)
+    norm = _combined(everything, p, torch.float32, ask, model_parallel)
     # Equal on all ranks, so all of them compute it again.
     if norm == math.inf and p != math.inf:
         # The powers of large finite gradients overflow in fp32; then they are summed again in fp64.
-        norm = _combined(everything, p, torch.float64, ask, others)
+        norm = _combined(everything, p, torch.float64, ask, model_parallel)
     return norm * inverse_scale
 
 
@@ -196,22 +196,22 @@ def _shares(parts: Parts, p: float, wide: torch.dtype) -> list[float]:
     return shares
 
 
-def each_norm(parts: Parts, p: float, group: Group, others: Group | None, divided: Sequence[bool]) -> list[float]:
+def each_norm(parts: Parts, p: float, group: Group, tp_group: Group | None, divided: Sequence[bool]) -> list[float]:
     """Return the p-norm of each gradient, computed like :func:`global_norm`, with one exchange for all. Collective.
 
     Args:
         parts: this rank's part of each gradient, 1-D, any float dtype, or ``None``.
         p: order of the norm, above 0, ``math.inf`` included.
         group: the ranks that hold the other parts.
-        others: the tensor-parallel ranks, or ``None``.
-        divided: by gradient, whether the ranks of ``others`` have different parts of it.
+        tp_group: the tensor-parallel ranks, or ``None``.
+        divided: by gradient, whether the ranks of ``tp_group`` have different parts of it.
     """
     norms: list[float] = []
     for wide in (torch.float32, torch.float64):
         shares = _shares(parts, p, wide)
         shares, _ = group.totals(shares, NORMS, largest=p == math.inf)
-        if others is not None:
-            summed, _ = others.totals(shares, NORMS, largest=p == math.inf)
+        if tp_group is not None:
+            summed, _ = tp_group.totals(shares, NORMS, largest=p == math.inf)
             shares = [w if cut else own for w, own, cut in zip(summed, shares, divided, strict=True)]
         norms = [share if p == math.inf else float(share ** (1.0 / p)) for share in shares]
         if p == math.inf or math.inf not in norms:

@@ -114,7 +114,7 @@ class BackwardPasses:
     def _begin(self) -> None:
         """Make all checks that may refuse the pass, then begin it."""
         self._events.backward_asked()
-        self._before = self.held()
+        self._before = self.accumulated_passes()
         self._events.backward_began()
 
     @contextlib.contextmanager
@@ -124,7 +124,7 @@ class BackwardPasses:
         yield
         self._failed = False
 
-    def held(self) -> int:
+    def accumulated_passes(self) -> int:
         """Return the number of passes that the step has gradients of."""
         return max(map(self._counts.so_far, self._counts.optimizers), default=0)
 
@@ -185,7 +185,7 @@ class BackwardPasses:
         """Count the passes of this step as failed, until all ranks drop them.
 
         Args:
-            before: :meth:`held` before the passes that failed.
+            before: :meth:`accumulated_passes` before the passes that failed.
         """
         self._failed, self._before = True, before
 
@@ -202,7 +202,7 @@ class BackwardPasses:
             PeerError: not all ranks have noticed the failure; they do now, and the next call drops the pass.
         """
         if self._has_failed():
-            earlier = self.held() if self._before is None else self._before
+            earlier = self.accumulated_passes() if self._before is None else self._before
             # Until it is dropped: otherwise this rank's next pass would answer the other ranks' exchange.
             self._failed = True
             self._tasks.clear()

@@ -796,7 +796,7 @@ class Reducer:
             if votes.least[:first] != votes.most[:first]:
                 for each in self.piggybacks:
                     each.explain()
-            self._waits.compared(votes.flags_alike)
+            self._waits.compared(votes.flags_equal)
             counts, mask = votes.most[first:], votes.anywhere
         self.counts.were_reduced([int(count) for count in counts])
         return take_used_mask(self._order, mask)

@@ -225,7 +225,7 @@ class ShardedGrad(torch.Tensor):
         name = str(packet).removeprefix("aten.")
         if name.startswith("_foreach_") and name.endswith("_"):
             return _one_by_one(getattr(aten, name.removeprefix("_foreach_"), None), func, args, kwargs)
-        return _on_whole(func, args, kwargs)
+        return _on_full_grads(func, args, kwargs)
 
 
 _SAME = {aten.detach, aten.alias, aten.lift_fresh}
@@ -435,7 +435,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 def _one_by_one(op: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Apply an in-place operation on lists to each element."""
     if op is None:
-        _on_whole(func, args, kwargs)
+        _on_full_grads(func, args, kwargs)
         return
     count = len(args[0])
     for at in range(count):
@@ -444,7 +444,7 @@ def _one_by_one(op: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         op(*own, **named)
 
 
-def _on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_full_grads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply any operation to gathered gradients, and write changes of them back into the shards."""
     what = str(func.overloadpacket).removeprefix("aten.") + "()"
     ours = {id(each): each for each in each_leaf((args, kwargs)) if isinstance(each, ShardedGrad)}

@@ -9,8 +9,8 @@ import torch
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.trace.tracker import Tracker
 
-REST = "activations and the rest"
-KEPT = "idle arrays"
+NON_MODEL = "activations and the rest"
+IDLE_ARRAYS = "idle arrays"
 
 ADVICE = {
     "parameter shards": "offload parameters to the host (param_host_fraction, offload_param_frac)",
@@ -18,7 +18,7 @@ ADVICE = {
     "gradients": "use smaller chunks, and offload state and gradient shards to the host (state_host_fraction)",
     "masters and optimizer state": "offload it to the host or a disk (state_host_fraction, offload_optim_frac)",
     "buffers": "compute large masks and tables where they are used instead of keeping them (register_buffer)",
-    REST: "use activation checkpointing or a smaller micro-batch",
+    NON_MODEL: "use activation checkpointing or a smaller micro-batch",
 }
 
 
@@ -48,14 +48,14 @@ class Ledger:
         self.peak_bytes = 0
         """The peak at any check; counted only if there is a capacity."""
 
-    def account(self, kind: str, held_bytes: Callable[[], int]) -> None:
-        """Add an account: ``held_bytes()`` returns the current bytes of ``kind`` on the device."""
-        self._holders[kind] = held_bytes
+    def account(self, kind: str, current_bytes: Callable[[], int]) -> None:
+        """Add an account: ``current_bytes()`` returns the current bytes of ``kind`` on the device."""
+        self._holders[kind] = current_bytes
 
-    def measure_rest(self, tracker: Tracker) -> None:
+    def measure_non_model(self, tracker: Tracker) -> None:
         """Let ``tracker`` measure memory that is not model data; see :meth:`charge`."""
         self._tracker = tracker
-        self.account(REST, lambda: tracker.live_bytes)
+        self.account(NON_MODEL, lambda: tracker.live_bytes)
 
     def expire(self) -> None:
         """Invalidate the measurement of memory that is not model data; the next query measures again.
@@ -76,13 +76,13 @@ class Ledger:
         """Add a callback that frees cached memory; it is called before an error is raised for too little memory."""
         self._caches.append(release)
 
-    def held(self) -> Mapping[str, int]:
+    def bytes_by_kind(self) -> Mapping[str, int]:
         """Return the current bytes by kind."""
         return {kind: ask() for kind, ask in self._holders.items()}
 
     def model_bytes(self) -> int:
-        """Return the bytes of all kinds except :data:`REST`."""
-        return sum(ask() for kind, ask in self._holders.items() if kind != REST)
+        """Return the bytes of all kinds except :data:`NON_MODEL`."""
+        return sum(ask() for kind, ask in self._holders.items() if kind != NON_MODEL)
 
     def free_bytes(self) -> int | None:
         """Return the bytes that may still be allocated; ``None`` without a limit.
@@ -90,7 +90,7 @@ class Ledger:
         Memory that is not model data was measured at the first query after the last :meth:`expire`; the rest is
         current.
         """
-        return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.held().values())
+        return None if self.capacity_bytes is None else self.capacity_bytes - sum(self.bytes_by_kind().values())
 
     def fits(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be allocated now."""
@@ -106,7 +106,7 @@ class Ledger:
         if self.capacity_bytes is None:
             return
         if not self.make_room(nbytes):
-            total = sum(self.held().values()) + nbytes
+            total = sum(self.bytes_by_kind().values()) + nbytes
             needs = f" needs {size_text(nbytes)} more on {self.device}, which makes"
             raise DeviceMemoryError(self._message(what + (needs if nbytes else f": {self.device} holds"), total))
 
@@ -114,20 +114,20 @@ class Ledger:
         """Return whether ``nbytes`` more can be allocated, after freeing caches if necessary."""
         if self.capacity_bytes is None:
             return True
-        total = sum(self.held().values()) + nbytes
+        total = sum(self.bytes_by_kind().values()) + nbytes
         if total > self.capacity_bytes:
             for release in self._caches:
                 release()
-            total = sum(self.held().values()) + nbytes
+            total = sum(self.bytes_by_kind().values()) + nbytes
         if total <= self.capacity_bytes:
             self.peak_bytes = max(self.peak_bytes, total)
         return total <= self.capacity_bytes
 
-    def check_peak(self, rest_bytes: int, when: str, total_bytes: int = 0) -> None:
+    def check_peak(self, non_model_bytes: int, when: str, total_bytes: int = 0) -> None:
         """Check a measured peak against the capacity.
 
         Args:
-            rest_bytes: peak of memory that is not model data since the last check.
+            non_model_bytes: peak of memory that is not model data since the last check.
             when: position in the step, for the message.
             total_bytes: all memory, if known.
 
@@ -137,11 +137,14 @@ class Ledger:
         if self.capacity_bytes is None:
             return
         # Memory that is only cached for reuse would have been freed, as an allocator's cache.
-        total = sum(size for kind, size in self.held().items() if kind not in (REST, KEPT)) + rest_bytes
+        total = (
+            sum(size for kind, size in self.bytes_by_kind().items() if kind not in (NON_MODEL, IDLE_ARRAYS))
+            + non_model_bytes
+        )
         if total_bytes > self.capacity_bytes:
             total = max(total, total_bytes)
         if total > self.capacity_bytes:
-            what = f"{when} {REST} took up to {size_text(rest_bytes)} on {self.device}, which makes"
+            what = f"{when} {NON_MODEL} took up to {size_text(non_model_bytes)} on {self.device}, which makes"
             raise DeviceMemoryError(self._message(what, total))
         self.peak_bytes = max(self.peak_bytes, total)
 
@@ -156,7 +159,7 @@ class Ledger:
 
     def _message(self, what: str, total: int) -> str:
         capacity = self.capacity_bytes or 0
-        sizes = sorted(self.held().items(), key=lambda item: -item[1])
+        sizes = sorted(self.bytes_by_kind().items(), key=lambda item: -item[1])
         accounts = "".join(f"\n  {kind}: {size_text(size)}" for kind, size in sizes if size)
         advice = "".join(f"\n  {ADVICE[kind]}" for kind, size in sizes if size and kind in ADVICE)
         return (

@@ -116,7 +116,7 @@ class _Adam(torch.optim.Optimizer):
             for param in params:
                 self._check_gradient(param)
         if self._offload is not None:
-            self._check_whole()
+            self._check_no_dtensors()
             self._offload.place([p for group in self.param_groups for p in group["params"]])
             live = self._step_offloaded(self._offload, live, scale)
         for group, params in zip(self.param_groups, live, strict=True):
@@ -131,7 +131,7 @@ class _Adam(torch.optim.Optimizer):
                 f"{tuple(param.shape)}): make the embedding with sparse=False, or use torch.optim.SparseAdam for it"
             )
 
-    def _check_whole(self) -> None:
+    def _check_no_dtensors(self) -> None:
         """Check that parameters are not DTensors, since moments on a disk belong to full parameters."""
         if any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"]):
             raise RuntimeError(

@@ -67,8 +67,8 @@ def _quantizer(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Compute ``a @ b.T`` of ``[m, k]`` and ``[n, k]``: ``[m, n]`` in ``dtype``. ``fast``: a GPU sums in fewer bits."""
-    left, right, whole = _padded(a.codes), _padded(b.codes).t(), ScalingType.TensorWise
-    out = functional.scaled_mm(left, right, a.scale, whole, b.scale, whole, output_dtype=dtype, use_fast_accum=fast)
+    left, right, recipe = _padded(a.codes), _padded(b.codes).t(), ScalingType.TensorWise
+    out = functional.scaled_mm(left, right, a.scale, recipe, b.scale, recipe, output_dtype=dtype, use_fast_accum=fast)
     return out[: a.codes.shape[0], : b.codes.shape[0]]
 
 

@@ -274,7 +274,7 @@ class GatherAgreement:
             self.forget_secondary()
         # By number, so that all gather the union in one order.
         units = [unit for unit in range(self._units) if votes.anywhere[unit]]
-        same = votes.flags_alike and votes.least[0] == votes.most[0]
+        same = votes.flags_equal and votes.least[0] == votes.most[0]
         return Agreed(units, same, bool(votes.most[0]), int(votes.least[1]))
 
     def _exchange(self, units: Collection[int], values: list[float], out_of_memory: bool = False) -> Summary:

@@ -46,7 +46,7 @@ class ParamInfo:
     @property
     def whole(self) -> torch.Size:
         """The shape of the full parameter, as it is saved."""
-        return self.shape if self.part is None else self.part.whole
+        return self.shape if self.part is None else self.part.full_shape
 
     @property
     def numel(self) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.base.torch_internals import current_graph_task
-from shardwise.core.memory.ledger import REST, Ledger
+from shardwise.core.memory.ledger import NON_MODEL, Ledger
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
 from shardwise.core.memory.trace.tracker import make_tracker
 from shardwise.core.shards.hooks import in_backward
@@ -42,7 +42,7 @@ class MemoryMeter:
         # An allocator does not count foreseen bytes.
         self._foreseen_bytes = foreseen_bytes
         self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
-        ledger.measure_rest(self._tracker)
+        ledger.measure_non_model(self._tracker)
         self.stats: MemStats | None = None
         self._matches = False
         """Whether ``stats`` have the order that the pool expects."""
@@ -153,7 +153,7 @@ class MemoryMeter:
             DeviceMemoryError: with it, the device's capacity is exceeded.
         """
         if self._recorder is not None and self._pool.in_training:
-            kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
+            kinds = {kind: size for kind, size in self._ledger.bytes_by_kind().items() if kind != NON_MODEL and size}
             phase: Phase = "backward" if in_backward() else "forward"
             self._recorder.moment(unit, self._name(unit), phase, sum(kinds.values()), kinds)
         self._ledger.require(0, "the forward or backward pass")

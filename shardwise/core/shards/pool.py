@@ -23,7 +23,7 @@ from shardwise.core.base.sizes import size_text
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import current_graph_task, in_transform, labelled, storage_id
 from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
-from shardwise.core.memory.ledger import KEPT, DeviceMemoryError, Ledger
+from shardwise.core.memory.ledger import IDLE_ARRAYS, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
@@ -170,7 +170,7 @@ class ChunkPool:
         self.blocks = GatherScopes([unit for unit, own in self._transient.items() if own])
         self.followed, self.moved_bytes = False, 0
         ledger.account("gathered parameters", lambda: self.copied_bytes)
-        ledger.account(KEPT, self.arrays.idle_bytes)
+        ledger.account(IDLE_ARRAYS, self.arrays.idle_bytes)
         ledger.account("arrays still read", self.arrays.read_bytes)
         ledger.reclaimable(self.arrays.drop)
         ledger.reclaimable(self.drop_idle)

@@ -19,7 +19,7 @@ from shardwise.compat.published import picked
 from shardwise.core.base.device import numbered, total_bytes
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
-from shardwise.core.memory.ledger import REST
+from shardwise.core.memory.ledger import NON_MODEL
 from shardwise.core.memory.trace.picture import dump_memory_stats
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
@@ -232,7 +232,7 @@ def _trace(session: Session) -> MemStats | None:
     """Return the trace; if nothing is gathered, a trace with only the peak."""
     stats, ledger = session.memory_so_far(), session.ledger
     if stats is None and ledger.peak_bytes:
-        kinds = {kind: size for kind, size in ledger.held().items() if kind != REST and size}
+        kinds = {kind: size for kind, size in ledger.bytes_by_kind().items() if kind != NON_MODEL and size}
         model_bytes = min(sum(kinds.values()), ledger.peak_bytes)
         peak = Moment(NO_UNIT, "the highest moment", "step", model_bytes, ledger.peak_bytes - model_bytes, kinds)
         stats = MemStats([peak], str(ledger.device), ledger.capacity_bytes, {})

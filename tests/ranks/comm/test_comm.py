@@ -269,7 +269,7 @@ def test_a_group_of_one_rank_converts_and_scales_with_one_rounding(scale: float)
         out = torch.empty(LARGE, dtype=wanted)
         group.reduce_scatter(out, full, scale).wait()
         assert torch.equal(out, summed(1, LARGE, kept, wanted, scale)), (kept, wanted)
-        assert all(tile.numel() <= TILE_NUMEL for tile in group._sum._kept.values())
+        assert all(tile.numel() <= TILE_NUMEL for tile in group._sum._buffers.values())
 
 
 def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> None:

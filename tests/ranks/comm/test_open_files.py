@@ -505,7 +505,7 @@ def told(kind: str, rows_up_to: int) -> dict[str, Any]:
             "objects": group.exchange_object({"rank": rank}),
             "first's": group.broadcast_values(numbers(rank), "a test"),
             "first's, alike": group.broadcast_values(numbers(1), "a test"),
-            "sums": group.totals([math.sqrt(each + 60.0) for each in numbers(rank)], "a test", beside=[1.0]),
+            "sums": group.totals([math.sqrt(each + 60.0) for each in numbers(rank)], "a test", compared=[1.0]),
             "largest": group.totals(numbers(rank), "a test", largest=True),
         }
         found["nan"] = [math.isnan(row[0]) for row in group.exchange([math.nan if rank else 1.0], "a test")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer
-from shardwise.core.comm.shared_buffer import JointBuffer
+from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.deferred import deferred_init
 from shardwise.core.engine.writer import ValueWriter
 from shardwise.plan import Plan, zero
@@ -93,7 +93,7 @@ def mapped_bytes() -> int:
     """Memory of peers that this process sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
     for buffer in [each for each in gc.get_objects() if issubclass(type(each), Buffer)]:
-        if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's
+        if isinstance(buffer, MappedBuffer):  # one array, of which a part is this rank's
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue

@@ -166,9 +166,11 @@ def watch(session: Session, found: Found) -> None:
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
             counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
-            assert counted == accounted, f"{accounted} bytes are accounted, {counted} are there: {ledger.held()}"
-            held = sum(ledger.held().values())
-            assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.held()}"
+            assert counted == accounted, (
+                f"{accounted} bytes are accounted, {counted} are there: {ledger.bytes_by_kind()}"
+            )
+            held = sum(ledger.bytes_by_kind().values())
+            assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
     session.engine.events.unit_wanted.listen(use)
     session.engine.events.unit_ready.listen(ready)
@@ -188,7 +190,7 @@ def model_data(session: Session) -> int:
     tensors += engine.grads.reducer._buckets.arrays()
     for grads in engine.grads.reducer.states:
         kept = (grads.bucket, grads.overflow)
-        at_home = (grads.kept_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
+        at_home = (grads.shard_memory, grads.reduced) if grads.home is Tier.DEVICE else ()
         tensors += [t for t in (*kept, *at_home) if t is not None]
         if grads.ring is not None and grads.home is Tier.DEVICE:
             tensors += grads.ring.idle()
@@ -619,11 +621,11 @@ class Place:
         ledger, pool = session.ledger, session.engine.pool
         real = ledger.check_peak
 
-        def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
+        def check(non_model_bytes: int, when: str, total_bytes: int = 0) -> None:
             phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
             if (phase, when) == (self.phase, self.when):
                 raise DeviceMemoryError(f"{when}: made up for the test")
-            real(rest_bytes, when, total_bytes)
+            real(non_model_bytes, when, total_bytes)
 
         with mock.patch.object(ledger, "check_peak", check):
             others = mock.patch.object(pool, "_peers_fit", lambda *_: False)

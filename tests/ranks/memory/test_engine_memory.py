@@ -27,7 +27,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.cli.main import main
-from shardwise.core.comm.shared_buffer import JointBuffer
+from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
@@ -57,7 +57,7 @@ def mapped_bytes(session: Session) -> int:
     buffers = [chunk.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
     buffers += [state.buffer for state in engine.grads.reducer.states if state.buffer is not None]
     for buffer in buffers:
-        if isinstance(buffer, JointBuffer):  # one array, of which a part is this rank's
+        if isinstance(buffer, MappedBuffer):  # one array, of which a part is this rank's
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue

@@ -43,7 +43,7 @@ def facts(name: str, shared_memory: bool | None) -> list[object]:
     mesh.world.all_reduce(full, 1.0).wait()
     assert full.local.tolist() == [sum(10.0**rank for rank in range(len(own)))] * 6
     assert mesh.traffic()["all_reduce"] == 2 * (len(own) - 1) * 24 // len(own)
-    shard = mesh.shard.shards([(range(0, 2 * len(own) + 1, 2), torch.float32)], joint=True)[0]
+    shard = mesh.shard.shards([(range(0, 2 * len(own) + 1, 2), torch.float32)], mapped=True)[0]
     shard.local.fill_(float(me))
     mesh.shard.fence()
     gathered = torch.empty(2 * len(own))

@@ -82,7 +82,7 @@ def check(
     own = [parts.take(x, 2, ring.group.rank).requires_grad_() for x in whole[:3]]
     found = attend(*own)
     grads = torch.autograd.grad((found * parts.take(whole[3], 2, ring.group.rank)).sum(), own)
-    together = [parts.whole(x.detach(), 2, ring.axis) for x in (found, *grads)]
+    together = [parts.gather(x.detach(), 2, ring.axis) for x in (found, *grads)]
     names = ("out", "q", "k", "v")
     rtol = 1e-12 if dtype is None else {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]  # type: ignore[index]
     found_by_name = dict(zip(names, (x.double() for x in together), strict=True))
@@ -165,7 +165,7 @@ def by_heads(ranks: int) -> int:
     with ring_of_all() as ring:
         parts = Parts(LENGTH, ranks, zigzag=False)
         for (name, mask), kv_heads in product(masks(), (1, 2, HEADS)):
-            seen = mask.whole(torch.device("cpu"))
+            seen = mask.full(torch.device("cpu"))
 
             def attend(*qkv: Tensor, seen: Tensor = seen) -> Tensor:
                 def whole(q: Tensor, k: Tensor, v: Tensor, _: slice) -> Tensor:

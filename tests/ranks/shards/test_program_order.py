@@ -692,7 +692,7 @@ def in_capacity(capacity: int) -> tuple[int, int]:
             for name, param in model.named_parameters():
                 with session.gathered([param]):
                     assert torch.equal(param.data, expected[name])
-        return sum(session.ledger.held().values()), max(sizes.values())
+        return sum(session.ledger.bytes_by_kind().values()), max(sizes.values())
 
 
 def test_a_loop_has_room_where_the_model_has_not() -> None:

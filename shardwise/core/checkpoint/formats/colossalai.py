@@ -108,8 +108,8 @@ def open_colossalai(
             opened.callback(shards.close)
             metadata, weight_map = read_index(model_index)
             stored, aliases = shards.entries(weight_map)
-            beside_them = metadata.get(HEADER)
-            header = beside_them if isinstance(beside_them, dict) else shards.header()
+            index_header = metadata.get(HEADER)
+            header = index_header if isinstance(index_header, dict) else shards.header()
             named, state = named_entries(stored, header, aliases)
             entries.update(named)
             shapes = {name: entry.info.shape for name, entry in stored.items() if f"model/{name}" in named}

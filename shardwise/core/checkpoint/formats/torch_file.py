@@ -26,8 +26,8 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 StandIn = tuple[type, str]
 LEGACY_PICKLES = 5
 """Number of pickles at the start of a file of the older format; tensors follow."""
-SPARE_VALUES = 1 << 20
-SPARE_BYTES = 8 << 20
+MARGIN_VALUES = 1 << 20
+MARGIN_BYTES = 8 << 20
 """Bytes of expanded tensors that are accepted beyond the size of the file."""
 
 
@@ -106,7 +106,7 @@ def _check_values(content: object, there: int, where: object) -> None:
     Raises:
         CheckpointDamage: a check fails.
     """
-    checked_tree(content, there + SPARE_VALUES, where)
+    checked_tree(content, there + MARGIN_VALUES, where)
     needed: dict[tuple[object, ...], int] = {}
     stack = [content]
     while stack:
@@ -119,7 +119,7 @@ def _check_values(content: object, there: int, where: object) -> None:
             stack.extend(value.values())
         elif isinstance(value, list | tuple):
             stack.extend(value)
-    if sum(needed.values()) > MOST_TIMES * there + SPARE_BYTES:
+    if sum(needed.values()) > MOST_TIMES * there + MARGIN_BYTES:
         raise CheckpointDamage(f"{where} has {there} bytes, and its expanded tensors would be {sum(needed.values())}")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.trace.stats import MemStats, Moment
 
-REST = "activations and the rest"
+NON_MODEL = "activations and the rest"
 MODEL = "model data"
 COLORS = {
     "parameters": "#4c78a8",
@@ -30,7 +30,7 @@ COLORS = {
     "optimizer state": "#54a24b",
     "masters and optimizer state": "#54a24b",
     "activations": "#f2cf5b",
-    REST: "#f2cf5b",
+    NON_MODEL: "#f2cf5b",
     "idle": "#d8d8d8",
 }
 MORE_COLORS = ("#439894", "#8c6d31", "#d67195", "#79706e", "#637939", "#7b4173")
@@ -59,7 +59,7 @@ def kinds_of(moment: Moment) -> dict[str, int]:
     """Return all bytes of a moment by kind; model data of unknown kind is ``model data``."""
     known = {kind: size for kind, size in moment.kinds.items() if size}
     unnamed = max(moment.model_bytes - sum(known.values()), 0)
-    return known | ({MODEL: unnamed} if unnamed else {}) | {REST: moment.non_model_bytes}
+    return known | ({MODEL: unnamed} if unnamed else {}) | {NON_MODEL: moment.non_model_bytes}
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def draw(stats: MemStats, title: str = "Memory of one training step") -> str:
         share = f" ({stats.peak_bytes / stats.capacity_bytes:.0%} used at the peak)" if stats.capacity_bytes else ""
         summary += f", capacity {size_text(stats.capacity_bytes)}{share}"
     kinds = list(dict.fromkeys(k for c in frame.columns for k in kinds_of(c.moment)))
-    kinds = [k for k in kinds if k != REST] + [REST]
+    kinds = [k for k in kinds if k != NON_MODEL] + [NON_MODEL]
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}' "
         f"{FONT} role='img' aria-label='{escape(printable(title, 200))}'>",
@@ -300,7 +300,7 @@ def timeline_text(stats: MemStats, width: int = 100, rows: int = 30, ascii_only:
         peak = f" {mark} peak" if column.first <= stats.peak_index <= column.last else ""
         name = printable(moment.name, 32)
         lines.append(f"{moment.phase:<8} {name:<{name_width}} {bar} {size_text(moment.total_bytes):>9}{peak}")
-    lines.append(f"{model} model data  {other} {REST}")
+    lines.append(f"{model} model data  {other} {NON_MODEL}")
     text = "\n".join(lines) + "\n"
     return text.encode("ascii", "replace").decode() if ascii_only else text
 

@@ -14,7 +14,7 @@ from shardwise.core.parallel.pipeline.schedule import (
     Action,
     Kind,
     Schedule,
-    given_schedule,
+    custom_schedule,
     make_schedule,
     simulate,
 )
@@ -42,8 +42,8 @@ __all__ = [
     "StageRun",
     "Staging",
     "WeightGradients",
+    "custom_schedule",
     "draw_schedule",
-    "given_schedule",
     "known_bodies",
     "layers_of_stages",
     "make_schedule",

@@ -49,7 +49,7 @@ def is_sentinel(x: Tensor) -> bool:
 FORWARD, BACKWARD = 0, 1  # lanes
 STEPS = 1 << 8
 """Number of consecutive steps with different tags: together with stages and micro-batches, tags have 30 bits."""
-SHAPES_KEPT = 1 << 12
+MAX_CACHED_SHAPES = 1 << 12
 """Number of cached shapes per stage, about 1 KiB each: one for every length that sequences may have. With a cycle of
 more shapes than this, each would be evicted before it is used again."""
 
@@ -92,7 +92,7 @@ class Outcome:
 # cache by the shapes of the micro-batch's inputs, which all ranks have, and both caches are equal before each message,
 # since both sides update them in the same way. For each message of a stage, each side does one of three things with its
 # key, in the order in which the sender sends and the receiver receives (this is one order for all messages from one
-# rank to another; see given_schedule, and a test of all schedules):
+# rank to another; see custom_schedule, and a test of all schedules):
 # * the key is cached: it becomes the most recently used one (send or send_sentinel; receive), also for a sentinel of
 #   the cached shape;
 # * it is not cached, and data comes: it is added, and the least recently used one is evicted (send; receive);
@@ -295,7 +295,7 @@ class StageRun:
             return True
         shapes = self._shapes(stage, sent)
         shapes[key] = what
-        if len(shapes) > SHAPES_KEPT:
+        if len(shapes) > MAX_CACHED_SHAPES:
             shapes.popitem(last=False)
         return False
 

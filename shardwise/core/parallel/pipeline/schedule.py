@@ -293,7 +293,7 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int) -> Sche
 
 
 @cache
-def given_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule:
+def custom_schedule(ranks: int, orders: tuple[tuple[str, ...], ...]) -> Schedule:
     """Return a user-defined zbv schedule.
 
     Args:

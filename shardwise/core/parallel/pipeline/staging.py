@@ -178,7 +178,7 @@ class Staging:
         self.active = self.own[0]
         self.arrived: Tensor | None = None
         self._running = False
-        self._taken_by: str | None = None
+        self._consumer: str | None = None
         self._units = self._find_units(counts)
         self._check_apart()
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
@@ -319,7 +319,7 @@ class Staging:
     def enter(self, stage: int, arrived: Tensor | None) -> None:
         """Set ``stage`` as the stage that runs, or whose backward pass recomputes."""
         self.active, self.arrived = stage, arrived
-        self._taken_by = getattr(arrived, "taken_by", None)
+        self._consumer = getattr(arrived, "consumer", None)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._running:
@@ -363,10 +363,10 @@ class Staging:
             )
         hidden = args[0] if args else next(iter(kwargs.values()))
         if role == "layer" and stage > self.active:
-            raise _Enough(self._input_of(name, hidden) if self._taken_by is None else self._one_tensor(name, hidden))
+            raise _Enough(self._input_of(name, hidden) if self._consumer is None else self._one_tensor(name, hidden))
         if role == "layer":
             self._one_tensor(name, hidden)
-            if self._running and self._taken_by is not None:
+            if self._running and self._consumer is not None:
                 raise RuntimeError(
                     f"the {type(self.model).__name__} calls {name} after layers of stage {self.active}, but it belongs "
                     "to an earlier stage: layers have to be called once, in their order; use pp=1 (pp_size=1)"
@@ -399,14 +399,14 @@ class Staging:
         A layer that is recomputed in the backward pass gets the same input.
         """
         hidden = self._one_tensor(name, hidden)
-        if self.arrived is None or self._taken_by not in (None, name):
+        if self.arrived is None or self._consumer not in (None, name):
             return hidden
-        if self._running and self._taken_by == name:
+        if self._running and self._consumer == name:
             raise RuntimeError(
                 f"the {type(self.model).__name__} calls {name} twice in stage {self.active}: layers have to be called "
                 "once, in their order; use pp=1 (pp_size=1)"
             )
-        self._taken_by = self.arrived.taken_by = name  # type: ignore[attr-defined]
+        self._consumer = self.arrived.consumer = name  # type: ignore[attr-defined]
         own: Tensor = _Alias.apply(self.arrived)  # type: ignore[no-untyped-call]
         return own
 
@@ -487,12 +487,12 @@ class _StageLayer(nn.Module):
     _stage: Any
 
     @property
-    def stands_aside(self) -> bool:
+    def is_skipped(self) -> bool:
         return bool(self._stage[0].active != self._stage[2])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         staging, name, _ = self._stage
-        if self.stands_aside:
+        if self.is_skipped:
             return staging.stand_in(name, args, kwargs)
         if staging.is_layer(name):
             return staging.own_layer(name, super().__call__, args, kwargs)

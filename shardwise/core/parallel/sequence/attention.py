@@ -193,7 +193,7 @@ def _expanded(
 ) -> Tensor:
     from transformers.masking_utils import sdpa_mask
 
-    found: Tensor | None = sdpa_mask(
+    mask: Tensor | None = sdpa_mask(
         batch_size=rows,
         q_length=q_end - q,
         kv_length=k_end - k,
@@ -204,8 +204,8 @@ def _expanded(
         use_vmap=vmap,
         device=device,
     )
-    assert found is not None  # nothing may be skipped
-    return found
+    assert mask is not None  # nothing may be skipped
+    return mask
 
 
 def _attention(
@@ -246,7 +246,7 @@ def _attention(
     def of_heads(q: Tensor, k: Tensor, v: Tensor, _: slice) -> Tensor:
         inner = OfSomeHeads(module, q.shape[1] // k.shape[1])
         if original == "sdpa":
-            seen = None if mask.plain else mask.whole(q.device)
+            seen = None if mask.plain else mask.full(q.device)
             out = function(inner, q, k, v, seen, is_causal=mask.causal and mask.plain, **kwargs)[0]
         else:
             added = None if mask.plain and not mask.causal else _added(mask, q)
@@ -259,7 +259,7 @@ def _attention(
 def attend(
     module: nn.Module,
     qkv: tuple[Tensor, Tensor, Tensor],
-    given: PassMask,
+    pass_mask: PassMask,
     scale: float,
     bias: Tensor | None = None,
     dropout: float = 0.0,
@@ -269,7 +269,7 @@ def attend(
     Args:
         module: the model's attention module, for error messages.
         qkv: queries ``[rows, heads, part, size]``, and keys and values with their own number of heads.
-        given: the object that the module got as its mask.
+        pass_mask: the object that the module got as its mask.
         scale: factor of the scores.
         bias: ``[rows, heads, 1, padded length]``, added to the scores of full sequences (alibi); it has no gradient.
         dropout: dropout rate of the attention probabilities; 0 outside of training.
@@ -277,7 +277,7 @@ def attend(
     Returns:
         ``[rows, part, heads, size]``.
     """
-    now, mask = given.of, given.mask
+    now, mask = pass_mask.of, pass_mask.mask
     if now.rotation is not None:
         _refuse_dropout(module, dropout)
         return ring_attention(now.rotation, qkv, mask, scale, None, bias).transpose(1, 2)
@@ -296,7 +296,7 @@ def attend(
 
 def _added(mask: SequenceMask, q: Tensor) -> Tensor:
     """Return an additive mask. As in models that add masks to scores, fully masked rows attend to all keys."""
-    seen = mask.whole(q.device)
+    seen = mask.full(q.device)
     return torch.zeros((), dtype=q.dtype, device=q.device).where(seen, torch.finfo(q.dtype).min)
 
 
@@ -311,12 +311,12 @@ def _refuse_dropout(module: nn.Module, rate: float) -> None:
 def _original(name: str, module: nn.Module) -> Callable[..., Any]:
     """Return the attention function that the model calls without sequence parallelism."""
     if name == "eager":
-        found: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-        return found
+        function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+        return function
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found = ALL_ATTENTION_FUNCTIONS[name]
-    return found
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    return function
 
 
 class BloomShared(nn.Module):

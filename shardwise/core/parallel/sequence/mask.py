@@ -44,7 +44,7 @@ class SequenceMask:
     ) -> None:
         self.length, self.causal, self.window = length, causal, window
         self._expand, self.padding, self.packed = expand, padding, packed
-        self._whole: Tensor | None = None
+        self._full: Tensor | None = None
         self._seen = None if padding is None else (_before(padding.any(0)), _before(padding.all(0)))
         self._numbers = None if packed is None else packed.cpu()
 
@@ -105,11 +105,11 @@ class SequenceMask:
             seen = seen & same[:, None]
         return torch.nn.functional.pad(seen, (0, k_end - k_inside, 0, q_end - q_inside))
 
-    def whole(self, device: torch.device) -> Tensor:
+    def full(self, device: torch.device) -> Tensor:
         """Return the full mask, ``[rows or 1, 1, length, length]``, cached for all layers of a model."""
-        if self._whole is None:
-            self._whole = self.tile(0, self.length, 0, self.length, device)
-        return self._whole
+        if self._full is None:
+            self._full = self.tile(0, self.length, 0, self.length, device)
+        return self._full
 
 
 def _before(flags: Tensor) -> list[int]:

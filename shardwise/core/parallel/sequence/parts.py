@@ -78,6 +78,6 @@ class Parts:
                 pieces[start] = piece
         return torch.cat([pieces[start] for start in sorted(pieces)], dim).narrow(dim, 0, self.length)
 
-    def whole(self, x: Tensor, dim: int, axis: SequenceAxis) -> Tensor:
+    def gather(self, x: Tensor, dim: int, axis: SequenceAxis) -> Tensor:
         """Gather ``x`` of all ranks. Differentiable."""
         return self.together(axis.gathered(x), dim)

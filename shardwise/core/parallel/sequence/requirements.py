@@ -146,32 +146,32 @@ def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody
                 f"architecture={plan.architecture!r:.60} is not a shardwise.SequenceBody; pass one, or None"
             )
         return model, plan.architecture
-    found = []
+    bodies = []
     for module in model.modules():
         kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
         if kind is not None:
-            found.append((module, TABLES[kind.__name__]))
-    if not found:
+            bodies.append((module, TABLES[kind.__name__]))
+    if not bodies:
         raise UnknownModelError(
             f"the sequences of a {type(model).__name__} cannot be divided: it has no module of a known class "
             f"({', '.join(known_sequences())}). Describe it with shardwise.register_sequence(class name, "
             "SequenceBody(...))"
         )
-    if len(found) > 1:
+    if len(bodies) > 1:
         raise ValueError(
-            f"{type(model).__name__} has several bodies ({', '.join(type(module).__name__ for module, _ in found)}): "
+            f"{type(model).__name__} has several bodies ({', '.join(type(module).__name__ for module, _ in bodies)}): "
             "only the sequences of one can be divided; use sp=1"
         )
-    return found[0]
+    return bodies[0]
 
 
 def _configs(body: nn.Module) -> tuple[Any, ...]:
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in body.modules():
         config = vars(module).get("config")
         if hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
-    return tuple(found.values())
+            configs.setdefault(id(config), config)
+    return tuple(configs.values())
 
 
 def _heads_of(config: Any) -> int | None:

@@ -72,18 +72,18 @@ class Rotation:
         to_next = ring * inner + (place + 1) % inner
         from_last = ring * inner + (place - 1) % inner
         coming: dict[int, tuple[Message, Tensor]] = {}
-        held = own.contiguous()
+        current = own.contiguous()
         for step in range(size):
             if step:
-                message, held = coming.pop(step)
+                message, current = coming.pop(step)
                 message.wait()
                 axis.wire.settle()  # releases the buffer that was passed on before
             if (step + 1) % inner:
-                coming[step + 1] = self._pass_on(held, to_next, from_last, tags[step + 1])
+                coming[step + 1] = self._pass_on(current, to_next, from_last, tags[step + 1])
             if step % inner == 0 and step + inner < size:
                 hop = ((rank + inner) % size, (rank - inner) % size)
-                coming[step + inner] = self._pass_on(held, *hop, tags[step + inner])
-            yield self.owner(rank, step), held
+                coming[step + inner] = self._pass_on(current, *hop, tags[step + inner])
+            yield self.owner(rank, step), current
         axis.wire.settle()
 
     def _pass_on(self, x: Tensor, to: int, source: int, tag: int) -> tuple[Message, Tensor]:
@@ -191,21 +191,21 @@ class _Homeward:
     def fresh(self) -> Tensor:
         return self._like.new_zeros(self._numel)
 
-    def add(self, step: int, found: Tensor) -> None:
+    def add(self, step: int, grad: Tensor) -> None:
         """Add this rank's contribution of ``step`` to the accumulated gradients, and pass them on."""
         rotation, axis = self._rotation, self._rotation.axis
         if step == 0:
-            self._own = found
+            self._own = grad
             return
         if self._coming is not None:
-            found += self._arrived()
+            grad += self._arrived()
         owner = rotation.owner(axis.rank, step)
         if step == axis.size - 1:
             peers = owner, rotation.worker(axis.rank, step)
         else:
             peers = rotation.worker(owner, step + 1), rotation.worker(rotation.owner(axis.rank, step + 1), step)
         fresh = self._like.new_empty(self._numel)
-        self._coming = rotation.swapped(found, fresh, peers, GRADIENTS, self._tags[step]), fresh
+        self._coming = rotation.swapped(grad, fresh, peers, GRADIENTS, self._tags[step]), fresh
 
     def home(self) -> Tensor:
         """Return the gradients of this rank's own keys and values."""

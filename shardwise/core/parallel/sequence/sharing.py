@@ -97,10 +97,10 @@ class Sequences:
         axis: the ranks.
     """
 
-    def __init__(self, model: nn.Module, found: Requirements, plan: SequencePlan, axis: SequenceAxis) -> None:
+    def __init__(self, model: nn.Module, requirements: Requirements, plan: SequencePlan, axis: SequenceAxis) -> None:
         self.model, self.plan, self.axis = model, plan, axis
-        self.body, self.table = found.body, found.table
-        self._heads, self._configs = found.heads, found.configs
+        self.body, self.table = requirements.body, requirements.table
+        self._heads, self._configs = requirements.heads, requirements.configs
         self._private = RankRng(axis.rank)
         self._rates = dropouts_of(self.body.modules())
         self._names = inspect.signature(type(self.body).forward).parameters
@@ -169,9 +169,9 @@ class Sequences:
     def _run_head(self, head: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a causal language model. Logits stay sharded if they are used only by the model's own loss."""
         inputs = self._by_name(inspect.signature(type(head).forward).parameters, args, kwargs)
-        kept = inputs.get("logits_to_keep")
+        logits_to_keep = inputs.get("logits_to_keep")
         labelled = inputs.get("labels") is not None
-        keeps_all = kept is None or (isinstance(kept, int) and kept == 0)
+        keeps_all = logits_to_keep is None or (isinstance(logits_to_keep, int) and logits_to_keep == 0)
         states = inputs.get("output_hidden_states")
         if states is None:
             states = getattr(head.config, "output_hidden_states", False)
@@ -224,24 +224,24 @@ class Sequences:
         """Replace ``inputs`` by this rank's part of them."""
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         rows = tokens.numel() // tokens.shape[-1]
-        whole = None if mask is None else mask.reshape(-1, mask.shape[-1]).to(tokens.device)
+        full_mask = None if mask is None else mask.reshape(-1, mask.shape[-1]).to(tokens.device)
         numbers = None
         if positions is not None and self.table.packed and mask is None:
             flat = positions.reshape(-1, positions.shape[-1]).expand(rows, -1)
             numbers = _packed(flat)
-        padding = None if whole is None or bool((whole != 0).all()) else whole != 0
+        padding = None if full_mask is None or bool((full_mask != 0).all()) else full_mask != 0
         for name, dim in (("input_ids", -1), ("token_type_ids", -1), ("inputs_embeds", -2)):
             if inputs.get(name) is not None:
                 inputs[name] = parts.take(inputs[name], dim, self.axis.rank)
         if self.table.positions != "none":
             if positions is None:
-                positions = self._counted(tokens, whole)
+                positions = self._counted(tokens, full_mask)
             by_length = any(rotary_by_length(module) for module in self.body.modules())
             self._farthest = int(positions.max()) if by_length else 0
             inputs["position_ids"] = parts.take(positions, -1, self.axis.rank)
         # A mask of full length defines the number of keys, and disables the detection of packed sequences.
         ones = tokens.new_ones((rows, parts.length), dtype=torch.long)
-        inputs["attention_mask"] = parts.pad(ones if whole is None else whole, -1)
+        inputs["attention_mask"] = parts.pad(ones if full_mask is None else full_mask, -1)
         rotation = None
         if self.plan.mode == "ring_attn":
             rotation = Rotation(self.axis, parts, self.plan.inner_ring or self.axis.size)
@@ -260,17 +260,17 @@ class Sequences:
         last = output["last_hidden_state"] if isinstance(output, Mapping) else output[0]
         ends_here = not self.table.end and not self._local
 
-        def whole(x: Any) -> Any:
+        def gathered(x: Any) -> Any:
             if x is last and not ends_here:
                 return x
-            return parts.whole(x, -2, self.axis)
+            return parts.gather(x, -2, self.axis)
 
         if not isinstance(output, Mapping):  # tuples of states after the last state have to be gathered, too
-            others = [_each(item, whole) if isinstance(item, tuple | list) else item for item in output[1:]]
-            return (whole(last), *others)
+            extra = [_each(item, gathered) if isinstance(item, tuple | list) else item for item in output[1:]]
+            return (gathered(last), *extra)
         for name in ("hidden_states", "last_hidden_state"):
             if output.get(name) is not None:
-                output[name] = _each(output[name], whole)  # type: ignore[index]
+                output[name] = _each(output[name], gathered)  # type: ignore[index]
         return output
 
     def _run_end(self, _: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +278,11 @@ class Sequences:
         output = forward(*args, **kwargs)
         if self._local or self._parts is None:
             return output
-        whole = self._parts.whole(output[0], -2, self.axis)
+        hidden = self._parts.gather(output[0], -2, self.axis)
         if isinstance(output, Mapping):
-            output["last_hidden_state"] = whole  # type: ignore[index]
+            output["last_hidden_state"] = hidden  # type: ignore[index]
             return output
-        return (whole, *output[1:])
+        return (hidden, *output[1:])
 
     def _rotary(
         self, _: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
@@ -359,8 +359,8 @@ class Sequences:
         """
         tokens = _tokens(inputs)
         looks, self._looked = tokens.device.type == "cpu" or not self._looked, True
-        others = (inputs.get("attention_mask"), inputs.get("position_ids"), self._labels)
-        seen = [x for x in (tokens, *others) if looks and isinstance(x, Tensor)]
+        extra = (inputs.get("attention_mask"), inputs.get("position_ids"), self._labels)
+        seen = [x for x in (tokens, *extra) if looks and isinstance(x, Tensor)]
         checksum = sum(int(word_of(x, start=place + 1)) for place, x in enumerate(seen)) % WORD
         return {"the batch": {"shape": list(tokens.shape), "checksum": checksum}}
 

@@ -175,8 +175,8 @@ def _divided(block: Block, scores: Scores) -> Iterator[tuple[Block, Relation]]:
         yield block, relation
         return
     for tile in block.tiles(scores.tile):
-        if (found := tile.relation(scores.mask)) is not Relation.NONE:
-            yield tile, found
+        if (of_tile := tile.relation(scores.mask)) is not Relation.NONE:
+            yield tile, of_tile
 
 
 def _within(block: Block, tile: Block) -> tuple[slice, slice]:

@@ -82,7 +82,7 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
         ValueError: the plan's architecture has no rules for the model, or a layer cannot be sharded over so many ranks.
     """
     sequences = Sequences(axis) if plan.sequence is not None else None
-    tp_plan, found = TPPlan(axis, sequences), False
+    tp_plan, matched = TPPlan(axis, sequences), False
     if hasattr(plan.architecture, "collect"):
         if plan.sequence is not None:
             raise ValueError(
@@ -97,7 +97,7 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
         _divide_sequences(model, tp_plan, plan, rules)
     for name, module in model.named_modules():
         for rule in _rules_of(module, rules):
-            found = True
+            matched = True
             try:
                 rule.collect(ModuleRules(tp_plan, plan, module))
             except (TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
                 raise ValueError(
                     f"{type(model).__name__} cannot be cut over {axis.size} ranks: {where}: {error}"
                 ) from error
-    if not found:
+    if not matched:
         raise (UnknownModelError if plan.architecture is None else ValueError)(_unknown(model, plan))
     left = tp_plan.uncovered(model)
     if left:
@@ -114,13 +114,13 @@ def cut_model(model: nn.Module, axis: Axis, plan: TensorPlan) -> TPPlan:
             "sharded layers, and no rule says how their other modules use them. Add a rule to the architecture (Head, "
             "Embedding or Unused), or untie them"
         )
-    _check_whole(model, tp_plan)
+    _check_replicated(model, tp_plan)
     if plan.sequence is not None:
-        tp_plan.sum_whole()
+        tp_plan.allreduce_replicated_grads()
     return tp_plan
 
 
-def _check_whole(model: nn.Module, tp_plan: TPPlan) -> None:
+def _check_replicated(model: nn.Module, tp_plan: TPPlan) -> None:
     unexplained = tp_plan.unexplained(model)
     if unexplained:
         raise ValueError(
@@ -139,10 +139,10 @@ def _divide_sequences(
         return any(getattr(rule, "attends", False) for rule in _rules_of(module, rules))
 
     names = {id(module): name for name, module in model.named_modules()}
-    found = lists_of_layers(model, attends)
-    for body, layers in found:
+    layer_lists = lists_of_layers(model, attends)
+    for body, layers in layer_lists:
         tp_plan.layers(body, layers, names[id(layers)])
-    if not found and any(_rules_of(module, rules) for module in model.modules()):
+    if not layer_lists and any(_rules_of(module, rules) for module in model.modules()):
         raise ValueError(
             f"sequence={plan.sequence!r}: {type(model).__name__} has no list of layers (nn.ModuleList) that all hold "
             "sharded attention, so there is no place to divide sequences; leave sequence None"
@@ -179,11 +179,11 @@ def _unknown(model: nn.Module, plan: TensorPlan) -> str:
 Styles = dict[str, str]
 """By the name of a submodule or parameter: the sharding style that the plan gives it."""
 
-COLUMNS, ROWS, PACKED, ALIKE = "colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce"
-CUT = {COLUMNS, ROWS, PACKED, ALIKE}
+COLUMNS, ROWS, PACKED, GRAD_ALLREDUCE = "colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce"
+CUT = {COLUMNS, ROWS, PACKED, GRAD_ALLREDUCE}
 # Outputs that are gathered, and inputs that are split from replicated ones, may be replicated instead. Experts are
 # found by their parameters.
-WHOLE = {"colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "replicate"}
+REPLICATED = {"colwise_gather_output", "rowwise_split_input", "moe_tp_experts", "replicate"}
 
 
 def propose_architecture(model: nn.Module) -> Architecture:
@@ -204,29 +204,29 @@ def propose_architecture(model: nn.Module) -> Architecture:
             "Architecture"
         )
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    found: dict[str, dict[str, Rule]] = {}
+    by_class: dict[str, dict[str, Rule]] = {}
     for parent, styles in _by_parent(model, plan).items():
         module = model.get_submodule(parent)
         rules = _rules(parent, module, styles, head)
-        known = found.setdefault(type(module).__name__, {})
+        known = by_class.setdefault(type(module).__name__, {})
         for what, rule in rules.items():
             if known.setdefault(what, rule) != rule:
                 raise ValueError(f"{parent}: the plan cuts other {type(module).__name__}s in another way")
-    modules = {name: tuple(rules.values()) for name, rules in found.items() if rules}
+    modules = {name: tuple(rules.values()) for name, rules in by_class.items() if rules}
     return Architecture(f"{type(model).__name__}, by its own plan", modules)
 
 
 def _by_parent(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Styles]:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    found: dict[str, Styles] = {}
+    by_parent: dict[str, Styles] = {}
     for pattern, style in plan.items():
-        if style not in CUT | WHOLE | {"embedding_rowwise"}:
+        if style not in CUT | REPLICATED | {"embedding_rowwise"}:
             raise ValueError(f"the plan of {type(model).__name__} has {pattern}: {style!r}, which no rule says")
         shape = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         for name in filter(shape.fullmatch, names):
             parent, _, leaf = name.rpartition(".")
-            found.setdefault(parent, {})[leaf] = style
-    return found
+            by_parent.setdefault(parent, {})[leaf] = style
+    return by_parent
 
 
 def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | None) -> dict[str, Rule]:
@@ -256,8 +256,10 @@ def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | Non
         if len(columns) != 3 or len(rows) != 1 or not hasattr(module, "head_dim"):
             raise ValueError(f"{parent} ({type(module).__name__}): {styles} is no attention that rules can say")
         query, key, value = sorted(columns, key=lambda leaf: "qkv".index(leaf[0]))
-        rules["attention"] = Attention(query=query, key=key, value=value, out=rows[0], grad_allreduce=by_style[ALIKE])
-    elif columns and rows and not by_style[ALIKE]:
+        rules["attention"] = Attention(
+            query=query, key=key, value=value, out=rows[0], grad_allreduce=by_style[GRAD_ALLREDUCE]
+        )
+    elif columns and rows and not by_style[GRAD_ALLREDUCE]:
         rules["mlp"] = Mlp(columns=columns, rows=rows)
     else:
         raise ValueError(f"{parent} ({type(module).__name__}): {styles} are no layers that rules can say")

@@ -58,7 +58,7 @@ class Axis(Ranks):
         super().__init__(group)
         formats = (VALUES, GRADIENTS)
         self._ways = tuple(compressed(group, each) if compress else group for each in formats)
-        self._kept: dict[torch.dtype, Buffer] = {}
+        self._buffers: dict[torch.dtype, Buffer] = {}
         self._capacity: dict[torch.dtype, int] = {}
 
     # ---- differentiable
@@ -208,8 +208,8 @@ class Axis(Ranks):
         if self._capacity.get(dtype, 0) < padded:
             self._capacity[dtype] = 1 << max(padded - 1, 1).bit_length()
             capacity = self._capacity[dtype] + -self._capacity[dtype] % self.size
-            (self._kept[dtype],) = self.group.buffers([(capacity, dtype)])
-        buffer = self._kept[dtype]
+            (self._buffers[dtype],) = self.group.buffers([(capacity, dtype)])
+        buffer = self._buffers[dtype]
         buffer.wait_writable()
         buffer.resize(padded)
         return buffer

@@ -13,7 +13,7 @@ from shardwise.core.base.rng import Dropouts, RankRng
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.loss import check_inside
 from shardwise.core.parallel.tensor.sequence import Sequences
-from shardwise.core.parallel.tensor.shard_spec import Held, Part
+from shardwise.core.parallel.tensor.shard_spec import Part, SharedRanges
 
 LINEAR = {"FalconLinear"}
 """Subclasses of ``nn.Linear`` that override the forward pass without changing its result."""
@@ -25,10 +25,10 @@ def out_dim(module: nn.Module) -> int:
     Raises:
         TypeError: the module is neither.
     """
-    held = getattr(module, "_parameters", {})
+    params = getattr(module, "_parameters", {})
     for name in ("weight", "bias") if isinstance(module, nn.Linear) else ():
         value = getattr(module, name, None)
-        if value is not None and held.get(name) is not value:
+        if value is not None and params.get(name) is not value:
             raise TypeError(
                 f"a {type(module).__name__} whose {name} is made of others (a parametrization, pruning) cannot be cut: "
                 "make it permanent before (remove_parametrizations, prune.remove)"
@@ -67,14 +67,14 @@ class Columns(CutLayer):
     Attributes:
         _copies: the input is replicated, and no earlier module has marked it as such (:class:`Enters`).
         _gathers: if True, the outputs of all ranks are gathered.
-        _held: parts of the parameters that other ranks hold as well, by name; their gradients are summed over these
+        _shared: parts of the parameters that other ranks hold as well, by name; their gradients are summed over these
             ranks.
         _private: the random number stream of this rank and the dropouts after this layer that use it, if there are any.
     """
 
     _copies: bool
     _gathers: bool
-    _held: dict[str, Held]
+    _shared: dict[str, SharedRanges]
     _private: tuple[RankRng, Dropouts] | None
     bias: Tensor | None
 
@@ -84,14 +84,14 @@ class Columns(CutLayer):
             private, dropouts = self._private
             private.enter(x.device, dropouts)
         weight, bias = self.weight, self.bias
-        if self._held:
-            weight = _Held.apply(weight, self._axis, self._held["weight"])  # type: ignore[no-untyped-call]
-            bias = None if bias is None else _Held.apply(bias, self._axis, self._held["bias"])  # type: ignore[no-untyped-call]
+        if self._shared:
+            weight = _SumSharedGrad.apply(weight, self._axis, self._shared["weight"])  # type: ignore[no-untyped-call]
+            bias = None if bias is None else _SumSharedGrad.apply(bias, self._axis, self._shared["bias"])  # type: ignore[no-untyped-call]
         y = _product(self, x, weight, bias)
         if self._gathers:
-            cut, whole = self._parts["weight"].cut, self._parts["weight"].whole
+            cut, full_shape = self._parts["weight"].cut, self._parts["weight"].full_shape
             y = self._axis.gathered(y, -1, [cut.numel(rank) for rank in range(cut.ranks)])
-            y = y[..., : whole[cut.dim]]  # without padding
+            y = y[..., : full_shape[cut.dim]]  # without padding
         return y
 
 
@@ -127,16 +127,16 @@ class Vocabulary(CutLayer, nn.Embedding):
     weight: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        check_inside("an input", input, self._parts["weight"].whole[0])
+        check_inside("an input", input, self._parts["weight"].full_shape[0])
         ((start, end),) = self._parts["weight"].cut.ranges[self._axis.rank]
         elsewhere = (input < start) | (input >= end)
         pad = self.padding_idx
         inside = pad - start if pad is not None and start <= pad < end else None
         if start == end:
-            found = self.weight.new_zeros((*input.shape, self.weight.shape[1])) + 0 * self.weight.sum()
+            embedded = self.weight.new_zeros((*input.shape, self.weight.shape[1])) + 0 * self.weight.sum()
         else:
-            found = functional.embedding((input - start).masked_fill(elsewhere, 0), self.weight, inside)
-        return self._axis.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+            embedded = functional.embedding((input - start).masked_fill(elsewhere, 0), self.weight, inside)
+        return self._axis.summed(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class Features(CutLayer):
@@ -187,15 +187,15 @@ class PerHead(CutLayer):
     """A module with a row of its weight for each head.
 
     Attributes:
-        _held: parts that other ranks hold as well; their gradients are summed over these ranks.
+        _shared: parts that other ranks hold as well; their gradients are summed over these ranks.
     """
 
-    _held: dict[str, Held]
+    _shared: dict[str, SharedRanges]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         changed: dict[str, Tensor] = {
-            name: _Held.apply(self._parameters[name], self._axis, held)  # type: ignore[no-untyped-call]
-            for name, held in self._held.items()
+            name: _SumSharedGrad.apply(self._parameters[name], self._axis, shared)  # type: ignore[no-untyped-call]
+            for name, shared in self._shared.items()
         }
         return super(PerHead, _stand_in(self, changed)).forward(*args, **kwargs)
 
@@ -216,36 +216,36 @@ def _product(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return y if bias is None else y + bias
 
 
-class _Held(torch.autograd.Function):
+class _SumSharedGrad(torch.autograd.Function):
     """Identity for a parameter that other ranks partly hold, too; its gradient is summed over the ranks that use it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, held: Held) -> Tensor:
-        ctx.axis, ctx.held = axis, held
+    def forward(ctx: Any, x: Tensor, axis: Axis, shared: SharedRanges) -> Tensor:
+        ctx.axis, ctx.shared = axis, shared
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _SumHeld.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]
+        return _SumShared.apply(grad, ctx.axis, ctx.shared), None, None  # type: ignore[no-untyped-call]
 
 
-class _SumHeld(torch.autograd.Function):
+class _SumShared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, axis: Axis, held: Held) -> Tensor:
-        ctx.axis, ctx.held = axis, held
+    def forward(ctx: Any, grad: Tensor, axis: Axis, shared: SharedRanges) -> Tensor:
+        ctx.axis, ctx.shared = axis, shared
         shape = list(grad.shape)
-        shape[held.dim] = held.size
+        shape[shared.dim] = shared.size
         together, out = grad.new_zeros(shape), grad.clone()
-        for at, own, numel in held.pieces:
-            together.narrow(held.dim, at, numel).copy_(grad.narrow(held.dim, own, numel))
+        for at, own, numel in shared.pieces:
+            together.narrow(shared.dim, at, numel).copy_(grad.narrow(shared.dim, own, numel))
         together = axis.total(together)
-        for at, own, numel in held.pieces:
-            out.narrow(held.dim, own, numel).copy_(together.narrow(held.dim, at, numel))
+        for at, own, numel in shared.pieces:
+            out.narrow(shared.dim, own, numel).copy_(together.narrow(shared.dim, at, numel))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Held.apply(grad, ctx.axis, ctx.held), None, None  # type: ignore[no-untyped-call]
+        return _SumSharedGrad.apply(grad, ctx.axis, ctx.shared), None, None  # type: ignore[no-untyped-call]
 
 
 class Drops(nn.Module):

@@ -56,8 +56,8 @@ def check_inside(what: str, indices: Tensor, rows: int) -> None:
     if indices.device.type == "cpu" and indices.numel():
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= rows:
-            found = low if low < 0 else high
-            raise IndexError(f"{what} is {found}, and the vocabulary has {rows} rows: give 0 to {rows - 1}")
+            index = low if low < 0 else high
+            raise IndexError(f"{what} is {index}, and the vocabulary has {rows} rows: give 0 to {rows - 1}")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -77,12 +77,12 @@ class StoredCut:
             raise ValueError(f"a cut of {at} in dim {self.dim} of a tensor of shape {tuple(shape)}")
 
     @classmethod
-    def of(cls, whole: Sequence[int], cut: ShardSpec) -> StoredCut | None:
-        """Return the stored order of a tensor of shape ``whole`` sharded by ``cut``; None: row-major order."""
-        if prod(whole[: cut.dim]) <= 1 or not prod(whole):
+    def of(cls, shape: Sequence[int], cut: ShardSpec) -> StoredCut | None:
+        """Return the stored order of a full tensor of ``shape`` sharded by ``cut``; None: row-major order."""
+        if prod(shape[: cut.dim]) <= 1 or not prod(shape):
             return None
-        parts = tuple(_merged((start, end) for _, start, end in _owned(cut, rank, whole)) for rank in range(cut.ranks))
-        if [each for part in parts for each in part] == [(0, whole[cut.dim])]:
+        parts = tuple(_merged((start, end) for _, start, end in _owned(cut, rank, shape)) for rank in range(cut.ranks))
+        if [each for part in parts for each in part] == [(0, shape[cut.dim])]:
             return None
         return cls(cut.dim, parts)
 
@@ -104,10 +104,10 @@ def own_runs(part: Part, start: int, end: int) -> list[Run]:
     return _merged_runs(_runs(part, start, end, places, base, width))
 
 
-def whole_runs(part: Part, start: int, end: int) -> list[Run]:
+def full_runs(part: Part, start: int, end: int) -> list[Run]:
     """Return where elements ``[start, end)`` of a rank's flattened part are in the flattened full tensor, without
     padding."""
-    cut, size = part.cut, part.whole[part.cut.dim]
+    cut, size = part.cut, part.full_shape[part.cut.dim]
     places, at = [], 0
     for first, last in cut.ranges[part.rank]:
         places.append((at, first, max(min(last, size) - first, 0)))
@@ -135,7 +135,7 @@ def read_part(read: ReadInto, stored: StoredCut | None, part: Part, start: int, 
         stored: the stored order; ``None``: row-major order.
         part: the part of the rank.
     """
-    shape, dim = tuple(part.whole), part.cut.dim
+    shape, dim = tuple(part.full_shape), part.cut.dim
     lying, ranges = stored, part.cut.ranges[part.rank]
     if lying is not None and lying.dim != dim:
         of_stored = read
@@ -148,9 +148,9 @@ def read_part(read: ReadInto, stored: StoredCut | None, part: Part, start: int, 
     _Columns.of(shape, dim, there, ranges).read(read, start, out)
 
 
-def part_of_whole(whole: Tensor, part: Part, start: int, numel: int) -> Tensor:
-    """Return elements ``[start, start + numel)`` of a rank's flattened part of ``whole`` as a new tensor."""
-    flat = whole.detach().reshape(-1)
+def extract_part(full: Tensor, part: Part, start: int, numel: int) -> Tensor:
+    """Return elements ``[start, start + numel)`` of a rank's flattened part of ``full`` as a new tensor."""
+    flat = full.detach().reshape(-1)
     out = torch.empty(numel, dtype=flat.dtype, device=flat.device)
 
     def read(start: int, out: Tensor) -> None:
@@ -166,32 +166,32 @@ Place = tuple[int, int, int]
 """Index in the part, index in the stored order, and number of indices."""
 
 
-def _owned(cut: ShardSpec, rank: int, whole: Sequence[int]) -> list[tuple[int, int, int]]:
+def _owned(cut: ShardSpec, rank: int, shape: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return ``(index in the part, start, end)`` of the full ranges that ``rank`` is the first to hold."""
-    size = whole[cut.dim]
+    size = shape[cut.dim]
     before = [each for ranges in cut.ranges[:rank] for each in ranges]
-    found, at = [], 0
+    owned, at = [], 0
     for start, end in cut.ranges[rank]:
         first = start
         for left, right in (*_merged(sorted(before)), (size, size)):
             stop = min(left, end, size)
             if first < stop:
-                found.append((at + first - start, first, stop))
+                owned.append((at + first - start, first, stop))
             first = max(first, min(right, end))
         before.append((start, end))
         at += end - start
-    return found
+    return owned
 
 
 def _merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Merge adjacent ranges and drop empty ones."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for start, end in ranges:
-        if found and found[-1][1] >= start >= found[-1][0]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and merged[-1][1] >= start >= merged[-1][0]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif start < end:
-            found.append((start, end))
-    return tuple(found)
+            merged.append((start, end))
+    return tuple(merged)
 
 
 @lru_cache(maxsize=4096)
@@ -203,12 +203,12 @@ def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
         a row of the stored part (of the full tensor if that is stored in row-major order), and the places of the
         indices that this rank stores.
     """
-    cut, whole = part.cut, part.whole
-    owned = _owned(cut, part.rank, whole)
-    if StoredCut.of(whole, cut) is None:
-        return False, 0, whole[cut.dim], [(at, start, end - start) for at, start, end in owned]
-    rows = prod(whole[: cut.dim]) * prod(whole[cut.dim + 1 :])
-    earlier = sum(end - start for rank in range(part.rank) for _, start, end in _owned(cut, rank, whole))
+    cut, shape = part.cut, part.full_shape
+    owned = _owned(cut, part.rank, shape)
+    if StoredCut.of(shape, cut) is None:
+        return False, 0, shape[cut.dim], [(at, start, end - start) for at, start, end in owned]
+    rows = prod(shape[: cut.dim]) * prod(shape[cut.dim + 1 :])
+    earlier = sum(end - start for rank in range(part.rank) for _, start, end in _owned(cut, rank, shape))
     sizes = [end - start for _, start, end in owned]
     places = list(zip((at for at, _, _ in owned), accumulate(sizes, initial=0), sizes, strict=False))
     return sum(sizes) == cut.numel(part.rank), earlier * rows, sum(sizes), places
@@ -216,7 +216,7 @@ def _places(part: Part) -> tuple[bool, int, int, list[Place]]:
 
 def _runs(part: Part, start: int, end: int, places: Sequence[Place], base: int, width: int) -> list[Run]:
     """Return the runs for elements ``[start, end)`` of a flattened part; a stored row has ``width`` indices."""
-    element = prod(part.whole[part.cut.dim + 1 :])
+    element = prod(part.full_shape[part.cut.dim + 1 :])
     row, runs = part.cut.numel(part.rank) * element, list[Run]()
     for number in range(start // row, -(-end // row)) if start < end else ():
         for local, there, numel in places:
@@ -228,14 +228,14 @@ def _runs(part: Part, start: int, end: int, places: Sequence[Place], base: int, 
 
 
 def _merged_runs(runs: Sequence[Run]) -> list[Run]:
-    found: list[Run] = []
+    merged: list[Run] = []
     for run in runs:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and (last.stored + last.numel, last.local + last.numel) == (run.stored, run.local):
-            found[-1] = Run(last.stored, last.local, last.numel + run.numel)
+            merged[-1] = Run(last.stored, last.local, last.numel + run.numel)
         else:
-            found.append(run)
-    return found
+            merged.append(run)
+    return merged
 
 
 # ---- reading
@@ -244,7 +244,7 @@ def _merged_runs(runs: Sequence[Run]) -> list[Run]:
 class _Overlap(NamedTuple):
     """``numel`` elements of a row that are contiguous both in the requested order and in a stored part."""
 
-    wanted: int
+    requested: int
     part: int
     stored: int
     numel: int
@@ -255,10 +255,10 @@ class _Columns:
     dimensions before the sharded one are its rows, and the others form a row."""
 
     def __init__(
-        self, shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
+        self, shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], columns: tuple[Range, ...]
     ) -> None:
         rows, element = prod(shape[:dim]), prod(shape[dim + 1 :])
-        self.row = sum(end - start for start, end in wanted) * element
+        self.row = sum(end - start for start, end in columns) * element
         self.rows_there = [sum(end - start for start, end in ranges) * element for ranges in there]
         self.bases = list(accumulate((rows * width for width in self.rows_there), initial=0))
         lying = sorted(
@@ -268,7 +268,7 @@ class _Columns:
         )
         self.overlaps: list[_Overlap] = []
         at = 0
-        for start, end in wanted:
+        for start, end in columns:
             for first, last, number, place in lying:
                 left, right = max(start, first), min(end, last)
                 if left < right:
@@ -290,10 +290,10 @@ class _Columns:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(
-        shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], wanted: tuple[Range, ...]
+        shape: tuple[int, ...], dim: int, there: tuple[tuple[Range, ...], ...], columns: tuple[Range, ...]
     ) -> _Columns:
         """Return a cached instance, since this is called for every tile."""
-        return _Columns(shape, dim, there, wanted)
+        return _Columns(shape, dim, there, columns)
 
     def read(self, read: ReadInto, start: int, out: Tensor) -> None:
         end = start + out.numel()
@@ -316,10 +316,10 @@ class _Columns:
         """Read the elements of one row that are in ``out``, whose first element is ``start``."""
         at, end = number * self.row, start + out.numel()
         for each in self.overlaps:
-            left, right = max(at + each.wanted, start), min(at + each.wanted + each.numel, end)
+            left, right = max(at + each.requested, start), min(at + each.requested + each.numel, end)
             if left < right:
                 there = self.bases[each.part] + number * self.rows_there[each.part] + each.stored
-                read(there + left - at - each.wanted, out[left - start : right - start])
+                read(there + left - at - each.requested, out[left - start : right - start])
 
     def _rows(self, read: ReadInto, first: int, out: Tensor) -> None:
         """Read complete rows, starting with ``first``, block by block from each stored part that has some of them."""
@@ -336,5 +336,5 @@ class _Columns:
                 block = memory[: count * width]
                 read(base + at * width, block)
                 for each in own:
-                    to = out[at : at + count, each.wanted : each.wanted + each.numel]
+                    to = out[at : at + count, each.requested : each.requested + each.numel]
                     to.copy_(block.view(count, width)[:, each.stored : each.stored + each.numel])

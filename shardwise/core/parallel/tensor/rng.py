@@ -31,11 +31,11 @@ class RngAlignment:
     def align(self) -> None:
         """Copy the first rank's generators (torch, Python, numpy) to all ranks. Collective."""
         own = [None if state is None else state.tolist() for state in random_state(self._device)]
-        first, others = self._axis.group.exchange_object([own, _others()], "random states")[0]
+        first, host_states = self._axis.group.exchange_object([own, _host_states()], "random states")[0]
         host, device = (None if state is None else torch.tensor(state, dtype=torch.uint8) for state in first)
         assert host is not None
         set_random_state(self._device, (host, device))
-        _put_others(others)
+        _set_host_states(host_states)
 
     def check(self) -> None:
         """Compare torch's generators before a step of a model with dropout. Collective.
@@ -67,18 +67,18 @@ def _of_numpy() -> tuple[Any, ...] | None:
     return state if isinstance(state, tuple) else None
 
 
-def _others() -> list[Any]:
+def _host_states() -> list[Any]:
     """Return the states of Python's and numpy's generators, as JSON values."""
     version, numbers, normal = random.getstate()
-    found = _of_numpy()
-    own = None if found is None else [found[0], found[1].tolist(), *found[2:]]
+    numpy_state = _of_numpy()
+    own = None if numpy_state is None else [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
     return [[version, list(numbers), normal], own]
 
 
-def _put_others(states: list[Any]) -> None:
+def _set_host_states(states: list[Any]) -> None:
     (version, numbers, normal), other = states
     random.setstate((version, tuple(numbers), normal))
     numpy = sys.modules.get("numpy")
     if other is not None and numpy is not None:
-        kind, keys, *rest = other
-        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        kind, keys, *position = other
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *position))

@@ -83,8 +83,8 @@ class Attention:
         q, kv = cut.counts(rules.rank)
         of = (heads, kv_heads, heads // kv_heads, heads * size)
         attributes = self.heads, self.kv_heads, self.groups, self.widths
-        for names, whole, own in zip(attributes, of, (q, kv, q // kv, q * size), strict=True):
-            _set(rules, core, names, whole, own)
+        for names, full, own in zip(attributes, of, (q, kv, q // kv, q * size), strict=True):
+            _set(rules, core, names, full, own)
         if self.config:
             _set(rules, core.config, self.config, heads, q, only_check=True)
             rules.tp_plan.sets(core, config=ConfigView(core.config, dict.fromkeys(self.config, q)))
@@ -254,9 +254,9 @@ class Requires:
     value: Any
 
     def collect(self, rules: ModuleRules) -> None:
-        found = getattr(rules.module, self.name, self.value)
-        if found != self.value:
-            raise ValueError(f"{self.name}={found!r} needs whole layers: give {self.name}={self.value!r}")
+        actual = getattr(rules.module, self.name, self.value)
+        if actual != self.value:
+            raise ValueError(f"{self.name}={actual!r} needs whole layers: give {self.name}={self.value!r}")
 
 
 @dataclass(frozen=True)
@@ -363,12 +363,12 @@ def _divided(path: str, size: int, unit: int) -> int:
 
 
 def _set(
-    rules: ModuleRules, owner: Any, names: tuple[str, ...], whole: int, own: int, *, only_check: bool = False
+    rules: ModuleRules, owner: Any, names: tuple[str, ...], full: int, own: int, *, only_check: bool = False
 ) -> None:
     for name in [each for each in names if each in vars(owner)]:
         value = getattr(owner, name)
-        if value != whole:
-            raise ValueError(f"{name} is {value}, and its layers are for {whole}")
+        if value != full:
+            raise ValueError(f"{name} is {value}, and its layers are for {full}")
         if not only_check:
             rules.tp_plan.sets(owner, **{name: own})
 

@@ -75,14 +75,14 @@ class Sequences:
         Raises:
             RuntimeError: a layer or a module in it was called outside of the model's own forward pass.
         """
-        found: Tokens | None = getattr(self._local, "tokens", None)
-        if found is None:
+        tokens: Tokens | None = getattr(self._local, "tokens", None)
+        if tokens is None:
             raise RuntimeError(
                 f"a layer between which {self.axis.size} ranks divide sequences was called outside of the model's "
                 "forward pass, where it is not known which tokens are whose: call the whole model, and checkpoint "
                 "activations by gradient_checkpointing_enable() or torch's checkpoint_wrapper"
             )
-        return found
+        return tokens
 
     @property
     def divided(self) -> bool:
@@ -150,7 +150,7 @@ class Place:
 
 def _runs(module: nn.Module) -> bool:
     """Return True if the module is a layer of this rank in the current stage."""
-    return isinstance(module, Layer) and not getattr(module, "stands_aside", False)
+    return isinstance(module, Layer) and not getattr(module, "is_skipped", False)
 
 
 class Layer(nn.Module):
@@ -213,13 +213,13 @@ class Body(nn.Module):
     _sequences: Sequences
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        wanted = kwargs.get("output_hidden_states")
-        if wanted is None:
-            wanted = getattr(getattr(self, "config", None), "output_hidden_states", False)
-        if wanted:
+        hidden_states = kwargs.get("output_hidden_states")
+        if hidden_states is None:
+            hidden_states = getattr(getattr(self, "config", None), "output_hidden_states", False)
+        if hidden_states:
             raise ValueError(
-                f"output_hidden_states={wanted} for a {type(self).__name__} whose sequences are divided between its "
-                "layers: each rank has a part of those states; leave it False, or sequence=None"
+                f"output_hidden_states={hidden_states} for a {type(self).__name__} whose sequences are divided between "
+                "its layers: each rank has a part of those states; leave it False, or sequence=None"
             )
         with self._sequences.with_tokens(None):
             outputs = super().forward(*args, **kwargs)
@@ -259,10 +259,10 @@ class Router(nn.Module):
     _sequences: Sequences
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        logits, *others = super().forward(*args, **kwargs)
+        logits, *extra = super().forward(*args, **kwargs)
         tokens, axis = self._sequences.current, self._sequences.axis
         by_row = logits.view(tokens.rows, tokens.sizes[axis.rank], logits.shape[-1])
-        return (axis.gathered(by_row, 1, tokens.sizes).flatten(0, 1), *others)
+        return (axis.gathered(by_row, 1, tokens.sizes).flatten(0, 1), *extra)
 
 
 def _changed(
@@ -303,10 +303,10 @@ def lists_of_layers(
             and all(id(each) in holding for each in module)
         )
 
-    found = []
+    lists = []
     for parent in model.modules():
         for module in parent.children():
             inner = (each for each in module.modules() if each is not module)
             if fits(module) and not any(fits(each) for each in inner):
-                found.append((parent, module))
-    return found  # type: ignore[return-value]
+                lists.append((parent, module))
+    return lists  # type: ignore[return-value]

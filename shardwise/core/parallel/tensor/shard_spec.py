@@ -41,14 +41,14 @@ class ShardSpec:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
-        held = torch.zeros(self.size, dtype=torch.bool)
+        covered = torch.zeros(self.size, dtype=torch.bool)
         for rank, ranges in enumerate(self.ranges):
             for start, end in ranges:
                 if not 0 <= start <= end <= self.size:
                     raise ValueError(f"rank {rank} holds ({start}, {end}) of {self.size}: give ranges inside of it")
-                held[start:end] = True
-        if not bool(held.all()):
-            first = int(held.logical_not().nonzero()[0])
+                covered[start:end] = True
+        if not bool(covered.all()):
+            first = int(covered.logical_not().nonzero()[0])
             raise ValueError(f"no rank holds element {first} of {self.size}: give ranges that cover everything")
 
     @classmethod
@@ -70,8 +70,8 @@ class ShardSpec:
         start = 0
         for sizes in blocks:
             bounds = accumulate(sizes, initial=start)
-            for held, (first, last) in zip(ranges, pairwise(bounds), strict=True):
-                held.append((first, last))
+            for of_rank, (first, last) in zip(ranges, pairwise(bounds), strict=True):
+                of_rank.append((first, last))
             start += sum(sizes)
         return cls(dim, start, tuple(map(tuple, ranges)))
 
@@ -83,27 +83,27 @@ class ShardSpec:
         """Return the number of indices of the dimension that ``rank`` holds."""
         return sum(end - start for start, end in self.ranges[rank])
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of what ``rank`` holds of ``whole``.
+    def part(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return a copy of what ``rank`` holds of ``tensor``.
 
         Raises:
-            ValueError: ``whole`` has another size.
+            ValueError: ``tensor`` has another size.
         """
-        if whole.shape[self.dim] != self.size:
-            raise ValueError(f"{tuple(whole.shape)} has {whole.shape[self.dim]} in dim {self.dim}, not {self.size}")
-        parts = [whole.narrow(self.dim, start, end - start) for start, end in self.ranges[rank] or ((0, 0),)]
+        if tensor.shape[self.dim] != self.size:
+            raise ValueError(f"{tuple(tensor.shape)} has {tensor.shape[self.dim]} in dim {self.dim}, not {self.size}")
+        parts = [tensor.narrow(self.dim, start, end - start) for start, end in self.ranges[rank] or ((0, 0),)]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone()
 
-    def whole(self, parts: Iterable[Tensor]) -> Tensor:
+    def unshard(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the full tensor from ``parts`` by rank; shared ranges come from the first rank that holds them."""
-        held = list(parts)
-        shape = list(held[0].shape)
+        tensors = list(parts)
+        shape = list(tensors[0].shape)
         shape[self.dim] = self.size
-        out = held[0].new_empty(shape)
+        out = tensors[0].new_empty(shape)
         for rank in reversed(range(self.ranks)):
             at = 0
             for start, end in self.ranges[rank]:
-                out.narrow(self.dim, start, end - start).copy_(held[rank].narrow(self.dim, at, end - start))
+                out.narrow(self.dim, start, end - start).copy_(tensors[rank].narrow(self.dim, at, end - start))
                 at += end - start
         return out
 
@@ -117,7 +117,7 @@ class ShardSpec:
 
 
 @dataclass(frozen=True)
-class Held:
+class SharedRanges:
     """The shared ranges of a tensor, which several ranks hold, concatenated in the same order on all ranks.
 
     Attributes:
@@ -136,21 +136,21 @@ class Part:
     """The part of a tensor that one rank of an axis holds.
 
     Attributes:
-        whole: the full shape of the tensor. The partition may be longer in its dimension (a padded vocabulary); the
-            additional indices are zeros and do not belong to the tensor.
+        full_shape: the shape of the full tensor. The partition may be longer in its dimension (a padded vocabulary);
+            the additional indices are zeros and do not belong to the tensor.
         cut: the partition of one of its dimensions.
         rank: the rank.
     """
 
-    whole: torch.Size
+    full_shape: torch.Size
     cut: ShardSpec
     rank: int
 
     def __post_init__(self) -> None:
-        if self.whole[self.cut.dim] > self.cut.size:
+        if self.full_shape[self.cut.dim] > self.cut.size:
             raise ValueError(
-                f"a cut of {self.cut.size} in dim {self.cut.dim} of a tensor of {tuple(self.whole)}: give one of "
-                f"{self.whole[self.cut.dim]}"
+                f"a cut of {self.cut.size} in dim {self.cut.dim} of a tensor of {tuple(self.full_shape)}: give one of "
+                f"{self.full_shape[self.cut.dim]}"
             )
 
     @property
@@ -160,16 +160,16 @@ class Part:
 
     def shape_on(self, rank: int) -> torch.Size:
         """Return the shape of another rank's part."""
-        return torch.Size(self.cut.numel(rank) if at == self.cut.dim else n for at, n in enumerate(self.whole))
+        return torch.Size(self.cut.numel(rank) if at == self.cut.dim else n for at, n in enumerate(self.full_shape))
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of the rank's part of ``whole``, with zeros for padding."""
-        missing = self.cut.size - whole.shape[self.cut.dim]
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of the rank's part of ``tensor``, with zeros for padding."""
+        missing = self.cut.size - tensor.shape[self.cut.dim]
         if missing > 0:
-            shape = list(whole.shape)
+            shape = list(tensor.shape)
             shape[self.cut.dim] = missing
-            whole = torch.cat([whole, whole.new_zeros(shape)], self.cut.dim)
-        return self.cut.part(whole, self.rank)
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], self.cut.dim)
+        return self.cut.part(tensor, self.rank)
 
     def own_spans(self) -> list[Range]:
         """Return the ranges of the flattened part that no lower rank holds, in order; they may include padding."""
@@ -177,11 +177,11 @@ class Part:
         for rank in reversed(range(self.cut.ranks)):
             for start, end in self.cut.ranges[rank]:
                 holder[start:end] = rank
-        held = torch.cat([holder[start:end] for start, end in self.cut.ranges[self.rank]] or [holder[:0]])
-        own, numel = held == self.rank, self.shape.numel()
+        holders = torch.cat([holder[start:end] for start, end in self.cut.ranges[self.rank]] or [holder[:0]])
+        own, numel = holders == self.rank, self.shape.numel()
         if bool(own.all()) or not numel:
             return [(0, numel)] if numel else []
-        inner, rows = self.whole[self.cut.dim + 1 :].numel(), self.whole[: self.cut.dim].numel()
+        inner, rows = self.full_shape[self.cut.dim + 1 :].numel(), self.full_shape[: self.cut.dim].numel()
         steps = torch.cat([own.new_zeros(1), own, own.new_zeros(1)]).int().diff()
         starts, ends = ((steps == step).nonzero().flatten().tolist() for step in (1, -1))
         across = len(own) * inner
@@ -190,9 +190,9 @@ class Part:
 
     def together(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the full tensor from the parts of all ranks."""
-        return self.cut.whole(parts).narrow(self.cut.dim, 0, self.whole[self.cut.dim])
+        return self.cut.unshard(parts).narrow(self.cut.dim, 0, self.full_shape[self.cut.dim])
 
-    def held(self) -> Held | None:
+    def shared_ranges(self) -> SharedRanges | None:
         """Return the ranges that other ranks hold as well, or ``None`` if there are none."""
         shared = sorted(self.cut.holders())
         starts = dict(zip(shared, accumulate((end - start for start, end in shared), initial=0), strict=False))
@@ -201,7 +201,7 @@ class Part:
             if each in starts:
                 pieces.append((starts[each], at, each[1] - each[0]))
             at += each[1] - each[0]
-        return Held(self.cut.dim, sum(end - start for start, end in shared), tuple(pieces)) if shared else None
+        return SharedRanges(self.cut.dim, sum(end - start for start, end in shared), tuple(pieces)) if shared else None
 
 
 Ranges = tuple[tuple[Range, ...], ...]
@@ -236,11 +236,11 @@ class Heads:
             kv = _bounds(shares(kv_heads, ranks))
             return cls(tuple((first * group, end * group) for first, end in kv), tuple(kv))
         query: list[Range] = []
-        held: list[Range] = []
+        kv_ranges: list[Range] = []
         for each, count in enumerate(shares(ranks, kv_heads)):
             query += _bounds(shares(group, count), each * group)
-            held += [(each, each + 1)] * count
-        return cls(tuple(query), tuple(held))
+            kv_ranges += [(each, each + 1)] * count
+        return cls(tuple(query), tuple(kv_ranges))
 
     def counts(self, rank: int) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of ``rank``."""
@@ -266,15 +266,15 @@ class Heads:
         """Return those of a projection to groups: the queries that share a key/value head, its key and its value."""
         group = max(end for _, end in self.query) // max(end for _, end in self.kv)
         width = (group + 2) * size
-        found = []
+        ranges = []
         for (q, q_end), (kv, kv_end) in zip(self.query, self.kv, strict=True):
             if q_end - q == (kv_end - kv) * group:
-                found.append(((kv * width, kv_end * width),))
+                ranges.append(((kv * width, kv_end * width),))
             else:
                 at = kv * width - kv * group * size
                 own = (at + q * size, at + q_end * size)
-                found.append((own, (kv * width + group * size, (kv + 1) * width)))  # type: ignore[arg-type]
-        return tuple(found)
+                ranges.append((own, (kv * width + group * size, (kv + 1) * width)))  # type: ignore[arg-type]
+        return tuple(ranges)
 
 
 def _bounds(sizes: Sequence[int], start: int = 0) -> list[Range]:

@@ -90,15 +90,15 @@ OPT: Table = {
     "OPTForCausalLM": (_CAUSAL_HEAD,),
 }
 
-_WHOLE = Requires("slow_but_exact", False)
+_NO_SLOW_BUT_EXACT = Requires("slow_but_exact", False)
 _TO_4H = Mlp(columns=("dense_h_to_4h",), rows=("dense_4h_to_h",))
 # Query, key and value of a head are adjacent; with several queries per key, those of a group are.
 _BY_GROUP = Attention(fused="query_key_value", layout="groups", out="dense", arguments=("alibi", "attention_mask"))
 
 BLOOM: Table = {
     "BloomModel": (Embedding("word_embeddings"),),
-    "BloomAttention": (_WHOLE, _BY_GROUP),
-    "BloomMLP": (_WHOLE, _TO_4H),
+    "BloomAttention": (_NO_SLOW_BUT_EXACT, _BY_GROUP),
+    "BloomMLP": (_NO_SLOW_BUT_EXACT, _TO_4H),
     "BloomForCausalLM": (_CAUSAL_HEAD,),
 }
 

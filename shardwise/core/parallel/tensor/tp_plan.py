@@ -240,14 +240,14 @@ class TPPlan:
                 )
         own |= {"_axis": self.axis, "_parts": {name: self._parts[id(getattr(module, name))][1] for name in cuts}}
         if kind in (Columns, PerHead):
-            held = {name: self._parts[id(getattr(module, name))][1].held() for name in cuts}
-            own["_held"] = {name: each for name, each in held.items() if each is not None}
+            shared = {name: self._parts[id(getattr(module, name))][1].shared_ranges() for name in cuts}
+            own["_shared"] = {name: each for name, each in shared.items() if each is not None}
         self._swap(module, kind, own)
 
     def _swap(self, module: nn.Module, kind: type[nn.Module], own: dict[str, Any]) -> None:
         """Schedule a class change of the module to ``kind``; a module in several places is visited repeatedly."""
-        _, before, said = self._layers.setdefault(id(module), (module, kind, own))
-        if before is not kind or said != own:
+        _, before, before_own = self._layers.setdefault(id(module), (module, kind, own))
+        if before is not kind or before_own != own:
             raise ValueError(
                 f"a {type(module).__name__} is cut as {before.__name__} already, and now as {kind.__name__}"
             )
@@ -263,8 +263,8 @@ class TPPlan:
         _, kind, own = self._layers.setdefault(id(owner), (owner, Guard, {"_leaves": self.private, "_of_heads": {}}))
         if kind is not Guard:
             raise ValueError(f"a {type(owner).__name__} is cut as {kind.__name__} already, and holds layers that are")
-        found: dict[str, tuple[int, int, int, int]] = own["_of_heads"]
-        return found
+        of_heads: dict[str, tuple[int, int, int, int]] = own["_of_heads"]
+        return of_heads
 
     def _say_size(self, module: nn.Module, cut: ShardSpec, names: tuple[str, str]) -> None:
         """Set the size attributes of the module to those of its part, since models reshape outputs by them."""
@@ -331,7 +331,7 @@ class TPPlan:
         if self.divides(module):
             self._wrap(module, Router, _sequences=self.sequences)
 
-    def sum_whole(self) -> None:
+    def allreduce_replicated_grads(self) -> None:
         """All-reduce the gradients of everything that is replicated in the layers. Call this after the methods that
         shard modules.
 
@@ -358,8 +358,8 @@ class TPPlan:
 
     def part_of(self, param: nn.Parameter) -> Part | None:
         """Return the part of a parameter that this rank has, or ``None`` if the parameter is replicated."""
-        found = self._parts.get(id(param))
-        return None if found is None else found[1]
+        entry = self._parts.get(id(param))
+        return None if entry is None else entry[1]
 
     def uncovered(self, model: nn.Module) -> list[str]:
         """Return the names of parameters that will be sharded but are in modules that expect full ones."""
@@ -380,18 +380,18 @@ class TPPlan:
         """
         within: dict[int, set[int]] = {}
         for module, holders, widths in self._blocks.values():
-            others = [each for each in module.modules() if each is not module and id(each) in self._blocks]
-            elsewhere = {id(each) for other in others for each in other.modules()}
+            inner_blocks = [each for each in module.modules() if each is not module and id(each) in self._blocks]
+            elsewhere = {id(each) for other in inner_blocks for each in other.modules()}
             # A module that contains other regions is a layer of the model, with residuals: most of it is replicated.
-            tops = [each for each in holders if each is not module] if others else [module]
+            tops = [each for each in holders if each is not module] if inner_blocks else [module]
             for each in (each for top in tops for each in top.modules() if id(each) not in elsewhere):
                 within.setdefault(id(each), set()).update(widths)
-        said = (GradAllReduce, Enters, Rows)
+        declared = (GradAllReduce, Enters, Rows)
         return [
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
             if id(module) in within and id(module) not in self._replicated and not self.divides(module)
-            if self._layers.get(id(module), _NOTHING)[1] not in said
+            if self._layers.get(id(module), _NOTHING)[1] not in declared
             for name, param in module._parameters.items()
             if param is not None
             and param.requires_grad
