@@ -152,22 +152,16 @@ class Structure:
         self._kept_alive = [*_objects(self._children), *_objects(self._parameters)]
         self._child_ids, self._parameter_ids = _ids(self._children), _ids(self._parameters)
 
-    def check_children(self) -> None:
-        """Check modules before a forward pass, which may swap parameters (``torch.func.functional_call``).
-
-        Raises:
-            RuntimeError: Modules were replaced, so that parameters were added, removed or moved.
-        """
-        if _ids(self._children) != self._child_ids:
-            self._look()
-
-    def check(self) -> None:
+    def check(self, parameters: bool = True) -> None:
         """Check that modules and parameters are the original ones, or harmless additions.
+
+        Args:
+            parameters: ``False``: of modules only, since a forward pass may swap parameters (``functional_call``).
 
         Raises:
             RuntimeError: A parameter was added, removed, moved or replaced; it is named.
         """
-        if _ids(self._children) != self._child_ids or _ids(self._parameters) != self._parameter_ids:
+        if _ids(self._children) != self._child_ids or (parameters and _ids(self._parameters) != self._parameter_ids):
             self._look()
 
     def _refuse(self, name: str, param: nn.Parameter) -> NoReturn:
@@ -397,7 +391,7 @@ class Guards:
             own = {id(param) for param in self._params if param.requires_grad}
             if any(id(param) in own for param in outer.parameters()):
                 raise RuntimeError(_around(type(self._model).__name__))
-        self._structure.check_children()
+        self._structure.check(parameters=False)
         self.check_edits()
 
     def check_edits(self) -> None:
