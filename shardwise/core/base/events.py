@@ -20,13 +20,9 @@ class Event(Generic[P]):
     def __init__(self) -> None:
         self._listeners: tuple[Callable[P, Any], ...] = ()
 
-    def listen(self, listener: Callable[P, Any]) -> Callable[[], None]:
-        """Register ``listener``; calling the result removes it."""
+    def listen(self, listener: Callable[P, Any]) -> None:
+        """Register ``listener``."""
         self._listeners = (*self._listeners, listener)
-        return lambda: self._leave(listener)
-
-    def _leave(self, listener: Callable[P, Any]) -> None:
-        self._listeners = tuple(each for each in self._listeners if each != listener)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
         for each in self._listeners:

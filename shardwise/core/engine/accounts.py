@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.core.base.torch_internals import no_torch_function
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.casts import buffer_bytes
 from shardwise.core.engine.storage import Storage
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.tier import Tier
@@ -66,7 +65,7 @@ class Accounts:
     Args:
         storage: of parameters and masters.
         model: the module. Each storage of its buffers counts once.
-        dtype: see :func:`dtype_of_buffer`.
+        dtype: of buffers; see :func:`dtype_of_buffer`.
         foreseen: all buffers are this rank's, so they count before the build puts them on the device.
     """
 
@@ -79,7 +78,7 @@ class Accounts:
         ledger.account("masters and optimizer state", self._device_bytes)
         ledger.account("update scratch", lambda: self._scratch_bytes(Tier.DEVICE))
         if ledger.capacity_bytes is not None:
-            self._to_come = _estimate(model, dtype) if foreseen else 0
+            self._to_come = buffer_bytes(model, dtype) if foreseen else 0
             ledger.account("buffers", lambda: self._to_come + self._buffers_bytes)
 
     def hold(self, stepper: TileStepper) -> None:
@@ -162,16 +161,3 @@ class Accounts:
             device_peak_bytes=self._storage.ledger.peak_bytes,
             device_capacity_bytes=self._storage.ledger.capacity_bytes,
         )
-
-
-def _estimate(model: nn.Module, to: torch.dtype | None) -> int:
-    """Return the bytes of the model's buffers after a build."""
-    total, tensors = 0, list[torch.Tensor]()
-    with no_torch_function():  # buffers of a deferred construction have no memory
-        for buffer in model.buffers():
-            dtype = dtype_of_buffer(buffer, to)
-            if dtype == buffer.dtype and not buffer.is_meta:
-                tensors.append(buffer)
-            else:
-                total += buffer.numel() * dtype.itemsize
-        return total + sum(sizes_of(tensors).values())

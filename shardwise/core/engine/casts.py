@@ -8,6 +8,9 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from shardwise.core.base.torch_internals import no_torch_function
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -48,3 +51,9 @@ def dtype_of_buffer(buffer: torch.Tensor, dtype: torch.dtype | None) -> torch.dt
     """Return the dtype that ``buffer`` has under the plan's ``buffer_dtype``."""
     casts = dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64
     return dtype if casts and dtype is not None else buffer.dtype
+
+
+def buffer_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Return the bytes that the buffers of ``model`` take under the plan's ``buffer_dtype``."""
+    with no_torch_function():  # those of a deferred construction have no memory
+        return sum(each.numel() * dtype_of_buffer(each, dtype).itemsize for each in model.buffers())

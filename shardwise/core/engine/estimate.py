@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.core.comm import LocalGroup
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.casts import buffer_bytes
 from shardwise.core.engine.partition import parameter_facts
 from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
 from shardwise.core.grads.reducer import BucketPool
@@ -63,8 +63,7 @@ def estimate_memory(
         if each.spec.trainable and apart:
             by_tier[home.grad.value]["gradients"] += numel * each.accumulate_dtype.itemsize
     by_tier["device"]["gradients"] += _exchange_bytes([each for each in table if each.spec.trainable], plan)
-    buffer_dtype = partial(dtype_of_buffer, dtype=plan.precision.buffer_dtype)
-    by_tier["device"]["buffers"] = sum(each.numel() * buffer_dtype(each).itemsize for each in model.buffers())
+    by_tier["device"]["buffers"] = buffer_bytes(model, plan.precision.buffer_dtype)
     return {tier: {kind: size for kind, size in kinds.items() if size} for tier, kinds in by_tier.items()}
 
 

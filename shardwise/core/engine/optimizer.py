@@ -31,8 +31,6 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.layout import ParamInfo
 from shardwise.core.update.tiles import has_pre_hooks, run_post_hooks, run_pre_hooks
 
-UNSCALE = "unscale()"
-
 
 # See [Note: The order of an update] and [Note: Updates during backward].
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -520,25 +518,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for gradient in self._reduced():
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
-
-    def unscale(self, scale: float) -> bool:
-        """Divide the gradients of the next :meth:`step` by ``scale``, which losses were multiplied by. Every rank calls
-        it. A second call for the same gradients divides nothing.
-
-        Returns:
-            Whether all of them are finite, on every rank.
-        """
-        number("scale", scale, "(0, inf)", "a loss scale > 0")
-        self._check_kept(f"unscale({scale})")
-        norm = self._global_norm(math.inf, 1.0 / self.divisor())
-        if not self.unscaled:
-            self._grads.facade.note(self.index, UNSCALE, scale, 1.0 / scale)
-        return math.isfinite(norm)
-
-    @property
-    def unscaled(self) -> bool:
-        """Whether :meth:`unscale` was called for the current gradients."""
-        return any(call == UNSCALE for call, _ in self._grads.facade.settings.get(self.index, ()))
 
     def _check_kept(self, call: str) -> None:
         self._values.guards.check_open(call)

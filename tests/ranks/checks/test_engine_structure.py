@@ -508,7 +508,6 @@ USES: dict[str, Use] = {
     "full_gradients": lambda session, _: session.full_gradients(),
     "clip_grad_by_norm": lambda session, _: unshard_optimizer_of(session).clip_grad_by_norm(1.0),
     "clip_grad_by_value": lambda session, _: unshard_optimizer_of(session).clip_grad_by_value(1.0),
-    "unscale": lambda session, _: unshard_optimizer_of(session).unscale(2.0),
     "value": lambda session, _: one(session).value(),
     "set_value": lambda session, _: one(session).set_value(torch.ones(4, 4)),
     "set_gradient": lambda session, _: one(session).set_gradient(torch.ones(4, 4)),

@@ -147,7 +147,6 @@ def refused_between(session: Session) -> dict[str, str]:
         "torch's clipping": lambda: nn.utils.clip_grad_norm_(session.module.parameters(), 1.0),
         "clipping": lambda: own.clip_grad_by_norm(1.0),
         "clipping values": lambda: own.clip_grad_by_value(1.0),
-        "unscaling": lambda: own.unscale(2.0),
         "a limit": lambda: setattr(own, "max_norm", 1.0),
         "a state": own.state_dict,
         "a model's state": session.module.state_dict,
