@@ -171,6 +171,14 @@ def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> Sta
     return replace(names, others=extra)
 
 
+def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return all names in ``model`` by ``id`` of the parameter."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {key: tuple(value) for key, value in names.items()}
+
+
 def parameter_facts(
     params: Sequence[nn.Parameter],
     model: nn.Module,
@@ -183,9 +191,7 @@ def parameter_facts(
     Raises:
         ValueError: an optimizer has a tensor that is not a parameter of the model, or two have the same one.
     """
-    names, norm_dtypes = dict[int, tuple[str, ...]](), _norm_dtypes(model, plan.precision)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names[id(param)] = (*names.get(id(param), ()), name)
+    names, norm_dtypes = all_names(model), _norm_dtypes(model, plan.precision)
     owners: dict[int, tuple[int, int]] = {}
     for optimizer_index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):

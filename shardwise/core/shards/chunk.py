@@ -169,6 +169,7 @@ class Chunk:
         self.params = tuple(params)
         self.source = source
         self.resident = resident
+        self.rank = rank
         self.device = device
         self.shard_start, self.shard_end = spec.bounds[rank], spec.bounds[rank + 1]
         self.shard_numel = self.shard_end - self.shard_start
@@ -180,8 +181,8 @@ class Chunk:
         """Number of updates, which tells graphs from before an update from later ones."""
         self.placed_at = -2
         """The generation in which parameters last showed values; the initial one is too old to be in use."""
-        self._nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
-        self.absent = tuple(self._nothing.expand(slot.shape) for slot in spec.slots)
+        nothing = torch.full((), absent_value(spec.dtype), dtype=spec.dtype, device=device)
+        self.absent = tuple(nothing.expand(slot.shape) for slot in spec.slots)
         """By slot, the value of its parameter while it is not gathered."""
         self._absent_at = [each.data_ptr() for each in self.absent]
         self._offsets = [slot.start * spec.dtype.itemsize for slot in spec.slots]
@@ -315,7 +316,6 @@ class Chunk:
 
     def put_back(self) -> None:
         """Point the parameters again at the memory that they should show."""
-        self._nothing.fill_(absent_value(self.spec.dtype))
         shown = self._shown
         if shown is not None:
             self._point(self.views(shown))
