@@ -38,8 +38,8 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
 """Functions of torch, and their module, that treat their arguments as full gradients."""
 NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]
-"""The changes of one gradient since the last step: how often it was changed; by which numbers, hashed into one; norm
-and sum of an assigned tensor, and the relative difference that these may have between ranks."""
+"""The changes of one gradient since the last step: how often it was changed; by which numbers, hashed into one; norm and
+sum of an assigned tensor, and the relative difference that these may have between ranks."""
 TOLERANCE = 1e-4
 """Numbers of a program may differ between ranks by this part of the largest."""
 
