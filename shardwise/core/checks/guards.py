@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.core.base.device import Later, runs_ahead
 from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.overlaps import check_apart
 from shardwise.core.checks.state_dict_guard import StateDictGuard
-from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
 from shardwise.core.shards.layout import Layout
 from shardwise.core.shards.pool import ChunkPool
 
@@ -215,7 +216,9 @@ def _ids(tables: Sequence[dict[str, Any]]) -> list[int]:
 # [Note: Where a write to a parameter shows]
 # * ``param.data = x``: the parameter's address is not where the engine put it (Chunk.misplaced).
 # * In place, through the parameter: its version counter, which views of it share (Chunk.written).
-# * Through ``.data``: it is not detected, and is lost. Most operations refuse the placeholder of an absent parameter.
+# * Through ``.data`` of an absent parameter: its NaN has become a number. Each absent parameter has a NaN of its own;
+#   those of one dtype are in one tensor, so that one comparison is enough. This is checked in steps and states.
+# * Through ``.data`` of a gathered parameter: it cannot be detected, and is lost.
 # The others are checked in passes, steps and states. If a write is found, it is dropped together with all gathered
 # copies, so that no part of it remains.
 class Edits:
@@ -234,6 +237,15 @@ class Edits:
         self._transient = [chunk for chunk in chunks if not chunk.resident]
         self._params = [param for chunk in chunks for param in chunk.params]
         self._dtypes = [chunk.spec.dtype for chunk in chunks for _ in chunk.params]
+        self._absent: dict[torch.dtype, torch.Tensor] = {}
+        self._pending: list[Later] = []
+        for dtype in dict.fromkeys(chunk.spec.dtype for chunk in self._transient):
+            own = [chunk for chunk in self._transient if chunk.spec.dtype is dtype]
+            slots = [len(c.spec.slots) for c in own]
+            nothing = torch.full((sum(slots),), absent_value(dtype), dtype=dtype, device=own[0].device)
+            for chunk, part in zip(own, torch.split(nothing, slots), strict=True):
+                chunk.use_absent(part)
+            self._absent[dtype] = nothing
         self.accept()
 
     def accept(self, among: Sequence[Chunk] | None = None) -> None:
@@ -261,12 +273,31 @@ class Edits:
                     f"model.gathered(write_back=True)` of {SHARDED_MODEL}, or load a state"
                 )
 
+    def check_absent(self) -> None:
+        """Check that nothing was written to the placeholders of parameters that are not gathered.
+
+        Raises:
+            RuntimeError: something was written; as :meth:`check_written`. On a GPU the check is of the state at the
+                previous call, so that the host does not wait.
+        """
+        if self._changed():
+            where = next(c for c in self._transient if not all(map(_is_untouched, c.absent)))
+            self._refuse_write(where, next(i for i, each in enumerate(where.absent) if not _is_untouched(each)))
+
     def _all_placed(self) -> bool:
         """Return whether each parameter is where its chunk has put it; False while a chunk moves some of them."""
         # Comparing three lists of the whole model in C takes a fifth of the time of a loop over chunks.
         expected = [address for chunk in self._chunks for address in chunk.addresses]
         placed = [param.data_ptr() for param in self._params] == expected
         return placed and [param.dtype for param in self._params] == self._dtypes
+
+    def _changed(self) -> bool:
+        """Return whether something was written to the placeholders of absent parameters."""
+        pending, self._pending = self._pending, []
+        if not any(runs_ahead(values.device) for values in self._absent.values()):
+            return not all(bool(is_absent(values).all()) for values in self._absent.values())
+        self._pending = [Later(is_absent(values).all()) for values in self._absent.values()]
+        return not all(later.value() for later in pending)
 
     def check_written(self, writable: Callable[[int], bool]) -> None:
         """Check that nothing was written to a parameter that would be lost.
@@ -296,12 +327,19 @@ class Edits:
     def _put_back(self) -> None:
         # Copies first: dropping them drops the writes, and they are gathered again.
         self._drop()
+        self._pending = []
+        for dtype, values in self._absent.items():
+            values.fill_(absent_value(dtype))
         for chunk in self._chunks:
             chunk.put_back()
         self.accept()
 
     def _name(self, chunk: Chunk, slot: int) -> str:
         return self._name_of(chunk.spec.slots[slot].param)
+
+
+def _is_untouched(value: torch.Tensor) -> bool:
+    return not value.numel() or bool(is_absent(value.flatten()[0]))
 
 
 class Guards:
@@ -394,12 +432,19 @@ class Guards:
         self._structure.check(parameters=False)
         self.check_edits()
 
-    def check_edits(self) -> None:
-        """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to."""
+    def check_edits(self, absent: bool = False) -> None:
+        """Check the program's writes; see :class:`Edits`. Inside ``gathered()`` its parameters may be written to.
+
+        Args:
+            absent: also check the placeholders of parameters that are not gathered.
+        """
         with self._pool.lock:  # another thread may be gathering
             self.edits.check_placed()
-            if not self._pool.blocks.all_held:
-                self.edits.check_written(self._pool.blocks.holds)
+            if self._pool.blocks.all_held:
+                return
+            if absent:
+                self.edits.check_absent()
+            self.edits.check_written(self._pool.blocks.holds)
 
     def check(self) -> None:
         """Check that every parameter is the one that was sharded, where the engine put it.
@@ -410,7 +455,7 @@ class Guards:
         """
         self.check_sharded()
         self._structure.check()
-        self.check_edits()
+        self.check_edits(absent=True)
         for chunk in [chunk for chunk in self._chunks if not chunk.spec.trainable]:
             for slot, param in zip(chunk.spec.slots, chunk.params, strict=True):
                 if param.requires_grad:

@@ -38,10 +38,26 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
 """Functions of torch, and their module, that treat their arguments as full gradients."""
 NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]
-"""The changes of one gradient since the last step: how often it was changed; by which numbers, hashed into one; norm and
-sum of an assigned tensor, and the relative difference that these may have between ranks."""
+"""The row of a gradient that was not changed; see :class:`Change`."""
 TOLERANCE = 1e-4
 """Numbers of a program may differ between ranks by this part of the largest."""
+
+
+@dataclass
+class Change:
+    """Changes of one gradient since the last step.
+
+    Attributes:
+        count: how often it was changed.
+        by: the numbers that it was changed by, hashed into one.
+        figures: norm and sum of an assigned tensor.
+        tolerance: relative difference that the figures of two ranks may have.
+    """
+
+    count: int = 0
+    by: float = 0.0
+    figures: torch.Tensor | None = None
+    tolerance: float = TOLERANCE
 
 
 # [Note: Assigned gradients are compared]
@@ -62,25 +78,25 @@ class UserGrads:
 
     def __init__(self, names: Mapping[int, str], group: Group) -> None:
         self._names, self._group = names, group
-        self._changes: dict[int, dict[int, list[float]]] = {}
+        self._changes: dict[int, dict[int, Change]] = {}
 
-    def _row(self, optimizer: int, index: int) -> list[float]:
-        return self._changes.setdefault(optimizer, {}).setdefault(index, list(NOTHING))
+    def _change(self, optimizer: int, index: int) -> Change:
+        return self._changes.setdefault(optimizer, {}).setdefault(index, Change())
 
     def changed(self, optimizer: int, index: int, operands: Iterable[Any] | None) -> None:
         """Note an in-place change of a gradient by these operands; ``None``: by an unknown operation."""
-        row = self._row(optimizer, index)
-        row[0] += 1.0
+        change = self._change(optimizer, index)
+        change.count += 1
         for each in operands or ():
             if isinstance(each, Real) or (isinstance(each, torch.Tensor) and not each.dim() and each.is_cpu):
-                row[1] = 31.0 * row[1] + float(each)
+                change.by = 31.0 * change.by + float(each)
 
     def assigned(self, optimizer: int, index: int, value: torch.Tensor) -> None:
-        """Note that a gradient was replaced by the full tensor ``value``, which this waits for."""
+        """Note that a gradient was replaced by the full tensor ``value``."""
+        change = self._change(optimizer, index)
         wide = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
-        tolerance = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
-        figures = torch.stack([torch.linalg.vector_norm(wide), wide.sum()]).tolist()
-        self._row(optimizer, index)[2:] = [*figures, tolerance]
+        change.figures = torch.stack([torch.linalg.vector_norm(wide), wide.sum()]).double()
+        change.tolerance = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
 
     def forget(self, optimizer: int | None) -> None:
         """Forget the changes of one optimizer's gradients, or of all: they were used or dropped."""
@@ -92,8 +108,19 @@ class UserGrads:
         changes = self._changes.get(optimizer)
         if not changes:
             return 0.0
-        numbers = array("d", [each for index, row in sorted(changes.items()) for each in (index, *row)])
+        numbers = array("d", [each for index, row in sorted(self._rows(changes).items()) for each in (index, *row)])
         return float(zlib.crc32(numbers.tobytes()) + 1)
+
+    def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
+        return {
+            index: [
+                float(each.count),
+                each.by,
+                *([0.0, 0.0] if each.figures is None else each.figures.tolist()),
+                each.tolerance,
+            ]
+            for index, each in changes.items()
+        }
 
     def compare(self, optimizer: int) -> None:
         """Compare the changes of all ranks after their fingerprints differed. Collective.
@@ -101,7 +128,7 @@ class UserGrads:
         Raises:
             RuntimeError: ranks changed different gradients, by different numbers, or assigned different values.
         """
-        rows = self._changes.get(optimizer, {})
+        rows = self._rows(self._changes.get(optimizer, {}))
         own = [number for index in self._names for number in rows.get(index, NOTHING)]
         posts = self._group.exchange(own, "which gradients were changed by hand")
         for at, index in enumerate(self._names):
@@ -229,6 +256,7 @@ class GradFacade:
         """Parameters by optimizer (-1: none), frozen ones included."""
         for index, param in enumerate(shards.params):
             self._owned.setdefault(shards.layout.facts[index].optimizer, []).append((param, self._by_index.get(index)))
+        self._with_graph: set[int] = set()
         self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
         self._divisors: dict[int, float] = {}
@@ -288,6 +316,10 @@ class GradFacade:
                 "sharding has taken it. Remove the hook; GradPlan(update='backward') updates during backward"
             )
         param.grad = None
+        if grad.requires_grad:
+            self._with_graph.add(entry.index)
+        elif self._with_graph:
+            self._with_graph.discard(entry.index)
         shown, entry.shown = entry.shown, None
         if shown is None:
             return grad
@@ -456,6 +488,11 @@ class GradFacade:
             return (
                 "after step() has used it, or zero_grad() dropped it: read it between backward and step (zero_grad() "
                 "clears it)"
+            )
+        if index in self._with_graph and torch.is_grad_enabled():
+            return (
+                "of a pass with create_graph=True: the sharded gradient has no graph; use torch.autograd.grad, or read "
+                "it under torch.no_grad()"
             )
         return ""
 

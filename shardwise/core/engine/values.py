@@ -134,7 +134,11 @@ class Values:
             opened = True
             state_dicts.keeps_loads = write_back
             self._writing = (*writing, among) if write_back else writing
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                self._note_dtype(error)
+                raise
             if guards.given_back:  # inside the block
                 return
             if write_back:
@@ -173,6 +177,17 @@ class Values:
     def _in_blocks(self) -> list[Chunk]:
         """Return the chunks of open blocks, and resident ones."""
         return [chunk for chunk in self.shards.chunks if chunk.resident or self.pool.blocks.holds(chunk.spec.unit)]
+
+    @torch.no_grad()
+    def _note_dtype(self, error: RuntimeError) -> None:
+        """Explain torch's error about operands of two dtypes: a moving average in fp32 of 16-bit values."""
+        dtypes = {param.dtype for param in self.shards.params if param.dtype.itemsize < 4}
+        if "expected dtype" in str(error) and dtypes:
+            error.add_note(
+                f"Inside gathered() parameters have the compute dtype, {dtypes.pop()}. For a moving average "
+                "(AveragedModel) of the fp32 values load session.module.state_dict() into a copy that was made before "
+                "shard(), and average that copy."
+            )
 
     def _take_assigned(self) -> None:
         """Treat ``parameter.data = values`` in the block as a write (``vector_to_parameters`` does it)."""

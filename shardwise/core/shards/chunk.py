@@ -323,6 +323,14 @@ class Chunk:
         elif self._state in (Residency.SHARDED, Residency.GATHERING):
             self._point(self.absent)
 
+    def use_absent(self, values: torch.Tensor) -> None:
+        """Use ``values`` (1-D, one :func:`absent_value` a slot) for absent parameters, so that writes show there."""
+        self.absent = tuple(one.expand(slot.shape) for one, slot in zip(values, self.spec.slots, strict=True))
+        self._absent_at = [each.data_ptr() for each in self.absent]
+        if self._shown is None:
+            self.addresses = self._absent_at
+            self.put_back()
+
     def note_versions(self) -> None:
         """Start to look for writes to the parameters; :meth:`written` finds later ones."""
         self._versions = versions_of(self.params)

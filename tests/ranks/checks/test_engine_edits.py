@@ -146,6 +146,26 @@ def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
         assert all("2.weight" in each and "other data" in each for each in messages), messages
 
 
+def by_data(plan: Plan) -> tuple[str, State]:
+    """What a step says of a write through ``.data``, and the state when training went on."""
+    model = seeded(net)
+    with sharded(model, sgd(model), plan) as session:
+        train(session)
+        model[2].weight.data.zero_()
+        session.backward(loss_of(session, 1))
+        message = told(session.optimizer.step)
+        session.optimizer.step()
+        return message, session.module.state_dict()
+
+
+@pytest.mark.parametrize("name", ["zero3", *full("zero3_gloo")])
+def test_what_is_written_through_data_of_absent_parameters_is_refused_by_the_step(name: str) -> None:
+    expected = run_ranks(2, undisturbed, PLANS[name], net)[0]
+    for message, state in run_ranks(2, by_data, PLANS[name]):
+        assert "2.weight" in message and "gathered(write_back=True)" in message
+        assert_close(state, expected, 0.0, "after it was refused")
+
+
 # ---- edits between steps, with and without masters
 
 

@@ -121,6 +121,10 @@ def refused(plan: Plan) -> dict[str, str]:
         session.backward(loss_of(session))
         assert torch.allclose(grad(model), values * 0 + grad(model).clone())
         session.optimizer.zero_grad()
+        loss_of(session).backward(create_graph=True)
+        found["graph"] = said(lambda: kept.square().sum())
+        with torch.no_grad():
+            assert float(kept.square().sum()) > 0
     found["closed"] = said(kept.clone)
     return found
 
@@ -137,6 +141,7 @@ def test_uses_that_are_refused(name: str) -> None:
             )
         assert "0.weight.grad while a backward pass runs" in found["running"]
         assert "0.weight has a post-accumulate-grad hook" in found["hook"] and "register_hook" in found["hook"]
+        assert "0.weight.grad of a pass with create_graph=True" in found["graph"]
         assert "RuntimeError" in found["closed"]
 
 
