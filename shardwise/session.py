@@ -118,6 +118,14 @@ class Session:
         self.engine.guards.check_open("backward()")
         self.engine.grads.passes.expect(loss_scale)
 
+    def take_unscaled(self, takes: bool) -> None:
+        """Set whether ``loss.backward()`` of an unscaled loss only warns under a loss scale, and is not an error."""
+        self.engine.grads.passes.takes_unscaled = takes
+
+    def divide_own_passes(self, by: float) -> None:
+        """Divide gradients of later ``loss.backward()`` calls of the program by ``by``."""
+        self.engine.grads.passes.own_divisor = by
+
     def drop_gathered(self, to_system: bool = True) -> None:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
 
@@ -179,6 +187,11 @@ class Session:
     def has_gradients(self) -> bool:
         """Whether this rank has gradients that no step has used."""
         return any(state.present for state in self.engine.grads.states.values())
+
+    def drop_failed(self) -> None:
+        """Drop the gradients of the step as by ``zero_grad()`` if a backward pass has failed. Collective in that
+        case."""
+        self.engine.grads.passes.recover(dropping=True)
 
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -106,9 +106,8 @@ class PassesApart:
 
 def take_passes_of_module(session: Session) -> None:
     """Treat ``loss.backward()`` of outputs of ``engine.module`` as unscaled, as in DeepSpeed."""
-    passes = session.engine.grads.passes
-    passes.takes_unscaled = True
-    session.events.backward_ended.listen(partial(setattr, passes, "takes_unscaled", True))
+    session.take_unscaled(True)
+    session.events.backward_ended.listen(partial(session.take_unscaled, True))
 
 
 def drop_after_passes(session: Session, settings: Settings) -> None:
@@ -121,7 +120,7 @@ def drop_after_passes(session: Session, settings: Settings) -> None:
 def scaled_passes(session: Session) -> None:
     """Expect a scaled loss, because the engine itself was called."""
     if torch.is_grad_enabled():
-        session.engine.grads.passes.takes_unscaled = False
+        session.take_unscaled(False)
 
 
 @contextmanager

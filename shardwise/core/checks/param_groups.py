@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from operator import is_
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 UNSHARDABLE_MODES = ("differentiable", "capturable")
+BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "weight_decay": (-math.inf, math.inf)}
+"""Valid ranges of options, as in torch's constructors; the upper bound is excluded unless it is infinite."""
 
 
 def _host_value(value: object) -> object:
@@ -21,6 +24,24 @@ def _host_value(value: object) -> object:
 def _is_nan(value: object) -> bool:
     value = _host_value(value)
     return isinstance(value, float) and math.isnan(value)
+
+
+def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Check the options that a program or a schedule wrote. The optimizer's defaults are always valid.
+
+    Raises:
+        ValueError: an option is out of bounds, or not a number.
+    """
+    for position, group in enumerate(groups):
+        for option, (low, high) in BOUNDS.items():
+            default = defaults.get(option)
+            value = group.get(option, default)
+            for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
+                if isinstance(each, torch.Tensor) or value is default or value == default:
+                    continue
+                if not (isinstance(each, Real) and (low <= float(each) < high or each == high == math.inf)):
+                    bounds = "a number" if low < 0 else f"numbers in [{low:g}, {high:g})"
+                    raise ValueError(f"{name} has {option}={value!r} in param group {position}: give {bounds}")
 
 
 def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
@@ -107,10 +128,12 @@ class ParamGroups:
 
         Raises:
             RuntimeError: see :meth:`order`.
-            ValueError: see :func:`check_modes`.
+            ValueError: see :func:`check_modes`; or an option is out of bounds.
         """
         self.order()
-        check_modes(f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups)
+        name, groups = f"optimizer {type(self._optimizer).__name__}", self._optimizer.param_groups
+        check_modes(name, groups)
+        _check_bounds(name, groups, self._optimizer.defaults)
 
 
 def _same(params: object, before: Sequence[nn.Parameter]) -> bool:

@@ -310,12 +310,16 @@ def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
 
 
 NAN = float("nan")
-WRONG_OPTIONS: list[tuple[str, Any]] = [("lr", NAN), ("lr", torch.tensor(NAN)), ("betas", (NAN, 0.9)), ("eps", NAN)]
+WRONG_OPTIONS: list[tuple[str, Any]] = [
+    *(("lr", value) for value in (NAN, torch.tensor(NAN), -1e-3, torch.tensor(-1e-3), "0.1")),
+    *(("betas", value) for value in ((0.9, 1.0), (-0.1, 0.9))),
+    *(("eps", -1e-8), ("weight_decay", None), ("weight_decay", "0.1")),
+]
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
-def test_an_option_that_is_nan_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
+def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
     for message, right in run_ranks(2, wrong_option, option, value, update):
         assert f"{option}={value}" in message or f"{option}={value!r}" in message
         assert "param group 0: give" in message and right
@@ -329,6 +333,9 @@ def valid_options() -> bool:
     own.param_groups[0].update(lr=0, eps=(None, 0.001))
     session.backward(session.module(rows(0, 0), 0, False).square().mean())
     session.optimizers[0].step()
+    with pytest.raises(ValueError, match="eps"):
+        own.param_groups[0]["eps"] = (None, "0.001")
+        session.optimizers[0].step()
     session.close()
     return True
 
