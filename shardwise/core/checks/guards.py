@@ -144,6 +144,8 @@ class Structure:
         """All original parameters. They are kept alive, so that no other object gets the ``id`` of one."""
         self._places = {(id(module), leaf): param for module, _, leaf, param in places}
         self._names = {name for _, name, _, param in places if id(param) in self._sharded}
+        self._guests: list[tuple[str, nn.Parameter]] = []
+        """Frozen parameters that were added later."""
         self._remember()
 
     def _remember(self) -> None:
@@ -164,6 +166,10 @@ class Structure:
         """
         if _ids(self._children) != self._child_ids or (parameters and _ids(self._parameters) != self._parameter_ids):
             self._look()
+        # Later parameters are accepted as long as they are frozen.
+        for name, guest in self._guests:
+            if guest.requires_grad:
+                self._refuse(name, guest)
 
     def _refuse(self, name: str, param: nn.Parameter) -> NoReturn:
         was = "replaced a parameter of" if name in self._names else "was added to"
@@ -174,7 +180,7 @@ class Structure:
         )
 
     def _look(self) -> None:
-        seen = set()
+        seen, guests = set(), []
         for module, name, leaf, param in _places(self._model):
             if id(param) in self._sharded:
                 seen.add(id(param))
@@ -183,8 +189,10 @@ class Structure:
                         f"{self._name_of(self._sharded[id(param)])} {tuple(param.shape)} now stands at {name}, where "
                         "it would not be gathered: tie or move parameters before sharding"
                     )
-            elif id(param) not in self._known and (param.requires_grad or name in self._names):
-                self._refuse(name, param)
+            elif id(param) not in self._known:
+                if param.requires_grad or name in self._names:
+                    self._refuse(name, param)
+                guests.append((name, param))
         for key, index in self._sharded.items():
             if key not in seen:
                 raise RuntimeError(
@@ -192,6 +200,7 @@ class Structure:
                     "remove modules and parameters before sharding"
                 )
         # The changes are harmless: compare with the present modules from here on.
+        self._guests = guests
         self._remember()
 
 

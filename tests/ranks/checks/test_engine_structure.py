@@ -97,6 +97,10 @@ def unfreeze(model: Net) -> None:
     model.extra.requires_grad_(True)
 
 
+def unfreeze_a_guest(model: Net) -> None:
+    model.guest = nn.Linear(2, 2).requires_grad_(False)
+
+
 WRONG: list[tuple[Callable[[Net], None], str, bool]] = [
     (replace_module, "head.weight (6, 6)", True),
     (resize, "words.weight (8, 6)", True),
@@ -125,12 +129,20 @@ def wrong(plan: Plan) -> list[list[str]]:
                 if at_once:
                     messages.append(told(lambda: loss_of(session)))
                 found.append(messages)
+        model = seeded(Net)
+        with sharded(model, sgd(model), plan, mesh) as session:
+            unfreeze_a_guest(model)
+            session.backward(loss_of(session))
+            session.optimizer.step()
+            model.guest.requires_grad_(True)
+            found.append([told(session.module.state_dict)])
     return found
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_parameters_that_come_or_go_are_refused(name: str) -> None:
     for results in run_ranks(2, wrong, PLANS[name]):
+        assert "guest.weight (2, 2)" in results.pop()[0]
         for (change, parameter, _), messages in zip(WRONG, results, strict=True):
             for message in messages:
                 assert parameter in message and "before sharding" in message, (change.__name__, message)
