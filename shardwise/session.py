@@ -17,7 +17,7 @@ from shardwise.core.base.device import give_back, on_device
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
-from shardwise.core.base.validate import as_mapping, integer, require, short_repr
+from shardwise.core.base.validate import as_mapping, did_you_mean, integer, require, short_repr
 from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
@@ -635,8 +635,7 @@ def shard(
     names = [each.name for each in fields(Settings)]
     for name, value in settings.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(names)}, or a plan for everything else"
+            hint = did_you_mean(name, names, f"use {', '.join(names)}, or a plan for everything else")
             hint = ELSEWHERE.get(name, hint)
             raise TypeError(f"{name}={value!r:.80} is not a setting of shard(): {hint}")
     if plan is not None and settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.compat.published import names_of
-from shardwise.core.base.validate import check_type
+from shardwise.core.base.validate import check_type, did_you_mean
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.trace.stats import MemStats
@@ -213,8 +212,7 @@ class GeminiOptimizer(OptimizerFront):
         if not isinstance(module, GeminiDDP):
             raise TypeError(f"module={module!r:.80}: give a GeminiDDP")
         for name, value in defaults.items():
-            near = difflib.get_close_matches(name, OPTIMIZER_ARGUMENTS, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"give options of the {type(optim).__name__} to that"
+            hint = did_you_mean(name, OPTIMIZER_ARGUMENTS, f"give options of the {type(optim).__name__} to that")
             raise TypeError(f"{name}={value!r:.80} is no argument of GeminiOptimizer; {hint}")
         if tp_group is not None or params_info is not None:
             raise NotImplementedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.core.base.validate import did_you_mean
 from shardwise.core.optim import CPUAdam
 from shardwise.core.optim.lamb import BoundedLamb
 from shardwise.core.optim.lion import Lion
@@ -91,9 +91,8 @@ def _by_name(name: str) -> Any:
         # The sharded optimizer rejects LBFGS and SparseAdam; the others are DeepSpeed's own.
         known = {each: cls for each, cls in known.items() if each not in ("LBFGS", "SparseAdam")}
         known |= {"Lamb": FusedLamb, "Lion": Lion}
-        near = difflib.get_close_matches(name.lower(), [n.lower() for n in known], 1, 0.4)
-        names = [n for n in known if near and n.lower() == near[0]]
-        hint = f"did you mean {names[0]!r}?" if names else f"known: {', '.join(known)}"
+        by_lower = {n.lower(): n for n in known}
+        hint = did_you_mean(by_lower.get(name.lower(), name), known, f"known: {', '.join(known)}", 0.4)
         raise ValueError(f"optimizer.type={name!r} is not known; {hint}")
     return known[name]
 
@@ -147,8 +146,7 @@ def _make_muon(parameters: Iterable[Any], params: dict[str, Any]) -> torch.optim
     known = [*dict.fromkeys([*KEYS[True], *KEYS[False], *OWN_RATES.values()])]
     for name, value in params.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            hint = did_you_mean(name, known, f"known: {', '.join(known)}")
             raise ValueError(f"optimizer.params.{name}={value!r:.60}: Muon has no such parameter; {hint}")
     trained = [param for param in _flat(parameters) if param.requires_grad]
     unmarked = [tuple(param.shape) for param in trained if not isinstance(getattr(param, "use_muon", None), bool)]

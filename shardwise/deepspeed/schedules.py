@@ -7,7 +7,6 @@ with 0.19.8.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.core.base.validate import number
+from shardwise.core.base.validate import did_you_mean, number
 from shardwise.core.base.warnings import warn_user
 
 __all__ = [
@@ -318,8 +317,7 @@ def make_schedule(name: str, optimizer: torch.optim.Optimizer, params: dict[str,
     }
     known = {**torch_ones, **_OWN}
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1, 0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OWN)} and torch.optim.lr_scheduler"
+        hint = did_you_mean(name, known, f"known: {', '.join(_OWN)} and torch.optim.lr_scheduler", 0.4)
         raise ValueError(f"scheduler.type={name!r} is not known; {hint}")
     check_parameters("scheduler", known[name], params)
     return known[name](optimizer, **params)
@@ -335,8 +333,7 @@ def check_parameters(block: str, cls: type, params: dict[str, Any], first: int =
     names = [parameter.name for parameter in signature]
     for name, value in params.items():
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+            hint = did_you_mean(name, names, f"known: {', '.join(names)}")
             raise ValueError(f"{block}.params.{name}={value!r:.60}: {cls.__name__} has no such parameter; {hint}")
     for parameter in signature:
         if parameter.default is parameter.empty and parameter.name not in params:

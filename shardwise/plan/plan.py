@@ -11,7 +11,6 @@ ZeRO-1/2/3 (arXiv 1910.02054, section 5), FSDP and Gemini.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from shardwise.core.base.validate import (
     MOST_NUMEL,
     as_mapping,
     boolean,
+    did_you_mean,
     fraction,
     integer,
     number,
@@ -493,8 +493,7 @@ class Plan:
                 raise ValueError(f"{field!r} is a field of {' and '.join(holders)}: replace the whole part in the plan")
             else:
                 known = sorted({f for part in parts.values() for f in part.__dataclass_fields__})
-                near = difflib.get_close_matches(field, known, 1, 0.6)
-                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+                hint = did_you_mean(field, known, f"known fields: {', '.join(known)}", 0.6)
                 raise ValueError(f"a plan has no field {field!r}; {hint}")
         changed = {name: replace(parts[name], **values) for name, values in inner.items()}  # at once: some go together
         return replace(self, **(parts | changed | own))

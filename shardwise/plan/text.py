@@ -8,7 +8,6 @@ Objects of the program (an architecture) have no text form.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from shardwise.core.base.validate import as_path, short_repr
+from shardwise.core.base.validate import as_path, did_you_mean, short_repr
 
 __all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
 
@@ -88,9 +87,8 @@ def from_tables(kind: type[P], tables: Mapping[str, Any], where: str, base: Any 
     hints, fields = get_type_hints(kind), {each.name: each for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in tables:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, 1, 0.6)
-            known = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
-            raise ValueError(f"{where}: {name!r} is not a field of {kind.__name__}; {known}")
+            hint = did_you_mean(name, fields, f"the fields are {', '.join(fields)}", 0.6)
+            raise ValueError(f"{where}: {name!r} is not a field of {kind.__name__}; {hint}")
     values: dict[str, Any] = {}
     for name, field in fields.items():
         old = getattr(base, name, None)

@@ -6,6 +6,7 @@ meaning, and sizes that no machine has are rejected. Every error names the argum
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,12 @@ def in_a_line(name: str) -> str:
 def class_name(kind: type) -> str:
     """Return the full name of a class, as in settings: ``"torch.nn.modules.linear.Linear"``."""
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
+    """Return a hint for an error about an unknown ``name``: the nearest of the ``known`` ones, or else ``otherwise``."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def require(condition: bool, message: str) -> None:

@@ -8,7 +8,6 @@ fp32 moments, are updated in fp32 and rounded once. The names and arguments are 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.core.base.torch_internals import add_each
-from shardwise.core.base.validate import as_params, fraction, number
+from shardwise.core.base.validate import as_params, did_you_mean, fraction, number
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
@@ -443,8 +442,8 @@ class HybridAdam(CPUAdam):
     ) -> None:
         for name, value in defaults.items():
             if name not in OPTIONS:
-                near = difflib.get_close_matches(name, [*OPTIONS, "lr", "betas", "eps", "weight_decay"], 1, 0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(OPTIONS)}"
+                known = [*OPTIONS, "lr", "betas", "eps", "weight_decay"]
+                hint = did_you_mean(name, known, f"known: {', '.join(OPTIONS)}")
                 raise TypeError(f"{name}={value!r} is no option of HybridAdam; {hint}")
             if value and name in NOT_HERE:
                 raise ValueError(f"{name}={value} of HybridAdam: {NOT_HERE[name]}")
