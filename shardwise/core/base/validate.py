@@ -61,7 +61,7 @@ def class_name(kind: type) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, cutoff: float = 0.5) -> str:
-    """Return a hint for an error about an unknown ``name``: the nearest of the ``known`` ones, or else ``otherwise``."""
+    """Return a hint for an error about an unknown ``name``: the nearest of the ``known``, or else ``otherwise``."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff)
     return f"did you mean {near[0]!r}?" if near else otherwise
 
