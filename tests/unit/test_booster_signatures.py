@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from test_booster_plans import DDP_GIVEN, DDP_NOT_YET, FSDP_CASES, GEMINI_CASES, LLZ_CASES
+from test_booster_plans import DDP_GIVEN, FSDP_CASES, GEMINI_CASES, LLZ_CASES
 from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
 
 from shardwise.booster import Booster
@@ -161,7 +161,7 @@ FSDP_REFUSED = ["backward_prefetch"]
         (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, ["use_fp8"]),
         (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, GEMINI_ELSEWHERE),
         (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
-        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], [*DDP_NOT_YET, "fp8_communication"]),
+        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], ["check_reduction", "fp8_communication"]),
         (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),
     ],
     ids=["low_level_zero", "gemini", "hybrid", "ddp", "fsdp"],

@@ -8,8 +8,7 @@ import gc
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -130,22 +129,12 @@ def second_pass() -> nn.Module:
     return model.apply(init)
 
 
-def truncated(**arguments: float) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = nn.Linear(40, 30)
-        nn.init.trunc_normal_(layer.weight, **arguments)
-        return layer
-
-    return build
-
-
-def initialised(function: Callable[..., Any], *arguments: float) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = nn.Linear(12, 20)
-        function(layer.weight, *arguments)
-        return layer
-
-    return build
+def truncated_and_orthogonal() -> nn.Module:
+    """A loop until all values are within bounds, and a decomposition."""
+    truncated, orthogonal = nn.Linear(40, 30), nn.Linear(12, 20)
+    nn.init.trunc_normal_(truncated.weight, std=1.0)
+    nn.init.orthogonal_(orthogonal.weight)
+    return nn.ModuleList([truncated, orthogonal])
 
 
 def own_generator() -> nn.Module:
@@ -212,17 +201,23 @@ def used_while_building() -> nn.Module:
     return nn.ModuleList([norm, loaded, shared])
 
 
+class Modules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, padding_idx=1)
+        self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
+        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
+        self.lstm = nn.LSTM(5, 4)
+        self.decode = nn.Linear(6, 9)
+        self.decode.weight = self.embed.weight
+        self.last = nn.Linear(2, 2).requires_grad_(False)
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "embedding": lambda: nn.Embedding(10, 4, padding_idx=2),
-    "conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose1d(2, 3, 2)),
-    "attention": lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
-    "lstm": lambda: nn.LSTM(4, 5, 2),
+    "modules": Modules,
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
-    "positions": Positions,
-    "tied": Tied,
     "second-pass": second_pass,
-    "truncated-loop": truncated(std=1.0),
-    "orthogonal": initialised(nn.init.orthogonal_),
+    "truncated-and-orthogonal": truncated_and_orthogonal,
     "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)),
     "own-generator": own_generator,
     "dtypes": other_dtypes,
@@ -328,23 +323,19 @@ def test_the_context_can_be_paused() -> None:
     assert early(torch.ones(1, 2)).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
 def test_hugging_face(family: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    wide = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    build: dict[str, Callable[[], nn.Module]] = {
-        "gpt2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=20, **small)
-        ),
-        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **wide)),
-        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **wide)),
-    }
-    expected, model = both(build[family])
+    kind = getattr(pytest.importorskip("transformers"), family)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+
+    def build() -> nn.Module:
+        return kind(kind.config_class(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+    expected, model = both(build)
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(expected.eval()(tokens).logits, model.eval()(tokens).logits)
     with torch.device("meta"):
-        bare = build[family]()
+        bare = build()
     values = materialise(bare)
     assert set(values) == set(tensors_of(expected))
     assert all(torch.isfinite(value).all() for value in values.values())
@@ -377,18 +368,6 @@ def test_operations_after_the_context_are_recorded() -> None:
 # ---- the bare meta device -------------------------------------------------------------------------------------------
 
 
-class Modules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=1)
-        self.attention = nn.MultiheadAttention(6, 2)
-        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
-        self.lstm = nn.LSTM(5, 4)
-        self.decode = nn.Linear(6, 9)
-        self.decode.weight = self.embed.weight
-        self.last = nn.Linear(2, 2).requires_grad_(False)
-
-
 def test_bare_meta_equals_normal() -> None:
     torch.manual_seed(1)
     expected = Modules()
@@ -402,10 +381,6 @@ def test_bare_meta_equals_normal() -> None:
     assert_same(expected, model)
 
 
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [value for _, _, value, _ in initial_values(model, CPU)]
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +389,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.collect()
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -434,13 +410,6 @@ class LiveBytes(TorchDispatchMode):
         return output
 
 
-@contextmanager
-def live_bytes() -> Iterator[LiveBytes]:
-    gc.collect()
-    with LiveBytes() as counter:
-        yield counter
-
-
 @pytest.mark.parametrize("bare", [False, True])
 def test_peak_memory_is_one_layer(bare: bool) -> None:
     width, layers = 512, 15  # wide enough that two generator states of 5 KB a layer count for little
@@ -449,10 +418,10 @@ def test_peak_memory_is_one_layer(bare: bool) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
-    with live_bytes() as building, torch.device("meta") if bare else deferred_init():
+    with LiveBytes() as building, torch.device("meta") if bare else deferred_init():
         model = build()
     assert building.peak <= 1.5 * layer_bytes
-    with live_bytes() as making:
+    with LiveBytes() as making:
         for _, _, value, _ in initial_values(model, CPU):
             value.add_(0)
             del value
@@ -496,7 +465,7 @@ def test_a_changed_source_is_named() -> None:
         layer = nn.Linear(3, 1)
         layer.bias = nn.Parameter(source * 2)
     source.add_(1)
-    raises(RuntimeError, r"aten.mul.*\(3,\).*changed in place.*outside", lambda: values_of(layer))
+    raises(RuntimeError, r"aten.mul.*\(3,\).*changed in place.*outside", materialise, layer)
     with deferred_init():
         layer = nn.Linear(3, 1)
         product = layer.weight * source
@@ -515,10 +484,10 @@ def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
     with torch.device("meta"):
         without, partly = nn.Sequential(nn.Linear(1, 1), Bare(False)), nn.Sequential(Bare(True))
         transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-    raises(RuntimeError, r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init", lambda: values_of(without))
-    raises(RuntimeError, r"0 \(Bare\).*\[other\].*did not write.*deferred_init", lambda: values_of(partly))
+    raises(RuntimeError, r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init", materialise, without)
+    raises(RuntimeError, r"0 \(Bare\).*\[other\].*did not write.*deferred_init", materialise, partly)
     assert partly.get_parameter("0.weight").is_meta
-    raises(RuntimeError, r"Transformer.*second time.*deferred_init", lambda: values_of(transformer))
+    raises(RuntimeError, r"Transformer.*second time.*deferred_init", materialise, transformer)
 
 
 def test_misuse() -> None:
