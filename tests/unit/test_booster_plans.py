@@ -257,15 +257,17 @@ def test_not_available() -> None:
     raises(NotImplementedError, "check_reduction", TorchDDPPlugin, check_reduction=True)
 
 
-class Block(nn.ModuleDict):
+class Block(nn.Module):
     def __init__(self) -> None:
-        super().__init__({"inner": nn.Linear(4, 4), "norm": nn.LayerNorm(4)})
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
 
-class Net(nn.ModuleDict):
+class Net(nn.Module):
     def __init__(self) -> None:
-        blocks = nn.ModuleList([Block(), Block()])
-        super().__init__({"embed": nn.Embedding(3, 4), "blocks": blocks, "bn": nn.BatchNorm1d(4)})
+        super().__init__()
+        self.embed, self.bn = nn.Embedding(3, 4), nn.BatchNorm1d(4)
+        self.blocks = nn.ModuleList([Block(), Block()])
 
 
 def unit_names(model: nn.Module, policy: Any, ignored: set[nn.Module] = frozenset(), always: Any = ()) -> list[str]:  # type: ignore[assignment]
