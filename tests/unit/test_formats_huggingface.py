@@ -12,24 +12,14 @@ from safetensors import safe_open
 from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
+from tests.support.hybrid_setup import made
 from tests.support.on_ranks import raises
 
-transformers = pytest.importorskip("transformers")
-SMALL: dict[str, Any] = {"vocab_size": 64}
-
-
-def _llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, **SMALL, **options
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=8, **SMALL))
-
-
-MODELS = {"llama": _llama, "llama-tied": lambda: _llama(tie_word_embeddings=True), "gpt2": _gpt2}
+MODELS = {
+    "llama": lambda: made("llama", torch.float32),
+    "llama-tied": lambda: made("llama", torch.float32, tie_word_embeddings=True),
+    "gpt2": lambda: made("gpt2", torch.float32),
+}
 
 
 def _source(model: Any) -> LazySource:
@@ -51,9 +41,8 @@ def test_from_pretrained_loads_what_is_written(kind: str, size_per_shard: float,
     model = MODELS[kind]()
     source = _source(model)
     assert bool(source.state()["aliases"]) == (kind != "llama")
-    written = write_huggingface(
-        source, tmp_path / "out", size_per_shard, config=model.config, generation_config=model.generation_config
-    )
+    configs = {"config": model.config, "generation_config": model.generation_config}
+    written = write_huggingface(source, tmp_path / "out", size_per_shard, **configs)
     assert all(path.is_file() for path in written)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     if size_per_shard == 1024:
@@ -62,9 +51,7 @@ def test_from_pretrained_loads_what_is_written(kind: str, size_per_shard: float,
         count = len(files)
         assert count > 2 and files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(
-            t.numel() * t.element_size() for t in {v.data_ptr(): v for v in model.state_dict().values()}.values()
-        )
+        assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected, got = model.state_dict(), loaded.state_dict()
@@ -88,7 +75,7 @@ def test_what_save_pretrained_writes_is_read(kind: str, max_shard_size: str, tmp
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) -> None:
-    model = _gpt2()
+    model = MODELS["gpt2"]()
     state = dict(model.state_dict())
     if sharded:
         names = list(state)
@@ -96,7 +83,7 @@ def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) 
         for number, part in enumerate((names[:3], names[3:]), 1):
             file = f"pytorch_model-{number:05d}-of-00002.bin"
             torch.save({name: state[name] for name in part}, tmp_path / file)
-            weight_map.update(dict.fromkeys(part, file))
+            weight_map |= dict.fromkeys(part, file)
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     else:
         torch.save(state, tmp_path / "pytorch_model.bin")
