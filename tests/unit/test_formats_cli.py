@@ -5,15 +5,16 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from formats_setup import differing, odd_source, optimizer_facts, tensor
+from program_setup import status
 from torch import nn
 
-from shardwise.cli.main import main
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun
 from shardwise.core.checkpoint.formats import (
     detect_format,
@@ -31,12 +32,7 @@ from shardwise.core.checkpoint.formats.torch_file import check_zip
 from tests.support.huggingface_setup import gpt2
 from tests.support.on_ranks import raises
 
-
-def _run(*arguments: object) -> int:
-    try:
-        return main(["checkpoint", *map(str, arguments)])
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
+_run = partial(status, "checkpoint")
 
 
 def convert(place: Path, target: Path, to: str, *options: object) -> int:
