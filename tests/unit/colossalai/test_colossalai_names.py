@@ -24,13 +24,8 @@ def test_plugins_derive_from_the_bases_that_programs_ask_for() -> None:
     from shardwise.colossalai.booster.plugin.dp_plugin_base import DPPluginBase
     from shardwise.colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
 
-    for plugin in (
-        LowLevelZeroPlugin(),
-        GeminiPlugin(),
-        TorchDDPPlugin(),
-        TorchFSDPPlugin(),
-        HybridParallelPlugin(1, 1),
-    ):
+    hybrid = HybridParallelPlugin(tp_size=1, pp_size=1)
+    for plugin in (LowLevelZeroPlugin(), GeminiPlugin(), TorchDDPPlugin(), TorchFSDPPlugin(), hybrid):
         has_stages = plugin is hybrid
         assert isinstance(plugin, PipelinePluginBase) is has_stages is not isinstance(plugin, DPPluginBase)
         assert isinstance(plugin, Plugin) and not isinstance(plugin, MoeHybridParallelPlugin)
