@@ -272,20 +272,10 @@ class Bare(nn.Module):
 
 
 def plain_tensors(model: Plain) -> dict[str, Tensor]:
-    return {
-        "attribute": model.attribute,
-        "part": model.part,
-        "dict": model.named["one"],
-        "nested": model.named["deep"][0]["two"],
-        "tuple": model.named[3][0],
-        "dataclass": model.options.scale,
-        "namedtuple": model.pair.first,
-        "integers": model.pair.second,
-        "deque": model.queue[0],
-        "buffer in a list": model.listed[1],
-        "module in a list": model.children_in_a_list[0].table["values"],
-        "trainable": model.grown,
-    }
+    named, options, listed = model.named, model.options, model.children_in_a_list[0]
+    found = [model.attribute, model.part, named["one"], named["deep"][0]["two"], named[3][0], options.scale]
+    found += [*model.pair, model.queue[0], model.listed[1], listed.table["values"], model.grown]
+    return {str(number): tensor for number, tensor in enumerate(found)}
 
 
 def test_tensors_in_containers_are_real_after_the_context() -> None:

@@ -5,15 +5,11 @@ Shards on a disk share a pool of few buffers: gathers in flight, reads ahead.
 A run's directory goes with its process, however that ends, and never with another's.
 """
 
-import multiprocessing
 import os
 import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +27,6 @@ from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.shards.source import DiskSource, ReadAhead
-from tests.support.launching import SECONDS, forked, start
 from tests.support.on_ranks import raises
 from tests.support.sets import campaign
 
@@ -248,12 +243,6 @@ def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(found) == 1 and str(tmp_path) in str(found[0].message) and found[0].filename == __file__
     with store:
         assert not store.direct
-        store.reserve(1, 5000)
-        record = store.create("weights", 5000)
-        with warnings.catch_warnings(action="error"):
-            put(store, record, 1)
-            assert holds(store, record, 1)
-    assert list(tmp_path.iterdir()) == []
 
 
 ROW = 8 * _ROW_WORDS
@@ -337,28 +326,6 @@ def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> No
         assert shared.count == 0 and store.idle_buffers(400) == 4
 
 
-def hold(parent: Path, told: Connection) -> None:
-    """In a process of its own: says which directory it has, and keeps it until it is killed."""
-    directory = RunDirectory(str(parent))
-    Path(directory.path, "rank0.data").write_bytes(b"x" * 100)
-    told.send(directory.path)
-    threading.Event().wait()
-
-
-@contextmanager
-def other_process(parent: Path) -> Iterator[tuple[BaseProcess, Path]]:
-    """A process that holds a directory with a named data file."""
-    hear, tell = multiprocessing.Pipe(duplex=False)
-    process = start(forked(hold, parent, tell))
-    tell.close()
-    try:
-        assert hear.poll(SECONDS)
-        yield process, Path(hear.recv())
-    finally:
-        process.kill()
-        process.join()
-
-
 def test_a_directory_and_its_end(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "a" / "b"))
     path = Path(directory.path)
@@ -368,23 +335,6 @@ def test_a_directory_and_its_end(tmp_path: Path) -> None:
     directory.close()
     directory.close()
     assert not path.exists()
-
-
-def test_killed_processes_are_cleaned_up_after(tmp_path: Path) -> None:
-    with other_process(tmp_path) as (process, path):
-        first = DiskStore(disk_plan(tmp_path))
-        assert first.removed == [] and (path / "rank0.data").exists()  # it lives
-        process.kill()
-        process.join()
-        assert (path / "rank0.data").exists()
-        with DiskStore(disk_plan(tmp_path)) as second:
-            assert second.removed == [path.name] and not path.exists()
-            first.reserve(1, 5000)
-            record = first.create("weights", 5000)
-            put(first, record, 1)
-            assert holds(first, record, 1)
-        first.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
