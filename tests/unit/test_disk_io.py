@@ -188,7 +188,7 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path, 16 * MIB) as (folder, _), DiskStore(disk_plan(folder)) as store:
+    with small_disk(tmp_path, 16 * MIB) as folder, DiskStore(disk_plan(folder)) as store:
         store.reserve(1, 3 * MIB)
         record = store.create("weights", 3 * MIB)
         put(store, record, 1)
