@@ -95,12 +95,17 @@ def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) 
         assert differing(LazySource("m", {f"model/{n}": entry_of_tensor(v) for n, v in state.items()}), source) == []
 
 
-def test_odd_tensors_pass_unchanged(tmp_path: Path) -> None:
-    """What stays of other files and of an earlier save is in test_output_files.py."""
-    source = odd_source()
+def test_odd_tensors_pass_unchanged_and_other_files_stay(tmp_path: Path) -> None:
+    """That a write that fails leaves the old model is in test_output_files.py."""
+    source, out = odd_source(), tmp_path / "out"
+    out.mkdir()
+    (out / "tokenizer.json").write_text("{}")
+    (out / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
     for size in (1e-4, 1024):
-        write_huggingface(source, tmp_path / "out", size)
-        assert differing(source, open_huggingface(tmp_path / "out"), "model/") == []
+        write_huggingface(source, out, size)
+        assert differing(source, open_huggingface(out), "model/") == []
+    left = {path.name for path in out.iterdir()}
+    assert left == {"tokenizer.json", "config.json", "model.safetensors"}, "shards of the earlier save are gone"
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:  # the library's own reader
         assert set(file.keys()) == {name.removeprefix("model/") for name in source.tensors() if name[:6] == "model/"}
         assert file.metadata() == {"format": "pt"}
