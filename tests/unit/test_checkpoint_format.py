@@ -144,9 +144,9 @@ def test_load_finds_what_verify_finds(tmp_path: Path) -> None:
         assert saver.load(tmp_path) is not None
 
 
-def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) -> None:
+def test_missing_truncated_and_longer_files_are_found(tmp_path: Path) -> None:
     saved(tmp_path, tags=("one", "two"))
-    one, two = tmp_path / "one" / "pieces-0.safetensors", tmp_path / "two" / "pieces-0.safetensors"
+    one = tmp_path / "one" / "pieces-0.safetensors"
     good = one.read_bytes()
     for content in (good[:-1], good[:1000], b"", good + b"\0"):
         one.write_bytes(content)
@@ -154,17 +154,6 @@ def test_missing_truncated_longer_and_swapped_files_are_found(tmp_path: Path) ->
         raises(CheckpointDamage, "it holds", lambda: load(tmp_path, "one"))
     one.unlink()
     assert "is missing" in verify(tmp_path / "one")[0]
-    # Two pieces of one file that changed places.
-    source = NativeSource(tmp_path / "two")
-    (first, second) = (source.manifest.pieces[f"optimizer/0/a.weight/{key}"][0] for key in ("exp_avg", "exp_avg_sq"))
-    swapped = bytearray(two.read_bytes())
-    size = first.numel * 4
-    a, b = slice(first.offset, first.offset + size), slice(second.offset, second.offset + size)
-    swapped[a], swapped[b] = swapped[b], swapped[a]
-    two.write_bytes(swapped)
-    problems = verify(tmp_path / "two")
-    assert len(problems) == 2 and all(str(two) in p for p in problems)
-    assert "exp_avg" in problems[0] and "exp_avg_sq" in problems[1]
     (tmp_path / "two" / "manifest.json").unlink()
     assert "manifest.json is missing" in verify(tmp_path / "two")[0]
     raises(CheckpointDamage, r"two/manifest.json is missing", lambda: load(tmp_path))

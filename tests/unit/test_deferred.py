@@ -4,25 +4,23 @@ Deferred initialisation: one tensor in memory at a time, how values are put in, 
 """
 
 import copy
-import gc
 import math
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.deferred.construction import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
 from shardwise.core.deferred.record import is_recording
 from shardwise.plan import replicated
 from shardwise.session import build
 from shardwise.testing import assert_close
+from tests.support.counters import live_tensor_bytes
 from tests.support.on_ranks import raises
 
 CPU = torch.device("cpu")
@@ -104,15 +102,17 @@ class Positions(nn.Module):
         self.index = nn.Parameter(torch.randperm(8), requires_grad=False)
 
 
-class Tied(nn.Module):
+class Modules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 4, padding_idx=2)
-        self.body = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        self.again = self.body[0]
-        self.head = nn.Linear(4, 11)
-        self.head.weight = self.embed.weight
-        self.body[1].bias.requires_grad_(False)
+        self.embed = nn.Embedding(9, 6, padding_idx=1)
+        self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
+        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
+        self.lstm = nn.LSTM(5, 4)
+        self.decode = nn.Linear(6, 9)
+        self.decode.weight = self.embed.weight
+        self.last = nn.Linear(2, 2).requires_grad_(False)
+        self.again = self.stack
 
 
 def second_pass() -> nn.Module:
@@ -122,10 +122,9 @@ def second_pass() -> nn.Module:
             module.weight.data.div_(module.weight.data.norm())
             nn.init.zeros_(module.bias)
 
-    model = Tied()
+    model = Modules()
     with torch.no_grad():
-        for block in model.body:
-            block.weight.mul_(2).add_(block.weight.t().clone())
+        model.last.weight.mul_(2).add_(model.last.weight.t().clone())
     return model.apply(init)
 
 
@@ -199,18 +198,6 @@ def used_while_building() -> nn.Module:
     vector = nn.utils.parameters_to_vector(loaded.parameters())
     nn.utils.vector_to_parameters(vector + 1, shared.parameters())
     return nn.ModuleList([norm, loaded, shared])
-
-
-class Modules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=1)
-        self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
-        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
-        self.lstm = nn.LSTM(5, 4)
-        self.decode = nn.Linear(6, 9)
-        self.decode.weight = self.embed.weight
-        self.last = nn.Linear(2, 2).requires_grad_(False)
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
@@ -374,49 +361,19 @@ def test_bare_meta_equals_normal() -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of real storages that are alive, of those that operations have touched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        gc.collect()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def _forget(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, output)):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self._known:
-                    self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-                    self.now += size
-        self.peak = max(self.peak, self.now)
-        return output
-
-
 @pytest.mark.parametrize("bare", [False, True])
 def test_peak_memory_is_one_layer(bare: bool) -> None:
     width, layers = 512, 15  # wide enough that two generator states of 5 KB a layer count for little
-    layer_bytes = 4 * (width * width + width)
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    with LiveBytes() as building, torch.device("meta") if bare else deferred_init():
-        model = build()
-    assert building.peak <= 1.5 * layer_bytes
-    with LiveBytes() as making:
-        for _, _, value, _ in initial_values(model, CPU):
-            value.add_(0)
-            del value
-    assert layer_bytes // 2 <= making.peak <= 1.5 * layer_bytes
-    assert making.now == 0
+    layer_bytes, before = 4 * (width * width + width), live_tensor_bytes()
+    with torch.device("meta") if bare else deferred_init():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    assert live_tensor_bytes() - before <= layer_bytes // 2
+    seen = []
+    for _, _, value, _ in initial_values(model, CPU):
+        seen.append(live_tensor_bytes() - before)
+        del value
+    assert layer_bytes // 2 <= max(seen) <= 1.5 * layer_bytes
+    assert live_tensor_bytes() - before <= layer_bytes // 2
 
 
 # ---- adopt ----------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     (ZERO + "cpu_offload", False, 2, {}, {}),
     (ZERO + "cpu_offload_param", True, 3, {}, {"param_host_fraction": 1.0, "pin_memory": True}),
     ("tensor_parallel.autotp_size", 2, 2, {}, {"tp": 2}),
-    ("tensor_parallel.tp.tp_size", 4, 0, {"tensor_parallel": {"autotp_size": 4}}, {"tp": 4}),
+    ("tensor_parallel.tp.tp_size", 4, 0, {}, {"tp": 4}),
     ("sequence_parallel_size", 2, 3, {"tensor_parallel": {"autotp_size": 2}}, {"tp": 2, "sp": 2}),
     ("data_parallel_size", 2, 1, {"sequence_parallel_size": 2}, {"sp": 2}),
 ]  # fmt: skip

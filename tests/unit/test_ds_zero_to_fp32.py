@@ -266,10 +266,6 @@ def refusal(tree: Tree, *_: Any) -> str:
     return "none"
 
 
-def parts(tree: Tree, *_: Any) -> int:
-    return to_plan(tree, 4)[0].mesh.tp
-
-
 def on_disk(tree: Tree, *_: Any) -> float:
     return to_plan(tree, 1, numels=[100, 100])[0].tiers.param_disk_fraction
 
@@ -340,7 +336,6 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     "bf16.bf16_optimizer_states": (moments, MASTERS, True, F32, BF16),
     "data_types.param_dtype": (refusal, {}, "bf16", "none", NARROW),
     "data_parallel_size": (refusal, {}, 3, "none", "data_parallel_size=3"),
-    "tensor_parallel.tp.tp_size": (parts, {}, 2, 1, 2),
     "zero_optimization.offload_param.max_in_cpu": (on_disk, ON_NVME, 50, 0.0, 0.75),
     GATHER_16BIT: (saved_16bit, {"zero_optimization": {"stage": 3}}, True, False, True),
 }
