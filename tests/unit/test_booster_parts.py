@@ -169,9 +169,7 @@ def test_host_memory_is_pinned_if_reduced_beside_backward(host: dict[str, Any]) 
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_gemini_says_once_what_has_no_effect(
-    given: dict[str, Any], named: list[str], reason: str, same_as: dict[str, Any]
-) -> None:
+def test_what_has_no_effect_is_said_once(given: Any, named: list[str], reason: str, same_as: Any) -> None:
     with pytest.warns(UserWarning, match=reason) as caught:
         plan = GeminiPlugin(**given).plan(4)
     assert plan == gemini_plan(**same_as)
@@ -246,9 +244,7 @@ def test_optimizer_on_disk_in_detail() -> None:
     raises(NotImplementedError, refusal, with_optimizer, auto, DiskSGD(1.0))
 
 
-def boost_without_engine(
-    monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: torch.optim.Optimizer | None
-) -> tuple[Plan, list[MemStats]]:
+def asked(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: Any) -> tuple[Plan, list[MemStats]]:
     """The plan that the engine would get, and the traces."""
     plans: list[Plan] = []
     traces: list[MemStats] = []
@@ -269,7 +265,7 @@ def boost_without_engine(
 def test_boost_asks_the_optimizer(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin) -> None:
     optimizer = DiskSGD(0.5, "/nvme")
     expected = with_optimizer(plugin.plan(1), optimizer)
-    plan, traces = boost_without_engine(monkeypatch, plugin, optimizer)
+    plan, traces = asked(monkeypatch, plugin, optimizer)
     assert plan == expected != plugin.plan(1) and traces == []
     assert optimizer.nvme_offload_fraction == 0.0  # it does not move state of its own as well
     assert (plan.tiers.state_host_fraction, plan.tiers.state_disk_fraction) == (0.5, 0.5)
@@ -279,12 +275,12 @@ def test_memstats_reach_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     path = tmp_path / "trace.json"
     STATS.save(path)
     for given in (STATS, path, str(path)):
-        plan, traces = boost_without_engine(monkeypatch, GeminiPlugin(**AUTO, memstats=given), None)
+        plan, traces = asked(monkeypatch, GeminiPlugin(**AUTO, memstats=given), None)
         assert plan == gemini_plan(**AUTO) and traces == [STATS]
-    assert boost_without_engine(monkeypatch, GeminiPlugin(**AUTO), None)[1] == []
+    assert asked(monkeypatch, GeminiPlugin(**AUTO), None)[1] == []
     with pytest.warns(UserWarning, match="memstats"):
         static = GeminiPlugin(memstats=path)
-    assert boost_without_engine(monkeypatch, static, None)[1] == []
+    assert asked(monkeypatch, static, None)[1] == []
 
 
 def test_memstats_are_checked_where_they_are_given(tmp_path: Path) -> None:

@@ -275,9 +275,7 @@ def changed(directory: Path, change: Any, version: int = 2) -> None:
     file.write_bytes(content + f'"checksum": "{hexadecimal(content)}"}}\n'.encode())
 
 
-def test_a_whole_tensor_is_read_in_blocks_at_little_more_than_its_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six parts of several pieces each: every block has something of each part, and one piece of each is kept."""
     monkeypatch.setattr(native, "CACHED_PIECES", 0)
     whole = torch.randn(1024, 6 * 1100)

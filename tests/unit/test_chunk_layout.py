@@ -34,14 +34,12 @@ from shardwise.core.shards.source import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 from tests.support.on_ranks import raises
 
-EMPTY = nn.Module()
+EMPTY, F32 = nn.Module(), torch.float32
 SEARCH = BySearch(search_range_numel=64, interval_numel=8, min_chunk_numel=32)
 PACKINGS: list[Packing] = [ByNumel(chunk_numel=100), ByTensor(persist_numel=4), ByModule(unit_classes=()), SEARCH]
 
 
-def fact(
-    name: str, *shape: int, dtype: torch.dtype = torch.float32, trainable: bool = True, optimizer: int = 0
-) -> ParamInfo:
+def fact(name: str, *shape: int, dtype: torch.dtype = F32, trainable: bool = True, optimizer: int = 0) -> ParamInfo:
     return ParamInfo((name,), torch.Size(shape), dtype, trainable, optimizer, 0)
 
 
@@ -187,9 +185,7 @@ def held(layout: Layout, rank: int) -> int:
     st.integers(1, 3),
     st.sampled_from(PACKINGS),
 )
-def test_whole_tensors_fill_ranks_evenly_over_all_chunks(
-    sizes: list[int], ranks: int, replicas: int, packing: Packing
-) -> None:
+def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas: int, packing: Packing) -> None:
     layout = whole_layout(sizes, ranks, packing, True, replicas)
     largest = max(own.numel * own.dtype.itemsize for own in layout.facts)
     by_rank = [held(layout, rank) for rank in range(ranks)]

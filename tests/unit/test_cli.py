@@ -56,9 +56,7 @@ def _words(options: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "rest"), [("run", "--stepz 3"), ("checkpoint verify", "x --y")])
-def test_an_unknown_option_is_an_error_of_its_command(
-    command: str, rest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*command.split(), *rest.split()) == 2
     text, program = capsys.readouterr().err, f"shardwise {command}"
     assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
@@ -277,9 +275,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, options: str, unknown: set[str], unt
     return asked
 
 
-def test_a_meeting_place_that_cannot_be_found_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_meeting_place_that_is_unknown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two = "--nnodes 2 --rdzv-endpoint "
     assert _check(monkeypatch, "", set()) == []
     assert _check(monkeypatch, two + "host0:29500", set()) == ["host0", "this-host"]

@@ -54,9 +54,7 @@ def test_requests_in_flight(tmp_path: Path, threads: int, depth: int, overlap: b
 
 
 @pytest.mark.parametrize("allowed", range(4))
-def test_a_store_that_gets_too_few_threads_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
-) -> None:
+def test_too_few_threads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
     before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     real, started = threading.Thread.start, list[str]()
 

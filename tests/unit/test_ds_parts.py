@@ -39,6 +39,10 @@ def _parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(2))
 
 
+def scheduled(name: str, params: Tree) -> Any:
+    return make_schedule(name, torch.optim.Adam([_parameter()], lr=0.3), params)
+
+
 OPTIMIZERS: list[tuple[str, Tree, Callable[[Any], torch.optim.Optimizer]]] = [
     ("Adam", {"lr": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)),
     ("AdamW", {"torch_adam": True}, lambda p: torch.optim.AdamW(p)),
@@ -70,10 +74,20 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
         ("Lamb", {"max_coef": 1.0}, ValueError, "did you mean 'max_coeff'"),
         ("Adam", {"bias_correction": False, "torch_adam": True}, ValueError, "Adam.? has no such parameter"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, NotImplementedError, "amsgrad=True"),
+        ("WarmupLr", {}, ValueError, "did you mean 'WarmupLR'"),
+        ("WarmupLR", {"warmup_steps": 3}, ValueError, "did you mean 'warmup_num_steps'"),
+        ("WarmupDecayLR", {}, ValueError, "needs 'total_num_steps'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, ValueError, "warmup_num_steps=0"),
+        ("WarmupLR", {"warmup_num_steps": None}, ValueError, "warmup_num_steps=None"),
+        ("WarmupLR", {"warmup_num_steps": math.inf}, ValueError, "warmup_num_steps=inf"),
+        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, ValueError, "for 1 param groups"),
     ],
 )
-def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], message: str) -> None:
-    raises(error, message, lambda: make_optimizer(name, [_parameter()], params))
+def test_wrong_optimizers_and_schedules(name: str, params: Tree, error: type[Exception], message: str) -> None:
+    if name.startswith("Warmup"):
+        raises(error, message, scheduled, name, params)
+    else:
+        raises(error, message, make_optimizer, name, [_parameter()], params)
 
 
 def test_schedules_of_deepspeed_are_listed_by_name() -> None:
@@ -112,8 +126,8 @@ RATES: list[tuple[str, Tree, list[float]]] = [
 
 @pytest.mark.parametrize(("name", "params", "rates"), RATES)
 def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
-    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
-    schedule = make_schedule(name, optimizer, params)
+    schedule = scheduled(name, params)
+    optimizer = schedule.optimizer
     found = [optimizer.param_groups[0]["lr"]]
     states = []
     for _ in rates[1:]:
@@ -122,7 +136,7 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
         found.append(optimizer.param_groups[0]["lr"])
         states.append(schedule.state_dict())
     assert found == pytest.approx(rates, rel=1e-12, abs=1e-15)
-    again = make_schedule(name, torch.optim.Adam([_parameter()], lr=0.3), params)
+    again = scheduled(name, params)
     again.load_state_dict(states[0])
     again.optimizer.step()
     again.optimizer.param_groups[0]["lr"] = found[1]
@@ -132,8 +146,8 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
 
 @pytest.mark.parametrize(("name", "params", "rates"), [each for each in RATES if each[0] != "StepLR"])
 def test_a_step_with_a_number_is_that_step(name: str, params: Tree, rates: list[float]) -> None:
-    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
-    schedule: Any = make_schedule(name, optimizer, params)
+    schedule = scheduled(name, params)
+    optimizer = schedule.optimizer
     optimizer.step()
     for number in (2, 0, 1, None):  # None: the next one
         schedule.step(*([] if number is None else [number]))
@@ -160,37 +174,22 @@ def test_one_cycle_tells_its_momentum() -> None:
     assert still.get_mom() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("WarmupLr", {}, "did you mean 'WarmupLR'"),
-        ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
-        ("WarmupDecayLR", {}, "needs 'total_num_steps'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
-        ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None"),
-        ("WarmupLR", {"warmup_num_steps": math.inf}, "warmup_num_steps=inf"),
-        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "for 1 param groups"),
-    ],
-)
-def test_wrong_schedules(name: str, params: Tree, message: str) -> None:
-    raises(ValueError, message, lambda: make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params))
+TOTAL = {"total_num_steps": 9}
 
 
-@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str) -> None:
-    def rates(**more: Any) -> list[float]:
-        optimizer = torch.optim.SGD([_parameter()], lr=0.1)
-        params = {"warmup_num_steps": 5, **({} if name == "WarmupLR" else {"total_num_steps": 9}), **more}
-        schedule = make_schedule(name, optimizer, params)
+@pytest.mark.parametrize(("name", "total"), [("WarmupLR", {}), ("WarmupDecayLR", TOTAL), ("WarmupCosineLR", TOTAL)])
+def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str, total: Tree) -> None:
+    def rates(kind: str) -> list[float]:
+        schedule = scheduled(name, {"warmup_num_steps": 5, "warmup_type": kind, **total})
         found = []
         for _ in range(8):
-            found.append(optimizer.param_groups[0]["lr"])
+            found.append(schedule.optimizer.param_groups[0]["lr"])
             schedule.step()
         return found
 
     with pytest.warns(UserWarning, match="warmup_type='steep' is not known, and 'log' is taken"):
-        found = rates(warmup_type="steep")
-    assert found == rates(warmup_type="log") != rates(warmup_type="linear")
+        found = rates("steep")
+    assert found == rates("log") != rates("linear")
 
 
 MINIMAL: Tree = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": optimizer_block("SGD", lr=0.1)}

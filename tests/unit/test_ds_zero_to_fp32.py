@@ -386,9 +386,7 @@ GETTERS: dict[str, Any] = {
     "get_model_parallel_rank": 0,
     "get_sequence_parallel_group": None,
     "get_tensor_parallel_rank": 0,
-    "loss_scale": 0.0,
     "mics_shard_size": -1,
-    "optimizer_params": {"lr": 0.1},
     "scheduler_name": None,
     "steps_per_print": None,
     "torch_autocast_enabled": False,
@@ -396,7 +394,6 @@ GETTERS: dict[str, Any] = {
     "zero_hpz_partition_size": 1,
     "zero_max_live_parameters": 1_000_000_000,
     "zero_offload_optimizer": None,
-    "zero_optimization_stage": 1,
     "zero_reduce_bucket_size": 70,
 }
 

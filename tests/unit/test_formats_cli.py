@@ -115,9 +115,7 @@ def test_inspect(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("to", ["native", "huggingface", "single", "dcp", "torchtitan", "colossalai"])
-def test_convert_to_everything_and_back(
-    to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_and_back(to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / ("x.safetensors" if to == "single" else "x")
     cut = ["--max-shard-size", "100B"] if to in ("huggingface", "colossalai") else []
     assert convert(places["native"], target, to, *cut) == 0
@@ -291,9 +289,7 @@ def test_an_adapters_configuration_is_deduced_from_its_parameters(kind: str, tmp
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "a/b"
 
 
-def test_an_adapters_configuration_comes_from_the_run_or_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapters_configuration_of_a_run_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(r=2, lora_alpha=7, target_modules=["k"], use_rslora=True)
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
@@ -313,9 +309,7 @@ def test_an_adapters_configuration_comes_from_the_run_or_a_file(
     assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["use_rslora"] is True
 
 
-def test_a_models_configuration_comes_from_the_run_that_saved_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_models_configuration_comes_from_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     model = gpt2()
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")

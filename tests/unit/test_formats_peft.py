@@ -134,9 +134,7 @@ def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path
 @pytest.mark.parametrize("use_safetensors", [False, True])
 @pytest.mark.parametrize("prefix", [None, "first"])
 @pytest.mark.parametrize("size", [1e-4, 1024])
-def test_files_have_the_published_names_and_return(
-    use_safetensors: bool, prefix: str | None, size: float, tmp_path: Path
-) -> None:
+def test_files_have_the_published_names(use_safetensors: bool, prefix: str | None, size: float, tmp_path: Path) -> None:
     source = odd_source()
     _both(source, tmp_path, size, use_safetensors=use_safetensors, prefix=prefix)
     own = f".{prefix}" if prefix else ""
