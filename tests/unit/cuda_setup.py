@@ -77,14 +77,14 @@ class FakeCuda:
     """Attributes:
     allocated, waiting, peak: bytes of the allocator; what was dropped and waits for a stream is in neither of torch's
         own numbers.
-    queries, resets: how often the allocator was asked, and its peak reset.
+    resets: how often the allocator's peak was reset.
     locked: by address, the GPU that was current when host memory was page-locked; ``ever_locked_on``: all of them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._here = threading.local()
         self._streams = {index: Stream(self, index) for index in range(2)}
-        self.allocated = self.waiting = self.peak = self.queries = self.resets = 0
+        self.allocated = self.waiting = self.peak = self.resets = 0
         self.model: Callable[[], int] = lambda: 0
         """Bytes that are allocated besides."""
         self.locked: dict[int, int] = {}
@@ -169,7 +169,6 @@ class FakeCuda:
         self.waiting += size
 
     def _stats(self, device: Any = None) -> dict[str, Any]:
-        self.queries += 1
         active = self.allocated + self.waiting + self.model()
         self.peak = max(self.peak, active)
         return {

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import os
-import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -133,30 +132,19 @@ class Log:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    """A file system of its own; the test is skipped where this process may not mount."""
-    folder.mkdir(exist_ok=True)
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount here")
-    done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.decode(errors='replace').strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@contextlib.contextmanager
-def small_disk(tmp_path: Path, nbytes: int) -> Iterator[tuple[Path, Path]]:
-    """An ext4 file system of ``nbytes`` on a loop device: ``(folder, the file below it)``."""
+def small_disk(tmp_path: Path, nbytes: int) -> Iterator[Path]:
+    """An ext4 file system of ``nbytes`` on a loop device; the test is skipped where this process may make none."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     image.touch()
     os.truncate(image, nbytes)
+    folder.mkdir()
+    make, mount = ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", image], ["mount", "-o", "loop", image, folder]
     try:
-        command = ["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image)]
-        subprocess.run(command, check=True, capture_output=True)
+        for command in (make, mount):
+            subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"cannot make a file system here: {error}")
-    with mounted(folder, "-o", "loop", str(image)):
-        yield folder, image
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)

@@ -27,23 +27,22 @@ def odd_model() -> dict[str, torch.Tensor]:
 TRAINED = ("embed.weight", "scale", "layers.0.weight", "layers.0.bias", "strided")
 
 
-def odd_source(optimizer: bool = True) -> LazySource:
+def odd_source() -> LazySource:
     """The model with a tied name, and AdamW-like state in two groups."""
     torch.manual_seed(3)
     model = odd_model()
     entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.items()}
     state: dict[str, Any] = {"aliases": {"head.weight": "embed.weight"}}
-    if optimizer:
-        record = OptimizerRecord()
-        options = {"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "weight_decay": 0.1}
-        record.groups = [group_record(TRAINED[:3], options), group_record(TRAINED[3:], {**options, "lr": 1e-300})]
-        for place, name in enumerate(TRAINED):
-            shape = model[name].shape
-            values = {"step": torch.tensor(float(place)), "exp_avg": torch.randn(shape)}
-            values["exp_avg_sq"] = torch.rand(shape)
-            entries.update(record.add(0, name, values))
-        state["optimizers"] = [record.to_json()]
-        entries = record.lift_scalars(0, entries)
+    record = OptimizerRecord()
+    options = {"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "weight_decay": 0.1}
+    record.groups = [group_record(TRAINED[:3], options), group_record(TRAINED[3:], {**options, "lr": 1e-300})]
+    for place, name in enumerate(TRAINED):
+        shape = model[name].shape
+        values = {"step": torch.tensor(float(place)), "exp_avg": torch.randn(shape)}
+        values["exp_avg_sq"] = torch.rand(shape)
+        entries.update(record.add(0, name, values))
+    state["optimizers"] = [record.to_json()]
+    entries = record.lift_scalars(0, entries)
     return LazySource("memory", entries, state)
 
 

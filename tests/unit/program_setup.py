@@ -37,6 +37,16 @@ def python(
     return subprocess.run(command, cwd=cwd, env=environment, encoding="utf-8", timeout=SECONDS, check=False, **streams)
 
 
+def status(*arguments: object) -> int:
+    """With what ``shardwise ARGUMENTS`` would end, from a call in this process."""
+    from shardwise.cli.main import main
+
+    try:
+        return main([*map(str, arguments)])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+
+
 def _run(arguments: list[str], folder: str, environment: dict[str, str], written: list[str]) -> None:
     """In a new process, what ``python ARGUMENTS`` does; with what Python does at its end."""
     for number, path in enumerate(written, 1):
@@ -49,7 +59,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], written
     kind, *rest = arguments if arguments[0] in ("-c", "-m") else ("", *arguments)
     own = os.path.dirname(os.path.abspath(rest[0])) if not kind else folder
     sys.path[:0] = [own, *environment["PYTHONPATH"].split(os.pathsep)]
-    status: object = 0
+    code: object = 0
     try:
         if kind == "-c":
             sys.argv = ["-c", *rest[1:]]
@@ -59,19 +69,19 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], written
             runs = runpy.run_module if kind else runpy.run_path
             runs(rest[0], run_name="__main__")
     except SystemExit as stopped:
-        status = stopped.code or 0
-        if not isinstance(status, int):
-            print(status, file=sys.stderr)
-            status = 1
+        code = stopped.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
-        status = 1
+        code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody may read it
             stream.flush()
-    os._exit(status)  # type: ignore[arg-type]
+    os._exit(code)  # type: ignore[arg-type]
 
 
 def forked_python(
@@ -87,13 +97,13 @@ def forked_python(
             Path(path).touch()
         process = Forked(forked(_run, list(arguments), str(cwd), environment, written))
         try:
-            status = process.wait(SECONDS)
+            code = process.wait(SECONDS)
         finally:
             if process.poll() is None:
                 process.send_signal(9)
                 process.wait()
         out, err = (Path(path).read_text("utf-8") for path in written)
-    return subprocess.CompletedProcess(arguments, status, out, err)
+    return subprocess.CompletedProcess(arguments, code, out, err)
 
 
 def until(what: str, happened: Callable[[], object], ended: Callable[[], object] = lambda: None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 from shardwise.booster import Booster, FP16TorchMixedPrecision
 from shardwise.core import checkpoint
@@ -20,9 +21,18 @@ from shardwise.testing import assert_close
 from tests.support.on_ranks import raises
 
 
-def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+def parts() -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(4, 2)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+    return Booster(), model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def same_state(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Whether two optimizers hold the same."""
+    return all(
+        torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value))
+        for number, entry in expected["state"].items()
+        for key, value in entry.items()
+    )
 
 
 def test_tree_round_trip() -> None:
@@ -73,42 +83,37 @@ def test_model_file(tmp_path: Path) -> None:
     holder.add_module("net", Tied())
     booster.load_model(holder, tmp_path / "prefixed")
     assert torch.equal(holder.net.head.weight, model.embed.weight)
-    torch.save(model.state_dict(), tmp_path / "model.bin")
+    state, other = model.state_dict(), Tied()
+    del state["head.weight"]  # a tied name that the file omits
+    torch.save(state, tmp_path / "model.bin")
     booster.load_model(other, tmp_path / "model.bin")
-    booster.load_model(other, file.parent)
-
-
-def test_a_tied_name_that_the_file_omits_is_filled_in(tmp_path: Path) -> None:
-    model, other = Tied(), Tied()
-    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
-    torch.save(state, tmp_path / "m.pt")
-    Booster().load_model(other, tmp_path / "m.pt")
     assert torch.equal(other.head.weight, model.head.weight)
+    booster.load_model(other, file.parent)
 
 
 def test_defect_5_shape_mismatch_is_an_error_that_lists_everything(tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"weight": torch.zeros(3, 4), "more": torch.zeros(1)}, file)
-    model = nn.Linear(4, 2)
+    booster, model, _ = parts()
     before = copy.deepcopy(model.state_dict())
-    error = raises(ValueError, None, lambda: Booster().load_model(model, file))
+    error = raises(ValueError, None, booster.load_model, model, file)
     misfit = "weight: (3, 4) in the checkpoint, (2, 4)"
     for line in (misfit, "missing from the checkpoint: bias", "not in the model: more"):
         assert line in error
-    raises(ValueError, r"weight: \(3, 4\)", lambda: Booster().load_model(model, file, strict=False))
+    raises(ValueError, r"weight: \(3, 4\)", booster.load_model, model, file, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     save_file({"weight": torch.ones(2, 4), "more": torch.zeros(1)}, file)
-    Booster().load_model(model, file, strict=False)
+    booster.load_model(model, file, strict=False)
     assert torch.equal(model.weight, torch.ones(2, 4)) and torch.equal(model.bias, before["bias"])
 
 
-def stepped(seed: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def stepped(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Trained models have named parameters in their optimizer."""
     torch.manual_seed(seed)
     model = Tied()
-    kinds: dict[str, Any] = {"named": model.named_parameters(), "numbered": model.parameters()}
-    optimizer = torch.optim.Adafactor(kinds[options.get("params", "numbered")])
+    optimizer = torch.optim.Adafactor(model.named_parameters() if steps else model.parameters())
     scheduler = MultiStepWarmupLR(torch.optim.SGD(model.parameters(), lr=0.1), 20, 2, [4, 9])
-    for _ in range(3 if seed == 0 else 0):
+    for _ in range(steps):
         model.head(model.embed(torch.arange(5))).square().mean().backward()
         optimizer.step()
         scheduler.optimizer.step()
@@ -118,7 +123,7 @@ def stepped(seed: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
 def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffix: str) -> None:
-    booster, (model, optimizer, scheduler) = Booster(), stepped(0, params="named")
+    booster, (model, optimizer, scheduler) = Booster(), stepped(0, steps=3)
     booster.save_model(model, tmp_path / f"m{suffix}")
     booster.save_optimizer(optimizer, tmp_path / f"o{suffix}", use_async=True)
     booster.save_lr_scheduler(scheduler, tmp_path / f"s{suffix}")
@@ -135,20 +140,15 @@ def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffi
     booster.load_optimizer(own, tmp_path / f"o{suffix}")
     booster.load_lr_scheduler(resumed, tmp_path / f"s{suffix}")
     assert resumed.state_dict() == scheduler.state_dict() and again.head.weight is again.embed.weight
-    weights_now = {name: value for name, value in again.state_dict().items() if name != "_extra_state"}
-    assert_close(weights_now, {k: v for k, v in model.state_dict().items() if k != "_extra_state"}, 0.0, "model")
-    for found in (theirs.state_dict(), own.state_dict()):
-        for number, entry in optimizer.state_dict()["state"].items():
-            assert all(
-                torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(v))
-                for key, v in entry.items()
-            )
+    assert_close(dict(again.named_parameters()), dict(model.named_parameters()), 0.0, "model")
+    for found in (theirs, own):
+        assert same_state(found.state_dict(), optimizer.state_dict())
     (tmp_path / f"m{suffix}").write_bytes((tmp_path / f"m{suffix}").read_bytes()[:-40])
     raises(checkpoint.CheckpointError, None, lambda: booster.load_model(again, tmp_path / f"m{suffix}"))
 
 
 def test_damaged_and_missing_files(tmp_path: Path) -> None:
-    booster, (model, optimizer) = Booster(), parts()
+    booster, model, optimizer = parts()
     file = tmp_path / "m.safetensors"
     raises(FileNotFoundError, r"m\.safetensors", lambda: booster.load_model(model, file))
     booster.save_model(model, file)
@@ -166,14 +166,13 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
 
 
 def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
-    booster, (model, optimizer) = Booster(), parts()
-    with pytest.raises(NotImplementedError, match="gather_dtensor=False"):
-        booster.save_model(model, tmp_path / "m", gather_dtensor=False)
-    with pytest.raises(ValueError, match="size_per_shard=0"):
-        booster.save_optimizer(optimizer, tmp_path / "o", shard=True, size_per_shard=0)
-    raises(ValueError, "prefix='x'", lambda: booster.save_optimizer(optimizer, tmp_path / "o", prefix="x"))
-    with pytest.raises(ValueError, match=r"ending in \.safetensors"):
-        booster.save_model(model, tmp_path / "m", use_safetensors=True)
+    booster, model, optimizer = parts()
+    of_model, of_optimizer = (model, tmp_path / "m"), (optimizer, tmp_path / "o")
+    raises(NotImplementedError, "gather_dtensor=False", booster.save_model, *of_model, gather_dtensor=False)
+    sizes = {"shard": True, "size_per_shard": 0}
+    raises(ValueError, "size_per_shard=0", booster.save_optimizer, *of_optimizer, **sizes)
+    raises(ValueError, "prefix='x'", booster.save_optimizer, *of_optimizer, prefix="x")
+    raises(ValueError, r"ending in \.safetensors", booster.save_model, *of_model, use_safetensors=True)
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match="size_per_shard=5 has no effect"):
         booster.save_model(model, tmp_path / "m", size_per_shard=5)
@@ -211,10 +210,8 @@ def test_model_and_optimizer_in_one_directory(tmp_path: Path, shard: bool) -> No
         optimizer.optim.state.clear()
         booster.load_model(model, where_model)
         booster.load_optimizer(optimizer, where_optimizer)
-        found = optimizer.state_dict()["state"]
         assert all(torch.equal(value, kept[0][name]) for name, value in model.state_dict().items())
-        for number, entry in kept[1]["state"].items():
-            assert all(torch.equal(found[number][key], value) for key, value in entry.items())
+        assert same_state(optimizer.state_dict(), kept[1])
 
 
 def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
@@ -231,24 +228,39 @@ def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
     assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("name", [None, "fp16"])
-def test_optimizer_and_scheduler_files(tmp_path: Path, name: str | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        (None, lambda o: schedules.MultiStepLR(o, [2, 4])),
+        ("fp16", lambda o: schedules.MultiStepLR(o, [2, 4])),
+        (None, lambda o: schedules.ReduceLROnPlateau(o)),
+        (None, lambda o: schedules.OneCycleLR(o, 0.1, 10)),
+        (None, lambda o: schedules.LambdaLR(o, lambda step: 0.5**step)),
+        (None, lambda o: schedules.CosineAnnealingWarmRestarts(o, 3)),
+        (None, lambda o: schedules.SequentialLR(o, [schedules.ConstantLR(o), schedules.ExponentialLR(o, 0.9)], [2])),
+    ],
+    ids=["steps", "fp16", "plateau", "one-cycle", "lambda", "restarts", "sequential"],
+)
+def test_optimizer_and_scheduler_files(tmp_path: Path, name: str | None, make: Any) -> None:
     def start() -> tuple[Booster, nn.Module, Any, Any]:
         torch.manual_seed(1)
         model = nn.Linear(4, 2)
         groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "betas": (0.5, 0.9)}]
         optimizer = torch.optim.AdamW(groups)
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+        scheduler = make(optimizer)
         booster = Booster(mixed_precision=FP16TorchMixedPrecision(init_scale=64.0) if name else None)
         model, optimizer, *_ = booster.boost(model, optimizer)
         return booster, model, optimizer, scheduler
 
-    def steps(booster: Booster, model: nn.Module, optimizer: Any, scheduler: Any) -> None:
+    def steps(booster: Booster, model: nn.Module, optimizer: Any, scheduler: Any) -> list[float]:
+        rates = []
         for _ in range(3):
             booster.backward(model(torch.ones(1, 4)).square().sum(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
+            scheduler.step(*([1.0] if isinstance(scheduler, schedules.ReduceLROnPlateau) else []))
+            rates += [group["lr"] for group in optimizer.param_groups]
+        return rates
 
     booster, model, optimizer, scheduler = start()
     steps(booster, model, optimizer, scheduler)
@@ -257,7 +269,7 @@ def test_optimizer_and_scheduler_files(tmp_path: Path, name: str | None) -> None
     booster.save_model(model, tmp_path / "m")
     booster.save_optimizer(optimizer, tmp_path / "o")
     booster.save_lr_scheduler(scheduler, tmp_path / "s.json")
-    steps(booster, model, optimizer, scheduler)
+    rates = steps(booster, model, optimizer, scheduler)
     expected = [p.detach().clone() for p in model.parameters()]
 
     booster, model, optimizer, scheduler = start()
@@ -266,58 +278,18 @@ def test_optimizer_and_scheduler_files(tmp_path: Path, name: str | None) -> None
     booster.load_lr_scheduler(scheduler, tmp_path / "s.json")
     if name == "fp16":
         assert optimizer.scaler.get_scale() == 128.0  # defect 10: the scaler is part of the checkpoint
-    assert optimizer.param_groups[1]["betas"] == (0.5, 0.9)
-    steps(booster, model, optimizer, scheduler)
+        assert optimizer.param_groups[1]["betas"] == (0.5, 0.9)
+    assert steps(booster, model, optimizer, scheduler) == pytest.approx(rates)
     assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
 
 
 def test_optimizer_file_that_does_not_fit(tmp_path: Path) -> None:
-    model, optimizer = parts()
-    booster = Booster()
+    booster, model, optimizer = parts()
     booster.save_optimizer(optimizer, tmp_path / "o")
     other = nn.Linear(5, 2)
-    with pytest.raises(ValueError, match=r"group 0, parameter 0: shape \(2, 4\) in the checkpoint, \(2, 5\)"):
-        booster.load_optimizer(torch.optim.SGD(other.parameters(), lr=1.0), tmp_path / "o")
-    with pytest.raises(ValueError, match="group 0: 2 parameters in the checkpoint, 1"):
-        booster.load_optimizer(torch.optim.SGD([other.weight], lr=1.0), tmp_path / "o")
-    groups = [{"params": [parameter]} for parameter in model.parameters()]
-    with pytest.raises(ValueError, match="1 parameter groups and the optimizer 2"):
-        booster.load_optimizer(torch.optim.SGD(groups, lr=1.0), tmp_path / "o")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, 10),
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5**step),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-        lambda o: torch.optim.lr_scheduler.SequentialLR(
-            o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], [2]
-        ),
-    ],
-    ids=["plateau", "one-cycle", "lambda", "restarts", "sequential"],
-)
-def test_schedulers_round_trip(tmp_path: Path, make: Any) -> None:
-    def start() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-        return optimizer, make(optimizer)
-
-    def advance(optimizer: torch.optim.Optimizer, scheduler: Any, count: int) -> list[float]:
-        seen = []
-        for _ in range(count):
-            optimizer.step()
-            scheduler.step(*([1.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else []))
-            seen.append(optimizer.param_groups[0]["lr"])
-        return seen
-
-    booster = Booster()
-    optimizer, scheduler = start()
-    advance(optimizer, scheduler, 3)
-    booster.save_lr_scheduler(scheduler, tmp_path / "s.json")
-    booster.save_optimizer(optimizer, tmp_path / "o")
-    expected = advance(optimizer, scheduler, 3)
-    optimizer, scheduler = start()
-    booster.load_optimizer(optimizer, tmp_path / "o")
-    booster.load_lr_scheduler(scheduler, tmp_path / "s.json")
-    assert advance(optimizer, scheduler, 3) == pytest.approx(expected)
+    for params, misfit in (
+        (other.parameters(), r"group 0, parameter 0: shape \(2, 4\) in the checkpoint, \(2, 5\)"),
+        ([other.weight], "group 0: 2 parameters in the checkpoint, 1"),
+        ([{"params": [parameter]} for parameter in model.parameters()], "1 parameter groups and the optimizer 2"),
+    ):
+        raises(ValueError, misfit, booster.load_optimizer, torch.optim.SGD(params, lr=1.0), tmp_path / "o")

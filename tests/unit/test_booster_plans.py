@@ -26,25 +26,10 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
     fsdp,
-    gemini,
 )
 from shardwise.booster.plugin.ddp import ddp_arguments
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
-from shardwise.booster.plugin.low_level_zero import to_plan as zero_plan
-from shardwise.plan import (
-    AutoPlan,
-    ByNumel,
-    BySearch,
-    CommPlan,
-    GradPlan,
-    MeshPlan,
-    Plan,
-    PrecisionPlan,
-    ScalerPlan,
-    ShardPlan,
-    TensorPlan,
-    on_device,
-)
+from shardwise.plan import AutoPlan, ByNumel, BySearch, Plan, ScalerPlan, TensorPlan, zero
 from tests.support.engine_setup import scaler
 from tests.support.on_ranks import raises
 
@@ -60,42 +45,11 @@ OTHER_SCALER: dict[str, float] = {
     "hysteresis": 1,
     "max_scale": 2.0**20,
 }
-FP16 = PrecisionPlan(
-    param_dtype=torch.float16,
-    buffer_dtype=torch.float16,
-    master_weights=True,
-    reduce_dtype=None,
-    accumulate_dtype=None,
-    cast_inputs=True,
-    output_dtype=None,
-    scaler=SCALER,
-)
-FP32 = replace(FP16, param_dtype=None, buffer_dtype=None, cast_inputs=False, scaler=None)
-ZERO1 = Plan(
-    mesh=MeshPlan(dp_shard=-1, dp_replicate=1),
-    shard=ShardPlan(
-        packing=ByNumel(chunk_numel=12 * M, min_chunks=8),
-        gathered_fraction=1.0,
-        gathered_budget_bytes=None,
-        prefetch=0,
-        reduce="last",
-    ),
-    precision=FP16,
-    grad=GradPlan(max_norm=0.0, norm_type=2.0, average="sum", update="step"),
-    comm=CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init=True),
-    tiers=on_device(),
-    verbose=False,
-)
-GEMINI = replace(
-    ZERO1,
-    shard=ShardPlan(
-        packing=BySearch(search_range_numel=32 * M, interval_numel=1024, min_chunk_numel=32 * M),
-        gathered_fraction=0.0,
-        gathered_budget_bytes=None,
-        prefetch=0,
-        reduce="every",
-    ),
-)
+FP32 = zero(1).precision
+HALF: dict[str, Any] = {"buffer_dtype": torch.float16, "scaler": SCALER, "cast_inputs": True}
+ZERO1 = zero(1, torch.float16).but(packing=ByNumel(chunk_numel=12 * M, min_chunks=8), **HALF)
+SEARCHED = BySearch(search_range_numel=32 * M, interval_numel=1024, min_chunk_numel=32 * M)
+GEMINI = zero(3, torch.float16).but(packing=SEARCHED, prefetch=0, **HALF)
 
 
 # -- LowLevelZeroPlugin
@@ -127,36 +81,11 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "plan"), LLZ_CASES, ids=[",".join(given) or "defaults" for given, _ in LLZ_CASES])
-def test_low_level_zero_plan(given: dict[str, Any], plan: Plan) -> None:
-    assert zero_plan(LowLevelZeroPlugin(**given)) == plan
-    assert LowLevelZeroPlugin(**given).plan(world_size=3) == plan
-
-
 def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
-    def start(**given: Any) -> float:
+    """Of 2**16; one that is given is used, and so is a bound."""
+    for given, start in (({"initial_scale": 2**32}, 2**32), ({"max_scale": 1024}, 1024), ({"min_scale": 2**20}, 2**20)):
         scaler = LowLevelZeroPlugin(**given).plan(1).precision.scaler
-        assert scaler is not None
-        return scaler.initial_scale
-
-    assert start() == 2.0**16
-    assert start(initial_scale=2**32) == 2.0**32  # given explicitly: used
-    assert start(max_scale=1024) == 1024.0
-    assert start(min_scale=2**20) == 2.0**20
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"stage": 3}, {"precision": "fp64"}, {"reduce_bucket_size_in_m": 0}, {"max_norm": -1.0},
-        {"growth_factor": 1}, {"update": "never"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_low_level_zero_refuses(given: dict[str, Any]) -> None:
-    (name, value) = next(iter(given.items()))
-    error = raises(ValueError, name, lambda: LowLevelZeroPlugin(**given))
-    assert str(value) in error
+        assert scaler is not None and scaler.initial_scale == start
 
 
 # -- GeminiPlugin
@@ -165,11 +94,7 @@ RATIOS = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_
 AUTO = GEMINI.but(auto=RATIOS, pin_memory=True)
 SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
 SIZED = GEMINI.but(packing=ByNumel(chunk_numel=1000))
-TWO_SIZES = {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}
-
-
-def chunks(sizes: dict[int, dict[str, Any]], **given: Any) -> dict[str, Any]:
-    return {"chunk_config_dict": sizes, **given}
+TWO_SIZES, HALF_SIZED = {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, GEMINI.but(packing=ByNumel(chunk_numel=500))
 
 
 GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
@@ -208,68 +133,63 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
         {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
         GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
     ),
-    (chunks({4: {"chunk_size": 1000, "keep_gathered": False}}), SIZED),
-    (chunks({4: {"chunk_size": 1000, "keep_gathered": True}}), SIZED.but(gathered_fraction=1.0)),
-    (chunks(TWO_SIZES, extra_dp_size=2), GEMINI.but(packing=ByNumel(chunk_numel=500), dp_replicate=2)),
-    (chunks(TWO_SIZES, tp_size=2), GEMINI.but(packing=ByNumel(chunk_numel=500), tp=2)),
+    ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}}, SIZED),
+    ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}}, SIZED.but(gathered_fraction=1.0)),
+    ({"chunk_config_dict": TWO_SIZES, "extra_dp_size": 2}, HALF_SIZED.but(dp_replicate=2)),
+    ({"chunk_config_dict": TWO_SIZES, "tp_size": 2}, HALF_SIZED.but(tp=2)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("given", "plan"), GEMINI_CASES, ids=[",".join(given) or "defaults" for given, _ in GEMINI_CASES]
+    ("plugin", "given", "plan"),
+    [(LowLevelZeroPlugin, *case) for case in LLZ_CASES] + [(GeminiPlugin, *case) for case in GEMINI_CASES],
+    ids=lambda value: (",".join(value) or "defaults") if isinstance(value, dict) else None,
 )
-def test_gemini_plan(given: dict[str, Any], plan: Plan) -> None:
+def test_arguments_make_a_plan(plugin: type[Plugin], given: dict[str, Any], plan: Plan) -> None:
     with warnings.catch_warnings(action="error"):
-        plugin = GeminiPlugin(**given)
-    assert gemini.to_plan(plugin, 4) == plan
-    assert plugin.plan(world_size=4) == plan
-
-
-def test_chunk_config_dict_without_the_number_of_ranks() -> None:
-    plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
-    raises(ValueError, r"entries for \[2\] ranks.*sharded over 4", lambda: plugin.plan(4))
-
-
-@pytest.mark.parametrize("entry", [{}, {"chunk_size": 8, "keep_gatherd": True}, {"chunk_size": 0}], ids=str)
-def test_chunk_config_dict_with_a_wrong_entry(entry: dict[str, Any]) -> None:
-    raises(ValueError, "chunk_", lambda: GeminiPlugin(chunk_config_dict={2: entry}))
+        assert plugin(**given).plan(world_size=4) == plan
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
+    ("plugin", "given"),
+    [(LowLevelZeroPlugin, given) for given in (
+        {"stage": 3}, {"precision": "fp64"}, {"reduce_bucket_size_in_m": 0}, {"max_norm": -1.0},
+        {"growth_factor": 1}, {"update": "never"},
+    )] + [(GeminiPlugin, given) for given in (
         {"placement_policy": "cuda"}, {"precision": "fp64"}, {"shard_param_frac": 1.5},
         {"gpu_margin_mem_ratio": math.nan}, {"device_memory": "64 sheep"}, {"max_prefetch": -1},
-        {"tp_size": 0}, {"search_range_m": -1}, {"update": "never"},
-    ],
+        {"tp_size": 0}, {"search_range_m": -1},
+    )],
     ids=str,
 )  # fmt: skip
-def test_gemini_refuses(given: dict[str, Any]) -> None:
-    (name, value) = next(iter(given.items()))
-    error = raises(ValueError, name.removeprefix("max_"), lambda: GeminiPlugin(**given))
-    assert str(value) in error
+def test_a_value_out_of_range_is_refused(plugin: type[Plugin], given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    assert str(value) in raises(ValueError, name.removeprefix("max_"), plugin, **given)
+
+
+def test_wrong_entries_of_chunk_config_dict() -> None:
+    plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
+    raises(ValueError, r"entries for \[2\] ranks.*sharded over 4", lambda: plugin.plan(4))
+    for entry in ({}, {"chunk_size": 8, "keep_gatherd": True}, {"chunk_size": 0}):
+        raises(ValueError, "chunk_", GeminiPlugin, chunk_config_dict={2: entry})
 
 
 def test_gradients_that_are_not_kept_cannot_be_accumulated_clipped_or_scaled() -> None:
-    with pytest.raises(ValueError, match=r"update='backward' with enable_gradient.*one backward pass"):
-        GeminiPlugin(update="backward", enable_gradient_accumulation=True, precision="bf16")
+    accumulation = "update='backward' with enable_gradient.*one backward pass"
+    raises(ValueError, accumulation, GeminiPlugin, **EARLY, enable_gradient_accumulation=True)
     for plugin in (GeminiPlugin, LowLevelZeroPlugin):
         raises(ValueError, r"update='backward' with a loss scale.*bf16", plugin, update="backward", precision="fp16")
-        with pytest.raises(ValueError, match=r"update='backward' with max_norm=1.0"):
-            plugin(update="backward", precision="bf16", max_norm=1.0)
+        raises(ValueError, r"update='backward' with max_norm=1.0", plugin, **EARLY, max_norm=1.0)
 
 
 def test_gemini_over_ranks_with_parts_of_layers() -> None:
     raises(ValueError, "tp_size=3 does not divide the 4 ranks", lambda: GeminiPlugin(tp_size=3).plan(4))
-    with pytest.raises(ValueError, match="enable_sequence_overlap=True with enable_sequence_parallelism=False"):
-        GeminiPlugin(tp_size=2, enable_sequence_overlap=True)
-    raises(ValueError, r"tp_size=1.*give tp_size > 1", lambda: GeminiPlugin(enable_sequence_parallelism=True))
-    raises(NotImplementedError, r"update='backward'.*tp_size=2", lambda: GeminiPlugin(tp_size=2, update="backward"))
-
-
-@pytest.mark.parametrize("given", [{"tp_size": 2}, {"enable_sequence_parallelism": True}], ids=str)
-def test_defect_13_strict_ddp_mode_refuses_other_parallelism(given: dict[str, Any]) -> None:
-    raises(ValueError, "strict_ddp_mode", lambda: GeminiPlugin(strict_ddp_mode=True, **given))
+    overlap = "enable_sequence_overlap=True with enable_sequence_parallelism=False"
+    raises(ValueError, overlap, GeminiPlugin, tp_size=2, enable_sequence_overlap=True)
+    raises(ValueError, r"tp_size=1.*give tp_size > 1", GeminiPlugin, enable_sequence_parallelism=True)
+    raises(NotImplementedError, r"update='backward'.*tp_size=2", GeminiPlugin, tp_size=2, update="backward")
+    for given in ({"tp_size": 2}, {"enable_sequence_parallelism": True}):  # defect 13
+        raises(ValueError, "strict_ddp_mode", GeminiPlugin, strict_ddp_mode=True, **given)
 
 
 # -- the two torch plugins
@@ -288,14 +208,6 @@ def test_ddp_arguments() -> None:
     defaults = dict.fromkeys(("find_unused_parameters", "gradient_as_bucket_view", "static_graph"), False)
     assert ddp_arguments(TorchDDPPlugin()) == {"bucket_cap_mb": 25, **defaults}
     assert ddp_arguments(TorchDDPPlugin(**DDP_GIVEN)) == DDP_GIVEN
-
-
-DDP_NOT_YET = ["check_reduction"]
-
-
-@pytest.mark.parametrize("name", DDP_NOT_YET)
-def test_ddp_not_yet(name: str) -> None:
-    raises(NotImplementedError, name, lambda: TorchDDPPlugin(**{name: True}))
 
 
 FSDP = fsdp.FSDPPlan(
@@ -321,11 +233,7 @@ FSDP_CASES: list[tuple[dict[str, Any], fsdp.FSDPPlan]] = [
     ({"cpu_offload": CPUOffload(offload_params=False)}, FSDP),
     ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, FSDP),
     (
-        {
-            "mixed_precision": MixedPrecision(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16
-            )
-        },
+        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.float16)},
         replace(
             FSDP,
             root_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
@@ -342,30 +250,24 @@ def test_fsdp_plan(given: dict[str, Any], plan: fsdp.FSDPPlan) -> None:
     assert fsdp.to_plan(TorchFSDPPlugin(**given)) == plan
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, "backward_prefetch"),
-        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "keep_low_precision_grads"),
-    ],
-)
-def test_fsdp_not_available(given: dict[str, Any], name: str) -> None:
-    raises(NotImplementedError, name, lambda: TorchFSDPPlugin(**given))
+def test_not_available() -> None:
+    post, low = BackwardPrefetch.BACKWARD_POST, MixedPrecision(keep_low_precision_grads=True)
+    raises(NotImplementedError, "backward_prefetch", TorchFSDPPlugin, backward_prefetch=post)
+    raises(NotImplementedError, "keep_low_precision_grads", TorchFSDPPlugin, mixed_precision=low)
+    raises(NotImplementedError, "check_reduction", TorchDDPPlugin, check_reduction=True)
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
+        self.inner, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(3, 4)
+        self.embed, self.bn = nn.Embedding(3, 4), nn.BatchNorm1d(4)
         self.blocks = nn.ModuleList([Block(), Block()])
-        self.bn = nn.BatchNorm1d(4)
 
 
 def unit_names(model: nn.Module, policy: Any, ignored: set[nn.Module] = frozenset(), always: Any = ()) -> list[str]:  # type: ignore[assignment]
@@ -395,24 +297,20 @@ def test_fsdp_units() -> None:
 
 
 def test_fsdp_param_init_fn() -> None:
+    cpu = torch.device("cpu")
     with torch.device("meta"):
-        model = Net()
+        own, without, left = Net(), Net(), Net()
     seen: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
         seen.append(module)
         module.to_empty(device="cpu", recurse=False)
 
-    materialize(model, set(), torch.device("cpu"), init)
-    assert len(seen) == 6 and not any(tensor.is_meta for tensor in model.state_dict().values())
-    with torch.device("meta"):
-        model = Net()
-    materialize(model, set(), torch.device("cpu"), None)
-    assert torch.equal(model.bn.weight, torch.ones(4))
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(ValueError, match="param_init_fn left"):
-        materialize(model, set(), torch.device("cpu"), lambda module: None)
+    materialize(own, set(), cpu, init)
+    assert len(seen) == 6 and not any(tensor.is_meta for tensor in own.state_dict().values())
+    materialize(without, set(), cpu, None)
+    assert torch.equal(without.bn.weight, torch.ones(4))
+    raises(ValueError, "param_init_fn left", materialize, left, set(), cpu, lambda module: None)
 
 
 PLUGINS: tuple[Any, ...] = (GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin)
@@ -441,7 +339,6 @@ CALLS: list[tuple[Callable[[OpenOptions], Any], str]] = [
     (lambda given: Booster(device="gpu"), "device='gpu': give"),
     (lambda given: Booster(mixed_precision=16), "mixed_precision=16: give"),  # type: ignore[arg-type]
     (lambda given: GeminiPlugin().prepare_dataloader([1, 2], 1, seed="x"), "seed='x': give a whole number"),
-    (lambda given: _save(given, keep="2"), "keep='2': give how many"),
     (lambda given: _save(given, keep=True), "keep=True: give how many checkpoints remain (None: all), >= 1"),
     (lambda given: _save(given, step=-1), "step=-1: give a whole number >= 0"),
     (lambda given: _save(given, use_async="no"), "use_async='no': give True or False"),

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from test_booster_plans import DDP_GIVEN, DDP_NOT_YET, FSDP_CASES, GEMINI_CASES, LLZ_CASES
+from test_booster_plans import DDP_GIVEN, FSDP_CASES, GEMINI_CASES, LLZ_CASES
 from test_hybrid_plans import HYBRID_CASES, HYBRID_ELSEWHERE, HYBRID_NOT_YET
 
 from shardwise.booster import Booster
@@ -121,26 +121,15 @@ def signature(function: object, by_name_only: bool = False) -> dict[str, object]
 def test_plugin_arguments(plugin: type) -> None:
     assert list(signature(plugin).items()) == list(arguments(PLUGINS[plugin]).items())
     assert signature(plugin, by_name_only=True) == EXTENSIONS.get(plugin, {})
-
-
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
-def test_prepare_dataloader_arguments(plugin: type) -> None:
     assert list(signature(plugin.prepare_dataloader).items()) == list(arguments(PREPARE_DATALOADER).items())
-
-
-@pytest.mark.parametrize("method", BOOSTER)
-def test_booster_arguments(method: str) -> None:
-    assert list(signature(getattr(Booster, method)).items()) == list(arguments(BOOSTER[method]).items())
-
-
-@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
-def test_arguments_may_be_positional(plugin: type) -> None:
     needed = NEEDED.get(plugin, {})
     values = list((arguments(PLUGINS[plugin]) | needed).values())
-    assert vars(plugin(*values)) == vars(plugin(**needed))
+    assert vars(plugin(*values)) == vars(plugin(**needed)), "they may be given by position"
 
 
-def test_add_lora_params_to_optimizer_exists() -> None:
+def test_booster_arguments() -> None:
+    for method, text in BOOSTER.items():
+        assert list(signature(getattr(Booster, method)).items()) == list(arguments(text).items())
     assert list(signature(LowLevelZeroPlugin.add_lora_params_to_optimizer)) == ["model", "optimizer"]
 
 
@@ -161,7 +150,7 @@ FSDP_REFUSED = ["backward_prefetch"]
         (LowLevelZeroPlugin, lambda plugin: plugin.plan(4), LLZ_CASES, ["use_fp8"]),
         (GeminiPlugin, lambda plugin: plugin.plan(4), GEMINI_CASES, GEMINI_ELSEWHERE),
         (HybridParallelPlugin, lambda plugin: plugin.plan(8), HYBRID_CASES, [*HYBRID_NOT_YET, *HYBRID_ELSEWHERE]),
-        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], [*DDP_NOT_YET, "fp8_communication"]),
+        (TorchDDPPlugin, ddp_arguments, [(DDP_GIVEN, DDP_GIVEN)], ["check_reduction", "fp8_communication"]),
         (TorchFSDPPlugin, fsdp.to_plan, FSDP_CASES, FSDP_ELSEWHERE + FSDP_REFUSED),
     ],
     ids=["low_level_zero", "gemini", "hybrid", "ddp", "fsdp"],
@@ -171,8 +160,7 @@ def test_every_argument_is_covered(
 ) -> None:
     """A case covers an argument if its plan would be another one without it, or none."""
     missing = {field.name for field in fields(plugin)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what has no effect without the argument that is taken away
+    with warnings.catch_warnings(action="ignore"):  # of what has no effect without the argument that is taken away
         for given, plan in cases:
             for name in given:
                 others_given = NEEDED.get(plugin, {}) | {key: value for key, value in given.items() if key != name}

@@ -9,15 +9,13 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 import torch
-from program_setup import forked_python, python, surroundings
+from program_setup import forked_python, python, status, surroundings, until
 
 from shardwise.cli import run
 from shardwise.cli.errors import BadInput
@@ -28,6 +26,7 @@ from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.comm.mapping import start_time
 from shardwise.core.memory.trace.stats import MemStats, Moment
 from tests.support.launching import SECONDS, Forked, finished, forked, started, written
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 
 BAD_RUN = [
@@ -56,29 +55,16 @@ def _words(options: str) -> list[str]:
     return [__file__ if each == "SCRIPT" else each for each in options.split()]
 
 
-def _status(arguments: list[str]) -> int:
-    try:
-        return main(arguments)
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "program"),
-    [("run --stepz 3", "shardwise run"), ("checkpoint verify x --y", "shardwise checkpoint verify")],
-)
-def test_an_unknown_option_is_an_error_of_its_command(
-    words: str, program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as error:
-        main(words.split())
-    text = capsys.readouterr().err
-    assert error.value.code == 2 and text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
+@pytest.mark.parametrize(("command", "rest"), [("run", "--stepz 3"), ("checkpoint verify", "x --y")])
+def test_an_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*command.split(), *rest.split()) == 2
+    text, program = capsys.readouterr().err, f"shardwise {command}"
+    assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
 
 
 @pytest.mark.parametrize(("options", "expected"), BAD_RUN)
 def test_run_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _status(["run", *_words(options)]) == 2
+    assert status("run", *_words(options)) == 2
     shown = capfd.readouterr().err
     assert expected in shown and shown.count("\n") == 1
 
@@ -102,14 +88,13 @@ def test_run_starts_a_rank_for_each_gpu(gpus: int, options: str, ranks: int, mon
     monkeypatch.setattr(run, "threads_per_rank", lambda ranks: 5)
     assert _run_options(f"{options} SCRIPT")[0][0] == f"--nproc-per-node={ranks}"
     if not gpus:
-        with pytest.raises(BadInput, match="--nproc gpu: torch finds no GPU here"):
-            _run_options("--nproc gpu SCRIPT")
+        raises(BadInput, "--nproc gpu: torch finds no GPU here", _run_options, "--nproc gpu SCRIPT")
 
 
 def test_env_describes_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    assert _status(["env"]) == 0
+    assert status("env") == 0
     text = capsys.readouterr().out
     for section in ("Versions", "Devices", "Communication", "Limits", "Environment", "Verdict"):
         assert f"{section}\n  " in text
@@ -168,15 +153,14 @@ def test_launchers_of_two_hosts_make_one_group(tmp_path: Path, whole: bool) -> N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["shardwise", "run", "--nproc", "1", "--nnodes", "2"]
-    command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "meeting"]
-    logs = [tmp_path / f"log-{host}" for host in range(2)]
-    with ExitStack() as stack:
-        hosts = [
-            started(*command, "--node-rank", str(host), str(script), str(folder), log=log, whole=whole)
-            for host, log in enumerate(logs)
-        ]
-        launchers = [stack.enter_context(host) for host in hosts]
+    command = ["shardwise", "run", "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["--rdzv-id", "meeting", "--node-rank"]
+    ends, logs = [str(script), str(folder)], [tmp_path / f"log-{host}" for host in range(2)]
+    with (
+        started(*command, "0", *ends, log=logs[0], whole=whole) as first,
+        started(*command, "1", *ends, log=logs[1], whole=whole) as second,
+    ):
+        launchers = first, second
         statuses = [launcher.wait(SECONDS) for launcher in launchers]
     assert statuses == [0, 0], [log.read_text() for log in logs]
     by_rank = sorted(path.read_text() for path in folder.iterdir())
@@ -230,13 +214,6 @@ while True:
 """
 
 
-def _until(what: str, happened: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < end, f"{what}: not within {SECONDS} s"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -> None:
     """Also those that are deaf to what can be refused."""
@@ -245,13 +222,13 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -
     ranks: dict[int, int] = {}
     try:
         with started("shardwise", "run", "--nproc", "2", str(script), str(tmp_path), log=log, whole=whole) as launcher:
-            _until(f"two ranks: {written(log)}", lambda: len(list(tmp_path.glob("rank-?"))) == 2)
+            until(f"two ranks: {written(log)}", lambda: len(list(tmp_path.glob("rank-?"))) == 2)
             pids = [int(path.read_text()) for path in tmp_path.glob("rank-?")]
             ranks = {pid: start_time(pid) for pid in pids}
             assert -1 not in ranks.values()
             launcher.send_signal(signal.SIGKILL)
             launcher.wait(SECONDS)
-        _until("the end of the ranks", lambda: all(start_time(pid) != began for pid, began in ranks.items()))
+        until("the end of the ranks", lambda: all(start_time(pid) != began for pid, began in ranks.items()))
     finally:
         for pid, began in ranks.items():
             if start_time(pid) == began:
@@ -298,9 +275,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, options: str, unknown: set[str], unt
     return asked
 
 
-def test_a_meeting_place_that_cannot_be_found_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_meeting_place_that_is_unknown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two = "--nnodes 2 --rdzv-endpoint "
     assert _check(monkeypatch, "", set()) == []
     assert _check(monkeypatch, two + "host0:29500", set()) == ["host0", "this-host"]
@@ -310,12 +285,10 @@ def test_a_meeting_place_that_cannot_be_found_is_named(
     assert _check(monkeypatch, two + "host0:1 --node-rank 1", {"host0"}, 2) == ["host0", "host0"]
     assert "--rdzv-endpoint host0:1: [Errno -2] Name or service not known; waiting" in capsys.readouterr().err
     monkeypatch.setattr(run, "RESOLVE_S", 0.0)
-    with pytest.raises(
-        BadInput, match=r"--rdzv-endpoint nowhere:1: host name 'nowhere' cannot be resolved \(.*not know"
-    ):
-        _check(monkeypatch, two + "nowhere:1", {"nowhere"})
-    with pytest.raises(BadInput, match=r"the name of this host, this-host: .* cannot be resolved .* /etc/hosts"):
-        _check(monkeypatch, two + "host0:1 --node-rank 0", {"this-host"})
+    nowhere = r"--rdzv-endpoint nowhere:1: host name 'nowhere' cannot be resolved \(.*not know"
+    raises(BadInput, nowhere, _check, monkeypatch, two + "nowhere:1", {"nowhere"})
+    own = r"the name of this host, this-host: .* cannot be resolved .* /etc/hosts"
+    raises(BadInput, own, _check, monkeypatch, two + "host0:1 --node-rank 0", {"this-host"})
 
 
 COMMANDS = ["schedule", "trace", "checkpoint inspect", "checkpoint inspect --json", "port"]
@@ -341,39 +314,25 @@ def command(tmp_path: Path) -> Callable[[str], list[str]]:
     return found
 
 
-def closed() -> TextIO:
-    """A pipe that nobody reads."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    return os.fdopen(writing, "w")
-
-
 def ended(arguments: list[str], output: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
     with output, monkeypatch.context() as patch:  # leaving it writes what is left, as the end of a program does
         patch.setattr(sys, "stdout", output)
         return main(arguments)
 
 
-@pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_where_nobody_reads_on_a_command_ends_as_by_the_signal(
-    name: str,
-    buffered: bool,
-    command: Callable[[str], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    arguments, output = command(name), closed()
-    output.reconfigure(write_through=not buffered)  # type: ignore[attr-defined]
-    assert ended(arguments, output, monkeypatch) == 141
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_standard_output_without_room_is_one_line(
+def test_output_that_nobody_reads_or_that_has_no_room(
     name: str, command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Path("/dev/full").open("w") as output:
-        assert ended(command(name), output, monkeypatch) == 2
+    """It ends as by the signal of a closed pipe, or with one line."""
+    for buffered in (True, False):
+        reading, writing = os.pipe()
+        os.close(reading)
+        output = os.fdopen(writing, "w")
+        output.reconfigure(write_through=not buffered)
+        assert ended(command(name), output, monkeypatch) == 141
+        assert capfd.readouterr().err == ""
+    with Path("/dev/full").open("w") as full_one:
+        assert ended(command(name), full_one, monkeypatch) == 2
     told = capfd.readouterr().err
     assert told == f"shardwise {name.split()[0]}: error: standard output: No space left on device\n"

@@ -4,26 +4,23 @@ Deferred initialisation: one tensor in memory at a time, how values are put in, 
 """
 
 import copy
-import gc
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.core.deferred.construction import adopt, deferred_init, initial_values, is_deferred, paused, set_buffer
 from shardwise.core.deferred.record import is_recording
 from shardwise.plan import replicated
 from shardwise.session import build
 from shardwise.testing import assert_close
+from tests.support.counters import live_tensor_bytes
 from tests.support.on_ranks import raises
 
 CPU = torch.device("cpu")
@@ -105,15 +102,17 @@ class Positions(nn.Module):
         self.index = nn.Parameter(torch.randperm(8), requires_grad=False)
 
 
-class Tied(nn.Module):
+class Modules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 4, padding_idx=2)
-        self.body = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        self.again = self.body[0]
-        self.head = nn.Linear(4, 11)
-        self.head.weight = self.embed.weight
-        self.body[1].bias.requires_grad_(False)
+        self.embed = nn.Embedding(9, 6, padding_idx=1)
+        self.attention = nn.MultiheadAttention(6, 2, add_bias_kv=True)
+        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
+        self.lstm = nn.LSTM(5, 4)
+        self.decode = nn.Linear(6, 9)
+        self.decode.weight = self.embed.weight
+        self.last = nn.Linear(2, 2).requires_grad_(False)
+        self.again = self.stack
 
 
 def second_pass() -> nn.Module:
@@ -123,29 +122,18 @@ def second_pass() -> nn.Module:
             module.weight.data.div_(module.weight.data.norm())
             nn.init.zeros_(module.bias)
 
-    model = Tied()
+    model = Modules()
     with torch.no_grad():
-        for block in model.body:
-            block.weight.mul_(2).add_(block.weight.t().clone())
+        model.last.weight.mul_(2).add_(model.last.weight.t().clone())
     return model.apply(init)
 
 
-def truncated(**arguments: float) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = nn.Linear(40, 30)
-        nn.init.trunc_normal_(layer.weight, **arguments)
-        return layer
-
-    return build
-
-
-def initialised(function: Callable[..., Any], *arguments: float) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        layer = nn.Linear(12, 20)
-        function(layer.weight, *arguments)
-        return layer
-
-    return build
+def truncated_and_orthogonal() -> nn.Module:
+    """A loop until all values are within bounds, and a decomposition."""
+    truncated, orthogonal = nn.Linear(40, 30), nn.Linear(12, 20)
+    nn.init.trunc_normal_(truncated.weight, std=1.0)
+    nn.init.orthogonal_(orthogonal.weight)
+    return nn.ModuleList([truncated, orthogonal])
 
 
 def own_generator() -> nn.Module:
@@ -213,16 +201,10 @@ def used_while_building() -> nn.Module:
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "embedding": lambda: nn.Embedding(10, 4, padding_idx=2),
-    "conv": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose1d(2, 3, 2)),
-    "attention": lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
-    "lstm": lambda: nn.LSTM(4, 5, 2),
+    "modules": Modules,
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
-    "positions": Positions,
-    "tied": Tied,
     "second-pass": second_pass,
-    "truncated-loop": truncated(std=1.0),
-    "orthogonal": initialised(nn.init.orthogonal_),
+    "truncated-and-orthogonal": truncated_and_orthogonal,
     "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)),
     "own-generator": own_generator,
     "dtypes": other_dtypes,
@@ -277,20 +259,10 @@ class Bare(nn.Module):
 
 
 def plain_tensors(model: Plain) -> dict[str, Tensor]:
-    return {
-        "attribute": model.attribute,
-        "part": model.part,
-        "dict": model.named["one"],
-        "nested": model.named["deep"][0]["two"],
-        "tuple": model.named[3][0],
-        "dataclass": model.options.scale,
-        "namedtuple": model.pair.first,
-        "integers": model.pair.second,
-        "deque": model.queue[0],
-        "buffer in a list": model.listed[1],
-        "module in a list": model.children_in_a_list[0].table["values"],
-        "trainable": model.grown,
-    }
+    named, options, listed = model.named, model.options, model.children_in_a_list[0]
+    found = [model.attribute, model.part, named["one"], named["deep"][0]["two"], named[3][0], options.scale]
+    found += [*model.pair, model.queue[0], model.listed[1], listed.table["values"], model.grown]
+    return {str(number): tensor for number, tensor in enumerate(found)}
 
 
 def test_tensors_in_containers_are_real_after_the_context() -> None:
@@ -328,23 +300,19 @@ def test_the_context_can_be_paused() -> None:
     assert early(torch.ones(1, 2)).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("family", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM"])
 def test_hugging_face(family: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    wide = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    build: dict[str, Callable[[], nn.Module]] = {
-        "gpt2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=20, **small)
-        ),
-        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **wide)),
-        "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small, **wide)),
-    }
-    expected, model = both(build[family])
+    kind = getattr(pytest.importorskip("transformers"), family)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+
+    def build() -> nn.Module:
+        return kind(kind.config_class(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+    expected, model = both(build)
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(expected.eval()(tokens).logits, model.eval()(tokens).logits)
     with torch.device("meta"):
-        bare = build[family]()
+        bare = build()
     values = materialise(bare)
     assert set(values) == set(tensors_of(expected))
     assert all(torch.isfinite(value).all() for value in values.values())
@@ -377,18 +345,6 @@ def test_operations_after_the_context_are_recorded() -> None:
 # ---- the bare meta device -------------------------------------------------------------------------------------------
 
 
-class Modules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 6, padding_idx=1)
-        self.attention = nn.MultiheadAttention(6, 2)
-        self.stack = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Conv1d(5, 5, 2))
-        self.lstm = nn.LSTM(5, 4)
-        self.decode = nn.Linear(6, 9)
-        self.decode.weight = self.embed.weight
-        self.last = nn.Linear(2, 2).requires_grad_(False)
-
-
 def test_bare_meta_equals_normal() -> None:
     torch.manual_seed(1)
     expected = Modules()
@@ -402,62 +358,22 @@ def test_bare_meta_equals_normal() -> None:
     assert_same(expected, model)
 
 
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [value for _, _, value, _ in initial_values(model, CPU)]
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of real storages that are alive, of those that operations have touched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def _forget(self, key: int, size: int) -> None:
-        del self._known[key]
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, output)):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self._known:
-                    self._known[key] = weakref.ref(storage, lambda _, key=key, size=size: self._forget(key, size))
-                    self.now += size
-        self.peak = max(self.peak, self.now)
-        return output
-
-
-@contextmanager
-def live_bytes() -> Iterator[LiveBytes]:
-    gc.collect()
-    with LiveBytes() as counter:
-        yield counter
 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_peak_memory_is_one_layer(bare: bool) -> None:
     width, layers = 512, 15  # wide enough that two generator states of 5 KB a layer count for little
-    layer_bytes = 4 * (width * width + width)
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-
-    with live_bytes() as building, torch.device("meta") if bare else deferred_init():
-        model = build()
-    assert building.peak <= 1.5 * layer_bytes
-    with live_bytes() as making:
-        for _, _, value, _ in initial_values(model, CPU):
-            value.add_(0)
-            del value
-    assert layer_bytes // 2 <= making.peak <= 1.5 * layer_bytes
-    assert making.now == 0
+    layer_bytes, before = 4 * (width * width + width), live_tensor_bytes()
+    with torch.device("meta") if bare else deferred_init():
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    assert live_tensor_bytes() - before <= layer_bytes // 2
+    seen = []
+    for _, _, value, _ in initial_values(model, CPU):
+        seen.append(live_tensor_bytes() - before)
+        del value
+    assert layer_bytes // 2 <= max(seen) <= 1.5 * layer_bytes
+    assert live_tensor_bytes() - before <= layer_bytes // 2
 
 
 # ---- adopt ----------------------------------------------------------------------------------------------------------
@@ -496,7 +412,7 @@ def test_a_changed_source_is_named() -> None:
         layer = nn.Linear(3, 1)
         layer.bias = nn.Parameter(source * 2)
     source.add_(1)
-    raises(RuntimeError, r"aten.mul.*\(3,\).*changed in place.*outside", lambda: values_of(layer))
+    raises(RuntimeError, r"aten.mul.*\(3,\).*changed in place.*outside", materialise, layer)
     with deferred_init():
         layer = nn.Linear(3, 1)
         product = layer.weight * source
@@ -515,10 +431,10 @@ def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
     with torch.device("meta"):
         without, partly = nn.Sequential(nn.Linear(1, 1), Bare(False)), nn.Sequential(Bare(True))
         transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
-    raises(RuntimeError, r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init", lambda: values_of(without))
-    raises(RuntimeError, r"0 \(Bare\).*\[other\].*did not write.*deferred_init", lambda: values_of(partly))
+    raises(RuntimeError, r"1 \(Bare\).*weight, other.*no reset_parameters.*deferred_init", materialise, without)
+    raises(RuntimeError, r"0 \(Bare\).*\[other\].*did not write.*deferred_init", materialise, partly)
     assert partly.get_parameter("0.weight").is_meta
-    raises(RuntimeError, r"Transformer.*second time.*deferred_init", lambda: values_of(transformer))
+    raises(RuntimeError, r"Transformer.*second time.*deferred_init", materialise, transformer)
 
 
 def test_misuse() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put, small_disk
+from disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, put, small_disk
 
 from shardwise.core.memory.disk import DiskError, DiskStore, Medium, known_media, register_medium
 from shardwise.core.memory.disk.io import Request, ThreadQueue, TransferFunction
@@ -22,26 +22,16 @@ from tests.recipes.zlib_medium import CompressedMemory, open_compressed
 from tests.support.on_ranks import raises
 from tests.support.sets import full
 
-
-@pytest.fixture
-def log() -> Log:
-    return Log()
-
-
-def _queues() -> Iterator[Any]:
-    """Each number of threads and requests is quick with one of the ways to submit them."""
-    ways = [(True, True), (False, True), (True, False), (False, False)]
-    for number, (threads, depth) in enumerate([(1, 1), (1, 5), (3, 4), (4, 1)]):
-        for overlap, single in ways:
-            case = pytest.param(threads, depth, overlap, single, id=f"{single}-{overlap}-{threads}-{depth}")
-            yield case if (overlap, single) == ways[number] else full(case)[0]
+COUNTS, WAYS = [(1, 1), (1, 5), (3, 4), (4, 1)], [(True, True), (False, True), (True, False), (False, False)]
+QUICK = [count + way for count, way in zip(COUNTS, WAYS, strict=True)]
+"""Each number of threads and requests with one of the ways to submit them."""
+OTHERS = [count + way for count in COUNTS for way in WAYS if count + way not in QUICK]
 
 
-@pytest.mark.parametrize(("threads", "depth", "overlap", "single"), _queues())
-def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, overlap: bool, single: bool) -> None:
-    plan = disk_plan(
-        tmp_path, block_bytes=64 * KIB, threads=threads, queue_depth=depth, overlap_events=overlap, single_submit=single
-    )
+@pytest.mark.parametrize(("threads", "depth", "overlap", "single"), [*QUICK, *full(*OTHERS)])
+def test_requests_in_flight(tmp_path: Path, threads: int, depth: int, overlap: bool, single: bool) -> None:
+    log, ways = Log(), {"overlap_events": overlap, "single_submit": single}
+    plan = disk_plan(tmp_path, block_bytes=64 * KIB, threads=threads, queue_depth=depth, **ways)
     with DiskStore(plan, queues=log.queue) as store:
         store.reserve(3, 4 * MIB)
         records = [store.create(str(n), 4 * MIB) for n in range(3)]
@@ -63,8 +53,9 @@ def test_requests_in_flight(tmp_path: Path, log: Log, threads: int, depth: int, 
     assert log.closed == threads
 
 
-def _allow(monkeypatch: pytest.MonkeyPatch, allowed: int) -> list[str]:
-    """The names of a store's threads that were started, of which there may be only so many."""
+@pytest.mark.parametrize("allowed", range(4))
+def test_too_few_threads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     real, started = threading.Thread.start, list[str]()
 
     def start(thread: threading.Thread) -> None:
@@ -75,17 +66,8 @@ def _allow(monkeypatch: pytest.MonkeyPatch, allowed: int) -> list[str]:
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    return started
-
-
-@pytest.mark.parametrize("allowed", range(4))
-def test_a_store_that_gets_too_few_threads_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
-) -> None:
-    before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
-    _allow(monkeypatch, allowed)
-    with pytest.raises(DiskError, match=r"cannot start 2 threads, .*rank0\.data: can't start new thread; give fewer"):
-        DiskStore(disk_plan(tmp_path, threads=2))
+    refusal = r"cannot start 2 threads, .*rank0\.data: can't start new thread; give fewer"
+    raises(DiskError, refusal, DiskStore, disk_plan(tmp_path, threads=2))
     assert list(tmp_path.iterdir()) == []
     assert set(threading.enumerate()) == before and set(os.listdir("/proc/self/fd")) == files
 
@@ -136,26 +118,22 @@ def test_every_request_can_fail(tmp_path: Path) -> None:
 
 
 def test_short_transfers_are_continued(tmp_path: Path) -> None:
-    class Short:
+    class Short(ThreadQueue):
         """Transfers only a part of large requests, as file systems may."""
 
         def __init__(self, depth: int, transfer: TransferFunction) -> None:
-            self.inner = ThreadQueue(depth, transfer)
+            super().__init__(depth, transfer)
             self.whole: dict[int, Request] = {}
 
         def submit(self, requests: Sequence[Request]) -> None:
             parts = []
             for r in requests:
-                size = 8192 if r.nbytes > 8192 else r.nbytes
-                parts.append(Request(r.writing, r.address, size, r.offset, r.owner, r.segment))
+                parts.append(Request(r.writing, r.address, min(r.nbytes, 8192), r.offset, r.owner, r.segment))
                 self.whole[id(parts[-1])] = r
-            self.inner.submit(parts)
+            super().submit(parts)
 
         def reap(self, at_least: int) -> list[tuple[Request, int]]:
-            return [(self.whole.pop(id(r)), result) for r, result in self.inner.reap(at_least)]
-
-        def close(self) -> None:
-            self.inner.close()
+            return [(self.whole.pop(id(r)), result) for r, result in super().reap(at_least)]
 
     plan = disk_plan(tmp_path, block_bytes=36 * KIB, queue_depth=3, threads=2)
     with DiskStore(plan, queues=Short) as store:
@@ -166,24 +144,17 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
         assert store.bytes_written == store.bytes_read == 3 * MIB
 
 
-def _fd(store: DiskStore) -> int:
-    """The store's file, opened again as somebody else would."""
-    return os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)
-
-
-@pytest.mark.parametrize("what", ["bit", "torn", "swapped", "stale", "zeros"])
+@pytest.mark.parametrize("what", ["bit", "swapped", "stale", "zeros"])
 def test_content_that_was_changed(faulty: tuple[DiskStore, Log], what: str) -> None:
     store, _ = faulty
     record = store.create("weights", 3 * MIB - 3)
     put(store, record, 1)  # at offset 0
     put(store, record, 2)  # at offset 3 MiB
-    fd = _fd(store)
+    fd = os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)  # again, as somebody else would
     base, page = 3 * MIB, 4096
     block = bytearray(os.pread(fd, MIB, base + MIB))
     if what == "bit":
         block[777_777] ^= 0x10
-    elif what == "torn":
-        block[MIB // 2 :] = os.pread(fd, MIB // 2, MIB + MIB // 2)  # half of it is still the older version's
     elif what == "swapped":
         block[:page], block[page : 2 * page] = block[page : 2 * page], block[:page]
     elif what == "stale":
@@ -206,8 +177,6 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(1, MIB)
         record, buffer = store.create("weights", MIB), store.buffer(MIB)
-        put_back = pattern(MIB, 5)
-        buffer.copy_(put_back)
         log.break_at = 1
         handle = store.write(record, buffer)
         raises(DiskError, r"writing record 'weights'.* thread stopped: ZeroDivisionError: broken on", handle.wait)
@@ -217,7 +186,7 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path, 16 * MIB) as (folder, _), DiskStore(disk_plan(folder)) as store:
+    with small_disk(tmp_path, 16 * MIB) as folder, DiskStore(disk_plan(folder)) as store:
         store.reserve(1, 3 * MIB)
         record = store.create("weights", 3 * MIB)
         put(store, record, 1)
@@ -241,10 +210,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match=r"cannot make a run directory in '.*/file'.*choose a directory, not a file"):
-        DiskStore(disk_plan(tmp_path / "file"))
-    with pytest.raises(DiskError, match=r"run directory in '.*/file/below'.*ENOTDIR"):
-        DiskStore(disk_plan(tmp_path / "file" / "below"))
+    is_file = r"cannot make a run directory in '.*/file'.*choose a directory, not a file"
+    raises(DiskError, is_file, DiskStore, disk_plan(tmp_path / "file"))
+    below = tmp_path / "file" / "below"
+    raises(DiskError, r"run directory in '.*/file/below'.*ENOTDIR", DiskStore, disk_plan(below))
     with pytest.raises(DiskError, match=r"run directory in '/proc/nothing'") as found:
         DiskStore(disk_plan("/proc/nothing"))
     again = pickle.loads(pickle.dumps(found.value))
@@ -252,58 +221,49 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 class Shelf(CompressedMemory):
-    """Keeps account of what it is asked for; ``fault`` is called before it is done, with what and where."""
+    """Keeps account of what it is asked for; may raise an error when it is closed."""
 
-    def __init__(self, fault: Callable[[str, int], None] = lambda what, at: None) -> None:
+    def __init__(self, stuck: Exception | None = None) -> None:
         super().__init__()
-        self.fault = fault
-        self.lock = threading.Lock()
-        self.asked: list[tuple[str, int, int]] = []
+        self.stuck, self.lock, self.closed = stuck, threading.Lock(), 0
+        self.asked: dict[str, list[tuple[int, int]]] = {"read": [], "write": []}
         self.reserved: list[int] = []
-        self.closed = 0
 
     def reserve(self, nbytes: int) -> None:
-        self.fault("reserve", sum(self.reserved))
         self.reserved.append(nbytes)
 
     def read(self, offset: int, memory: memoryview) -> None:
         with self.lock:
-            self.asked.append(("read", offset, memory.nbytes))
-        self.fault("read", offset)
+            self.asked["read"].append((offset, memory.nbytes))
         super().read(offset, memory)
 
     def write(self, offset: int, memory: memoryview) -> None:
         with self.lock:
-            self.asked.append(("write", offset, memory.nbytes))
+            self.asked["write"].append((offset, memory.nbytes))
         assert memory.readonly
-        self.fault("write", offset)
         super().write(offset, memory)
 
     def close(self) -> None:
         self.closed += 1
-        self.fault("close", 0)
+        if self.stuck is not None:
+            raise self.stuck
 
 
 @contextmanager
-def registered(open: Callable[[DiskPlan, int], Any], name: str = "shelf") -> Iterator[None]:
-    take_back = register_medium(name, open)
+def registered(open: Callable[[DiskPlan, int], Any]) -> Iterator[None]:
+    take_back = register_medium("shelf", open)
     try:
         yield
     finally:
         take_back()
 
 
-@contextmanager
-def over(medium: Any, **changes: Any) -> Iterator[DiskStore]:
-    with registered(lambda plan, rank: medium), DiskStore(disk_plan("somewhere", medium="shelf", **changes)) as store:
-        store.reserve(2, 4 * MIB)
-        yield store
-
-
 @pytest.mark.parametrize(("block", "depth", "threads"), [(4 * KIB, 5, 2), (12 * KIB, 3, 1), (MIB, 8, 3)])
 def test_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None:
     shelf = Shelf()
-    with over(shelf, block_bytes=block, queue_depth=depth, threads=threads) as store:
+    plan = disk_plan("somewhere", medium="shelf", block_bytes=block, queue_depth=depth, threads=threads)
+    with registered(lambda plan, rank: shelf), DiskStore(plan) as store:
+        store.reserve(2, 4 * MIB)
         assert (store.direct, store.removed, store.path) == (False, [], "shelf:somewhere")
         records = [store.create(f"record {size}", size) for size in SIZES]
         assert shelf.reserved == [2 * record.padded_bytes for record in records if record.nbytes]
@@ -315,27 +275,13 @@ def test_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None
         assert all(holds(store, record, seed) for seed, record in enumerate(records))
         store.commit()
         assert all(holds(store, record, seed + 50) for seed, record in enumerate(records))
-        wrote = {(at, size) for what, at, size in shelf.asked if what == "write"}
-        read = {(at, size) for what, at, size in shelf.asked if what == "read"}
-        assert read == wrote  # the same blocks, and sizes
+        wrote = set(shelf.asked["write"])
+        assert set(shelf.asked["read"]) == wrote  # the same blocks, and sizes
         assert len(wrote) == len({at for at, _ in wrote}) and max(size for _, size in wrote) == block
         assert all(at % 4096 == 0 == size % 4096 for at, size in wrote)
         assert store.bytes_written == 2 * sum(record.padded_bytes for record in records)
         assert not shelf.closed
     assert shelf.closed == 1
-
-
-def _raise(error: Exception, what: str, after: int = 0) -> Callable[[str, int], None]:
-    """Raises at the calls of ``what`` after the first ``after``."""
-    left = [after]
-
-    def fault(asked: str, at: int) -> None:
-        if asked == what:
-            left[0] -= 1
-            if left[0] < 0:
-                raise error
-
-    return fault
 
 
 def test_one_that_cannot_be_opened_or_closed() -> None:
@@ -347,12 +293,9 @@ def test_one_that_cannot_be_opened_or_closed() -> None:
     with registered(refuses), pytest.raises(DiskError, match=r"cannot open shelf:somewhere: .*nobody there") as found:
         DiskStore(plan)
     assert found.value.errno == errno.ECONNREFUSED
-    with (
-        registered(lambda plan, rank: {}),
-        pytest.raises(TypeError, match=r"opened \{\}, which has no reserve, read, wr"),
-    ):
-        DiskStore(plan)
-    shelf = Shelf(_raise(RuntimeError("it is stuck"), "close"))
+    with registered(lambda plan, rank: {}):
+        raises(TypeError, r"opened \{\}, which has no reserve, read, wr", DiskStore, plan)
+    shelf = Shelf(RuntimeError("it is stuck"))
     with registered(lambda plan, rank: shelf):
         store = DiskStore(plan)
     raises(DiskError, "cannot close shelf:somewhere: RuntimeError: it is stuck", lambda: store.close())
@@ -361,13 +304,13 @@ def test_one_that_cannot_be_opened_or_closed() -> None:
 
 
 def test_names() -> None:
-    with pytest.raises(ValueError, match=r"medium='tape': give one of \['file'\], or register it on every rank"):
-        DiskStore(disk_plan("somewhere", medium="tape"))
+    tape = disk_plan("somewhere", medium="tape")
+    raises(ValueError, r"medium='tape': give one of \['file'\], or register it on every rank", DiskStore, tape)
     take_back = register_medium("zlib", open_compressed)
     assert known_media() == ["file", "zlib"]
     for name in ("zlib", "file"):
         raises(ValueError, f"name='{name}' is a registered medium already", register_medium, name, open_compressed)
-    raises(ValueError, r"give one of \['file', 'zlib'\]", lambda: DiskStore(disk_plan("somewhere", medium="tape")))
+    raises(ValueError, r"give one of \['file', 'zlib'\]", DiskStore, tape)
     take_back()
     take_back()
     assert known_media() == ["file"]

@@ -45,10 +45,8 @@ def test_a_configuration_by_attributes() -> None:
     assert config.float16_config.loss_scale_window == 7 and not config.bfloat16_config.enabled
     assert (config.optimizer_name, config.optimizer_params, config.scheduler_name) == ("AdamW", {"lr": 1e-3}, None)
     assert config.gradient_clipping == 1.0 and config.steps_per_print is None
-    with pytest.raises(AttributeError, match="'stagge' is not a key of 'zero_optimization'"):
-        _ = zero.stagge
-    with pytest.raises(AttributeError, match="has no attribute 'train_batch'"):
-        _ = config.train_batch
+    raises(AttributeError, "'stagge' is not a key of 'zero_optimization'", getattr, zero, "stagge")
+    raises(AttributeError, "has no attribute 'train_batch'", getattr, config, "train_batch")
     raises(ValueError, "give at least one of them", lambda: DeepSpeedConfig({}))
     raises(NotImplementedError, "mesh_device", lambda: DeepSpeedConfig(TREE, mesh_device=object()))
 
@@ -78,22 +76,17 @@ def test_blocks_of_the_configuration_are_writers_of_packages(tmp_path: Path, mon
     def noting(*args: Any, **options: Any) -> Any:
         return lambda step, values: written.append((args, options, step, values))
 
+    raises(NotImplementedError, "give wandb, tensorboard or csv_monitor", monitor, "comet")
     for name in ("tensorboard", "wandb"):
         monkeypatch.setattr(monitors, name, noting)
-        with pytest.raises(ModuleNotFoundError, match=f"{name}.enabled=True needs the package .*pip install {name}"):
-            monitor(name)
+        missing = f"{name}.enabled=True needs the package .*pip install {name}"
+        raises(ModuleNotFoundError, missing, monitor, name)
     monkeypatch.setattr(monitors, "require_package", lambda *_: None)
     monitor("tensorboard", output_path=str(tmp_path), job_name="t").write_events(EVENTS)
     monitor("wandb", group="g", team="e", project="p").write_events(EVENTS)
     values = {name: value for name, value, _ in EVENTS}
-    assert written == [
-        ((tmp_path / "t",), {}, 8, values),
-        ((), {"project": "p", "group": "g", "entity": "e"}, 8, values),
-    ]
-
-
-def test_comet_is_refused() -> None:
-    raises(NotImplementedError, "give wandb, tensorboard or csv_monitor", lambda: monitor("comet"))
+    run = {"project": "p", "group": "g", "entity": "e"}
+    assert written == [((tmp_path / "t",), {}, 8, values), ((), run, 8, values)]
 
 
 def test_products_of_a_call_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,15 +123,13 @@ def test_a_checkpointed_function_gives_the_same_bits() -> None:
     kept = copy.deepcopy(plain)
     kept.call = checkpointing.checkpoint
     x = torch.randn(4, 6)
-    losses = []
+    found = []
     for model in (plain, kept):
         torch.manual_seed(1)
         loss = model(x)
         loss.backward()
-        losses.append(loss)
-    assert torch.equal(*losses)
-    for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+        found.append([loss, *(param.grad for param in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     with torch.no_grad():
         assert torch.equal(checkpointing.checkpoint(torch.tanh, x), torch.tanh(x))
 
@@ -209,10 +200,5 @@ def test_what_a_library_asks_of_deepspeed_is_here(library: str) -> None:
 
 def test_what_is_not_here_is_found() -> None:
     program = "import deepspeed.pipe\nfrom deepspeed.utils import logger, nothing\ndeepspeed.runtime.zero.none.of(1)"
-    names = set(used(ast.parse(program)))
-    assert {"pipe", "utils.logger", "utils.nothing"} < names
-    assert {name for name in names if not is_here(name)} == {
-        "utils.nothing",
-        "runtime.zero.none",
-        "runtime.zero.none.of",
-    }
+    names, missing = set(used(ast.parse(program))), {"utils.nothing", "runtime.zero.none", "runtime.zero.none.of"}
+    assert {"pipe", "utils.logger"} < names and {name for name in names if not is_here(name)} == missing

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardwise.deepspeed import entry as entry_module
 from shardwise.deepspeed.config import AssertedError, read_config
 from shardwise.deepspeed.optimizers import FusedLamb, make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
+from tests.support.ds_setup import close, ds_config, optimizer_block
 from tests.support.on_ranks import assert_refused, raises
 
 Tree = dict[str, Any]
@@ -35,6 +37,10 @@ Tree = dict[str, Any]
 
 def _parameter() -> nn.Parameter:
     return nn.Parameter(torch.ones(2))
+
+
+def scheduled(name: str, params: Tree) -> Any:
+    return make_schedule(name, torch.optim.Adam([_parameter()], lr=0.3), params)
 
 
 OPTIMIZERS: list[tuple[str, Tree, Callable[[Any], torch.optim.Optimizer]]] = [
@@ -68,25 +74,20 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
         ("Lamb", {"max_coef": 1.0}, ValueError, "did you mean 'max_coeff'"),
         ("Adam", {"bias_correction": False, "torch_adam": True}, ValueError, "Adam.? has no such parameter"),
         ("Adam", {"bias_correction": False, "amsgrad": True}, NotImplementedError, "amsgrad=True"),
+        ("WarmupLr", {}, ValueError, "did you mean 'WarmupLR'"),
+        ("WarmupLR", {"warmup_steps": 3}, ValueError, "did you mean 'warmup_num_steps'"),
+        ("WarmupDecayLR", {}, ValueError, "needs 'total_num_steps'"),
+        ("WarmupLR", {"warmup_num_steps": 0}, ValueError, "warmup_num_steps=0"),
+        ("WarmupLR", {"warmup_num_steps": None}, ValueError, "warmup_num_steps=None"),
+        ("WarmupLR", {"warmup_num_steps": math.inf}, ValueError, "warmup_num_steps=inf"),
+        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, ValueError, "for 1 param groups"),
     ],
 )
-def test_wrong_optimizers(name: str, params: Tree, error: type[Exception], message: str) -> None:
-    raises(error, message, lambda: make_optimizer(name, [_parameter()], params))
-
-
-@pytest.mark.parametrize(
-    ("block", "error", "message"),
-    [
-        ({"optimizer": {"type": "OneBitAdam"}}, NotImplementedError, "optimizer.type='OneBitAdam'"),
-        ({"optimizer": {"type": "Lamb", "params": {"min_coeff": 2, "max_coeff": 1}}}, ValueError, "max_coeff=1"),
-        ({"optimizer": {"type": "Muon", "params": {"moon_lr": 1}}}, ValueError, "did you mean 'muon_lr'"),
-        ({"optimizer": {"type": "Muon", "params": {"ns_method": "x"}}}, ValueError, "give one of 'gram', 'standard'"),
-        ({"optimizer": {"type": "LBFGS"}}, ValueError, "LBFGS works on all parameters"),
-        ({"optimizer": {"type": "SGD", "params": {"capturable": True}}}, ValueError, "capturable"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(block: Tree, error: type[Exception], message: str) -> None:
-    raises(error, message, lambda: deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **block}))
+def test_wrong_optimizers_and_schedules(name: str, params: Tree, error: type[Exception], message: str) -> None:
+    if name.startswith("Warmup"):
+        raises(error, message, scheduled, name, params)
+    else:
+        raises(error, message, make_optimizer, name, [_parameter()], params)
 
 
 def test_schedules_of_deepspeed_are_listed_by_name() -> None:
@@ -95,23 +96,20 @@ def test_schedules_of_deepspeed_are_listed_by_name() -> None:
     assert lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
-@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR"])
-def test_an_automatic_peak_is_the_optimizers_rate(name: str) -> None:
-    more = {"total_num_steps": 8} if name == "WarmupDecayLR" else {}
+@pytest.mark.parametrize(("name", "more"), [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 8})])
+def test_an_automatic_peak_is_the_optimizers_rate(name: str, more: Tree) -> None:
     params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4, **more}
-    config = {"scheduler": {"type": name, "params": params}, "optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
-    model = nn.Linear(2, 1)
-    engine = deepspeed.initialize(model=model, config={**MINIMAL, **config})[0]
+    config = MINIMAL | {"scheduler": {"type": name, "params": params}}
+    engine = deepspeed.initialize(model=nn.Linear(2, 1), config=config)[0]
     rates = []
     for _ in range(6):
         engine.backward(engine(torch.ones(1, 2)).sum())
         engine.step()
         rates += engine.get_lr()
     engine.destroy()
-    assert max(rates) == pytest.approx(0.3)
-    config["scheduler"]["type"] = "OneCycle"
-    with pytest.raises(ValueError, match=r"OneCycle has no such parameter"):
-        deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, **config})
+    assert max(rates) == pytest.approx(0.1)
+    config["scheduler"] = {"type": "OneCycle", "params": params}
+    raises(ValueError, "OneCycle has no such parameter", deepspeed.initialize, model=nn.Linear(2, 1), config=config)
 
 
 # Rates before the first step and after each, as DeepSpeed 0.19.8 printed them.
@@ -128,8 +126,8 @@ RATES: list[tuple[str, Tree, list[float]]] = [
 
 @pytest.mark.parametrize(("name", "params", "rates"), RATES)
 def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
-    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
-    schedule = make_schedule(name, optimizer, params)
+    schedule = scheduled(name, params)
+    optimizer = schedule.optimizer
     found = [optimizer.param_groups[0]["lr"]]
     states = []
     for _ in rates[1:]:
@@ -138,7 +136,7 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
         found.append(optimizer.param_groups[0]["lr"])
         states.append(schedule.state_dict())
     assert found == pytest.approx(rates, rel=1e-12, abs=1e-15)
-    again = make_schedule(name, torch.optim.Adam([_parameter()], lr=0.3), params)
+    again = scheduled(name, params)
     again.load_state_dict(states[0])
     again.optimizer.step()
     again.optimizer.param_groups[0]["lr"] = found[1]
@@ -148,8 +146,8 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
 
 @pytest.mark.parametrize(("name", "params", "rates"), [each for each in RATES if each[0] != "StepLR"])
 def test_a_step_with_a_number_is_that_step(name: str, params: Tree, rates: list[float]) -> None:
-    optimizer = torch.optim.Adam([_parameter()], lr=0.3)
-    schedule: Any = make_schedule(name, optimizer, params)
+    schedule = scheduled(name, params)
+    optimizer = schedule.optimizer
     optimizer.step()
     for number in (2, 0, 1, None):  # None: the next one
         schedule.step(*([] if number is None else [number]))
@@ -176,40 +174,29 @@ def test_one_cycle_tells_its_momentum() -> None:
     assert still.get_mom() is None
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("WarmupLr", {}, "did you mean 'WarmupLR'"),
-        ("WarmupLR", {"warmup_steps": 3}, "did you mean 'warmup_num_steps'"),
-        ("WarmupDecayLR", {}, "needs 'total_num_steps'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0"),
-        ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None"),
-        ("WarmupLR", {"warmup_num_steps": math.inf}, "warmup_num_steps=inf"),
-        ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, "for 1 param groups"),
-    ],
-)
-def test_wrong_schedules(name: str, params: Tree, message: str) -> None:
-    raises(ValueError, message, lambda: make_schedule(name, torch.optim.SGD([_parameter()], lr=0.1), params))
+TOTAL = {"total_num_steps": 9}
 
 
-@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
-def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str) -> None:
-    def rates(**more: Any) -> list[float]:
-        optimizer = torch.optim.SGD([_parameter()], lr=0.1)
-        params = {"warmup_num_steps": 5, **({} if name == "WarmupLR" else {"total_num_steps": 9}), **more}
-        schedule = make_schedule(name, optimizer, params)
+@pytest.mark.parametrize(("name", "total"), [("WarmupLR", {}), ("WarmupDecayLR", TOTAL), ("WarmupCosineLR", TOTAL)])
+def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str, total: Tree) -> None:
+    def rates(kind: str) -> list[float]:
+        schedule = scheduled(name, {"warmup_num_steps": 5, "warmup_type": kind, **total})
         found = []
         for _ in range(8):
-            found.append(optimizer.param_groups[0]["lr"])
+            found.append(schedule.optimizer.param_groups[0]["lr"])
             schedule.step()
         return found
 
     with pytest.warns(UserWarning, match="warmup_type='steep' is not known, and 'log' is taken"):
-        found = rates(warmup_type="steep")
-    assert found == rates(warmup_type="log") != rates(warmup_type="linear")
+        found = rates("steep")
+    assert found == rates("log") != rates("linear")
 
 
-MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+MINIMAL: Tree = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": optimizer_block("SGD", lr=0.1)}
+
+
+def making(kind: str, **params: Any) -> Tree:
+    return {"config": MINIMAL | {"optimizer": optimizer_block(kind, **params)}}
 
 
 @pytest.mark.parametrize(
@@ -220,33 +207,28 @@ MINIMAL = {"train_batch_size": 1, "gradient_clipping": 0.0, "optimizer": {"type"
         ({"config": {}}, ValueError, "give at least one of them"),
         ({"config": MINIMAL, "mpu": 1}, ValueError, "mpu=1 has no get_data_parallel_group"),
         ({"config": MINIMAL, "mesh_param": 1}, ValueError, "mesh_param=1: give"),
-        (
-            {"config": MINIMAL | {"sequence_parallel_size": 2}, "mesh_param": (1, 4)},
-            ValueError,
-            "_size=2 of the config",
-        ),
+        ({"config": MINIMAL | {"sequence_parallel_size": 2}, "mesh_param": (1, 4)}, ValueError, "_size=2 of the config"),
         ({"config": {**MINIMAL, "optimizer": None, "scheduler": {"type": "WarmupLR"}}}, ValueError, "without an opt"),
+        (making("OneBitAdam"), NotImplementedError, "optimizer.type='OneBitAdam'"),
+        (making("Lamb", min_coeff=2, max_coeff=1), ValueError, "max_coeff=1"),
+        (making("Muon", moon_lr=1), ValueError, "did you mean 'muon_lr'"),
+        (making("Muon", ns_method="x"), ValueError, "give one of 'gram', 'standard'"),
+        (making("LBFGS"), ValueError, "LBFGS works on all parameters"),
+        (making("SGD", capturable=True), ValueError, "capturable"),
     ],
-)
+)  # fmt: skip
 def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
     raises(error, message, lambda: deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments}))
 
 
 def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
     engine = deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, "managed_gradient_accumulation": False})[0]
-    for call, message in (
-        (
-            lambda: engine.scale(engine(torch.ones(2, 2))),
-            r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that",
-        ),
-        (lambda: engine.backward(torch.ones(())), r"backward\(loss of shape \(\), requires_grad=False\)"),
-        (
-            lambda: engine.set_gradient_accumulation_boundary(True),
-            r"set_gradient_accumulation_boundary\(True\) without",
-        ),
-    ):
-        for kind in (AssertionError, ValueError):
-            raises(kind, message, call)
+    for kind in (AssertionError, ValueError):
+        scalar = r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that"
+        raises(kind, scalar, engine.scale, engine(torch.ones(2, 2)))
+        raises(kind, r"backward\(loss of shape \(\), requires_grad=False\)", engine.backward, torch.ones(()))
+        boundary = engine.set_gradient_accumulation_boundary
+        raises(kind, r"set_gradient_accumulation_boundary\(True\) without", boundary, True)
     engine.destroy()
 
 
@@ -285,26 +267,16 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
 
 INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
     ({"mpu": object()}, ValueError, "mpu=.* has no get_data_parallel_group"),
-    (
-        {"data_parallel_group": "some"},
-        ValueError,
-        "data_parallel_group='some' but torch.distributed is not initialised",
-    ),
+    ({"data_parallel_group": "some"}, ValueError, "data_parallel_group='some' but torch.distributed is not initialised"),
     ({"sequence_data_parallel_group": "some"}, ValueError, "^sequence_data_parallel_group='some'"),
-    (
-        {"zero_param_parallel_group": "some"},
-        NotImplementedError,
-        "no argument for zero_optimization.zero_hpz_partition_size",
-    ),
+    ({"zero_param_parallel_group": "some"}, NotImplementedError, "no argument for zero_optimization.zero_hpz_partition_size"),
     ({"zero_quantized_weights": True}, NotImplementedError, "no argument for zero_optimization.zero_quantized_weights"),
     ({"zero_quantized_nontrainable_weights": True}, NotImplementedError, "give that key in the configuration"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), INIT_REFUSES)
-def test_zero_init_refuses_what_would_change_the_training(
-    arguments: Tree, error: type[Exception], message: str
-) -> None:
+def test_zero_init_refuses_what_would_change_it(arguments: Tree, error: type[Exception], message: str) -> None:
     for enabled in (True, False):
         raises(error, message, deepspeed.zero.Init, **arguments, enabled=enabled)
 
@@ -332,23 +304,18 @@ def found(path: str, name: str) -> Any:
     return getattr(importlib.import_module(f"shardwise.deepspeed.{path}".rstrip(".")), name)
 
 
-def test_one_process_is_all_of_its_groups() -> None:
-    groups = importlib.import_module("shardwise.deepspeed.utils.groups")
-    assert groups.get_tensor_model_parallel_src_rank() == groups.get_sequence_parallel_rank() == 0
-    comm = importlib.import_module("shardwise.deepspeed.comm")
-    assert comm.get_world_group() is None and comm.get_global_rank(None, 0) == 0
-    constants = importlib.import_module("shardwise.deepspeed.constants")
-    assert constants.TORCH_DISTRIBUTED_DEFAULT_PORT == 29500
-    assert comm.default_pg_timeout is constants.default_pg_timeout and comm.default_pg_timeout.total_seconds() == 600
+comm: Any = importlib.import_module("shardwise.deepspeed.comm")
+groups: Any = importlib.import_module("shardwise.deepspeed.utils.groups")
+utils: Any = importlib.import_module("shardwise.deepspeed.utils")
+zero: Any = importlib.import_module("shardwise.deepspeed.zero")
 
 
 def test_marks_of_parameters() -> None:
     weight, leaf = nn.Parameter(torch.ones(2)), nn.Linear(2, 1)
     is_divided = found("runtime.utils", "is_model_parallel_parameter")
-    assert not is_divided(weight)
+    assert not is_divided(weight) and not found("runtime.zero.utils", "is_zero_param")(weight)
     weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     assert is_divided(weight)
-    utils = importlib.import_module("shardwise.deepspeed.utils")
     model = nn.Sequential(leaf, nn.ReLU())
     assert utils.set_z3_leaf_modules(model, ["Linear"]) == [leaf] == utils.set_z3_leaf_modules(model, [nn.Linear])
     assert utils.set_z3_leaf_modules(model, [nn.Conv1d], raise_if_not_found=False) == []
@@ -380,26 +347,20 @@ def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_
         assert first(str(tmp_path), stage) == str(tmp_path / f"{name}_model_states.pt")
 
 
-class Sharing(nn.Module):
+class Sharing(nn.ModuleDict):
     """Its forward pass reads a parameter of another module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.owner, self.reader = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.reader(x) @ self.owner.weight
 
 
 def test_a_parameter_that_another_module_reads() -> None:
-    zero = importlib.import_module("shardwise.deepspeed.zero")
-    model, x = Sharing(), torch.ones(2, 3)
+    model = Sharing({"owner": nn.Linear(3, 3, bias=False), "reader": nn.Linear(3, 3, bias=False)})
+    x = torch.ones(2, 3)
     plain = model(x).detach()
     weights = [param.detach().clone() for param in model.parameters()]
     zero.register_external_parameter(model.reader, model.owner.weight)
-    zero_3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    config = {"train_batch_size": 2, "gradient_clipping": 0.0, "zero_optimization": zero_3}
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = deepspeed.initialize(model=model, config=ds_config(3))[0]
     assert torch.equal(engine(x), plain)
     kind = zero.ZeroParamType
     assert {param.ds_param_type for param in engine.parameters()} == {kind.PARTITIONED} != {kind.NORMAL, kind.REMOTE}
@@ -415,7 +376,6 @@ def test_a_parameter_that_another_module_reads() -> None:
 
 
 def test_tensors_are_made_with_a_dtype() -> None:
-    zero = importlib.import_module("shardwise.deepspeed.zero")
     ones = zero.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)
     assert torch.equal(ones(2), torch.ones(2).half()) and ones(2, dtype=torch.float64).dtype == torch.float16
     assert ones(2).dtype == torch.float16 and ones(2, dtype=torch.int64).dtype == torch.int64
@@ -425,18 +385,10 @@ def test_gradients_are_clipped_as_torchs() -> None:
     assert found("runtime.utils", "clip_grad_norm_") is torch.nn.utils.clip_grad_norm_
 
 
-comm: Any = importlib.import_module("shardwise.deepspeed.comm")
-utils: Any = importlib.import_module("shardwise.deepspeed.utils")
-
-
 def test_the_files_that_win_have_the_rest_from_the_table() -> None:
-    from shardwise.deepspeed import checkpointing, zero
-
-    for module, name in ((zero, "free_param"), (checkpointing, "get_cuda_rng_tracker")):
-        with pytest.raises(UnsupportedName, match=name):
-            getattr(module, name)()
-    with pytest.raises(AttributeError, match="Inti"):
-        getattr(zero, "Inti")  # noqa: B009
+    for module, name in (("zero", "free_param"), ("checkpointing", "get_cuda_rng_tracker")):
+        raises(UnsupportedName, name, found(module, name))
+    raises(AttributeError, "Inti", found, "zero", "Inti")
 
 
 def test_the_release() -> None:
@@ -457,16 +409,17 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
     comm.init_distributed(timeout=timedelta(seconds=1))  # nobody launched it
     comm.init_distributed(timeout=timedelta(seconds=1), rank=0, world_size=1)  # what there is without a launcher
     # What is not the launcher's is torch's, which says what it lacks.
-    for given, said in (
-        ({"init_method": "tcp://127.0.0.1:1"}, "rank parameter missing"),
-        ({"rank": 1, "world_size": 2}, "MASTER_ADDR expected"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            comm.init_distributed("gloo", timeout=timedelta(seconds=1), **given)
+    begin = partial(comm.init_distributed, "gloo", timeout=timedelta(seconds=1))
+    raises(ValueError, "rank parameter missing", begin, init_method="tcp://127.0.0.1:1")
+    raises(ValueError, "MASTER_ADDR expected", begin, rank=1, world_size=2)
     assert not comm.is_initialized()
-    groups = importlib.import_module("shardwise.deepspeed.utils.groups")
     assert (groups._get_data_parallel_world_size(), groups.get_model_parallel_world_size()) == (1, 1)
     assert groups._get_sequence_parallel_world_size() == 1 and groups.get_model_parallel_group() is None
+    assert groups.get_tensor_model_parallel_src_rank() == groups.get_sequence_parallel_rank() == 0
+    assert comm.get_world_group() is None and comm.get_global_rank(None, 0) == 0
+    assert found("constants", "TORCH_DISTRIBUTED_DEFAULT_PORT") == 29500
+    assert comm.default_pg_timeout is found("constants", "default_pg_timeout")
+    assert comm.default_pg_timeout.total_seconds() == 600
 
 
 def test_the_accelerator_is_asked() -> None:
@@ -483,8 +436,7 @@ def test_the_accelerator_is_asked() -> None:
     device.synchronize()
     device.empty_cache()
     assert device.on_accelerator(first) and device.current_device() == ("cpu" if kind == "cpu" else 0)
-    with pytest.raises(AttributeError, match="call torch's function for"):
-        _ = device.is_triton_supported
+    raises(AttributeError, "call torch's function for", getattr, device, "is_triton_supported")
 
 
 def test_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -512,7 +464,7 @@ def test_messages(capsys: pytest.CaptureFixture[str]) -> None:
         utils.logger.setLevel(before)
 
 
-def test_loaders_and_values() -> None:
+def test_loaders_and_moved_values() -> None:
     loader = utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1] and len(loader) == 2 and iter(loader) is loader
     value = torch.ones(4)
@@ -521,10 +473,6 @@ def test_loaders_and_values() -> None:
     assert cloned["a"][0].untyped_storage().nbytes() == 8 and cloned["a"][1][1] == 3 and cloned["b"] is None
     moved = found("runtime.utils", "move_to_device")(item, "meta", lambda tensor: tensor.numel() == 2)
     assert moved["a"][0].is_meta and not moved["a"][1][0].is_meta
-
-
-def test_no_parameter_is_marked_outside_of_zero() -> None:
-    assert not found("runtime.zero.utils", "is_zero_param")(nn.Parameter(torch.ones(1)))
 
 
 def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
@@ -543,34 +491,27 @@ def steps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor
 
 
 def test_optimizers_are_what_their_names_say() -> None:
-    adam, lion = importlib.import_module("shardwise.deepspeed.ops.adam"), found("ops.lion", "DeepSpeedCPULion")
-    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.01}
-    torch_ones = {True: torch.optim.AdamW, False: torch.optim.Adam}
+    cpu_adam, fused_adam = found("ops.adam", "DeepSpeedCPUAdam"), found("ops.adam", "FusedAdam")
+    adagrad, lion = found("ops.adagrad", "DeepSpeedCPUAdagrad"), found("ops.lion", "DeepSpeedCPULion")
 
-    def one() -> nn.Parameter:
-        return nn.Parameter(torch.linspace(1.0, 2.0, 6))
+    def after(kind: Any, **options: Any) -> torch.Tensor:
+        param = nn.Parameter(torch.linspace(1.0, 2.0, 6))
+        return steps(kind([param], lr=0.1, weight_decay=0.01, **options), param)
 
-    for decoupled, reference in torch_ones.items():
-        want = steps(reference([param := one()], **options), param)
-        cpu = adam.DeepSpeedCPUAdam([param := one()], adamw_mode=decoupled, **options)
-        torch.testing.assert_close(steps(cpu, param), want)
-        fused = adam.FusedAdam([param := one()], adam_w_mode=decoupled, **options)
-        torch.testing.assert_close(steps(fused, param), want)
-    want = steps(torch.optim.Adagrad([param := one()], **options), param)
-    adagrad = found("ops.adagrad", "DeepSpeedCPUAdagrad")
-    torch.testing.assert_close(steps(adagrad([param := one()], **options), param), want)
+    for decoupled, reference in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
+        torch.testing.assert_close(after(cpu_adam, adamw_mode=decoupled), after(reference))
+        torch.testing.assert_close(after(fused_adam, adam_w_mode=decoupled), after(reference))
+    torch.testing.assert_close(after(adagrad), after(torch.optim.Adagrad))
     for cls in (lion, found("ops.lion", "FusedLion")):
-        mine = steps(cls([param := one()], betas=(0.9, 0.99), **options), param)
-        torch.testing.assert_close(mine, by_hand(one().detach()))
-    for cls in (adam.DeepSpeedCPUAdam, adam.FusedAdam, adagrad):
-        with pytest.raises(NotImplementedError, match="amsgrad=True"):
-            cls([one()], amsgrad=True)
-    raises(ValueError, "betas", lambda: lion([one()], betas=(0.9, 1.0)))
+        torch.testing.assert_close(after(cls, betas=(0.9, 0.99)), by_hand(torch.linspace(1.0, 2.0, 6)))
+    for cls in (cpu_adam, fused_adam, adagrad):
+        raises(NotImplementedError, "amsgrad=True", after, cls, amsgrad=True)
+    raises(ValueError, "betas", after, lion, betas=(0.9, 1.0))
 
 
 @pytest.mark.parametrize(("inside", "corrected", "bounds"), [(False, True, (0.01, 10.0)), (True, False, (0.7, 0.9))])
 def test_lamb_is_its_formula(inside: bool, corrected: bool, bounds: tuple[float, float]) -> None:
-    lamb = importlib.import_module("shardwise.deepspeed.ops.lamb").FusedLamb
+    lamb = found("ops.lamb", "FusedLamb")
     assert lamb is found("ops.lamb.fused_lamb", "FusedLamb")
     weight, average, squares, ratio = torch.linspace(1.0, 2.0, 6), torch.zeros(6), torch.zeros(6), torch.tensor(0.0)
     for number in range(1, 4):
@@ -605,27 +546,25 @@ def by_hand(value: torch.Tensor) -> torch.Tensor:
 
 def test_lion_by_its_name_in_a_configuration() -> None:
     model = nn.Linear(3, 2)
-    config = {"train_batch_size": 1, "optimizer": {"type": "Lion", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}}
-    engine = deepspeed.initialize(model=model, config={**config, "gradient_clipping": 0.0})[0]
+    engine = deepspeed.initialize(model=model, **making("Lion", lr=0.1, betas=[0.9, 0.99]))[0]
     before = model.weight.detach().clone()
     engine.backward(engine(torch.ones(1, 3)).sum())
     engine.step()
-    torch.testing.assert_close(engine.state_dict()["weight"], before - 0.1)
-    engine.destroy()
+    torch.testing.assert_close(close(engine)["weight"], before - 0.1)
 
 
 def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
     config: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
     model = nn.Linear(2, 2)
     assert deepspeed.tp_model_init(model, 4, torch.float32, config=config) is model
-    with pytest.raises(ValueError, match=r"tp_size of tp_model_init and tensor_parallel\.autotp_size .* are \[2, 4\]"):
-        deepspeed.initialize(model=model, config=config)
+    sizes = r"tp_size of tp_model_init and tensor_parallel\.autotp_size .* are \[2, 4\]"
+    raises(ValueError, sizes, deepspeed.initialize, model=model, config=config)
     # Its size counts where the configuration has none: there is one rank here.
     wrapped = nn.Sequential(nn.Sequential(model), nn.ReLU())
     without: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"tp_overlap_comm": False}}
     for each, given in ((model, {"train_batch_size": 1}), (model, without), (wrapped, {"train_batch_size": 1})):
-        with pytest.raises(ValueError, match="autotp_size=4 x sequence_parallel_size=1 does not divide"):
-            deepspeed.initialize(model=each, config=given)
+        sizes = "autotp_size=4 x sequence_parallel_size=1 does not divide"
+        raises(ValueError, sizes, deepspeed.initialize, model=each, config=given)
     deepspeed.tp_model_init(model, 1, torch.float16)  # the last one counts
     deepspeed.initialize(model=wrapped, config={"train_batch_size": 1, "gradient_clipping": 0.0})[0].destroy()
     assert_refused(

@@ -3,7 +3,6 @@
 What the engine's meter asks of CUDA's allocator, against a fake of it.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,45 +10,30 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_setup import FakeCuda
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.memory.trace.tracker import AllocatorTracker
 from shardwise.core.shards import meter as meters
 from shardwise.core.shards.meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 
 WIDTH, ROWS, DEPTH = 16, 4, 5
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)
 ACTIVATION = 4 * WIDTH * ROWS
 
 
-class Chain(nn.Module):
-    """Each block saves its output only: ``tanh(linear(x))``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def tiers(capacity: int, warmup: float = 0.5, steady: float = 0.9, margin: float = 0.0) -> TierPlan:
-    ratios = AutoPlan(warmup_non_model_ratio=warmup, steady_capacity_ratio=steady, margin_ratio=margin)
-    return dataclasses.replace(on_device(), device_capacity_bytes=capacity, auto=ratios)
+def tiers(capacity: int, warmup: float = 0.5) -> TierPlan:
+    ratios = AutoPlan(warmup_non_model_ratio=warmup, steady_capacity_ratio=0.9, margin_ratio=0.0)
+    return replace(on_device(), device_capacity_bytes=capacity, auto=ratios)
 
 
 @contextmanager
 def chain(plan: TierPlan) -> Iterator[tuple[Session, MemoryMeter]]:
-    torch.manual_seed(0)
-    model = Chain()
+    # Each block saves its output only.
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
     session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(3).but(prefetch=0, tiers=plan))
     meter = session.engine.meter
     assert meter is not None
@@ -63,18 +47,14 @@ def step(session: Session, rows: int = ROWS) -> None:
     session.optimizers[0].step()
 
 
-def trace() -> tuple[MemStats, list[int], int]:
+@on_ranks(1)
+def test_the_trace_of_a_chain() -> None:
     with chain(tiers(1 << 20)) as (session, meter):
         assert meter.stats is None and meter.budget_bytes() == (1 << 19) - session.ledger.model_bytes()
         assert meter.margin_bytes() == 0
         step(session)
-        assert meter.stats is not None
-        return meter.stats, list(session.engine.pool.training.recorded), meter.budget_bytes()
-
-
-def test_the_trace_of_a_chain() -> None:
-    stats, order, _ = run_ranks(1, trace)[0]
-    assert order == [0, 1, 2, 3, 4, 3, 2, 1, 0][: len(order)] and stats.matches(order)
+        stats, order = meter.stats, list(session.engine.pool.training.recorded)
+    assert stats is not None and order == [0, 1, 2, 3, 4, 3, 2, 1, 0][: len(order)] and stats.matches(order)
     forward = stats.interval_bytes[: DEPTH - 1]
     # Between one use and the next: the outputs of the blocks so far, and of the linear layer under way.
     assert list(forward) == [(index + 2) * ACTIVATION for index in range(DEPTH - 1)]
@@ -84,7 +64,8 @@ def test_the_trace_of_a_chain() -> None:
     assert stats.gathered_bytes == dict.fromkeys(range(DEPTH), UNIT)
 
 
-def budgets() -> tuple[list[int], list[int], list[int]]:
+@on_ranks(1)
+def test_budget_by_position() -> None:
     with chain(tiers(1 << 16)) as (session, meter):
         step(session)
         assert meter.stats is not None
@@ -98,52 +79,25 @@ def budgets() -> tuple[list[int], list[int], list[int]]:
 
         session.engine.events.unit_wanted.listen(use)
         step(session)
-        return intervals, seen, others
-
-
-def test_budget_by_position() -> None:
-    intervals, seen, others = run_ranks(1, budgets)[0]
     steady = int((1 << 16) * 0.9)
     assert seen == [steady - rest - other for rest, other in zip(intervals, others, strict=True)]
     assert len(set(seen)) > 3
 
 
-def too_small() -> str:
+@on_ranks(1)
+def test_activations_that_do_not_fit() -> None:
     with chain(tiers(8 * UNIT, warmup=0.9)) as (session, _):
         step(session)
         message = raises(DeviceMemoryError, None, lambda: step(session, rows=200))
+        assert "activations and the rest" in message and "activation checkpointing" in message
         session.optimizers[0].zero_grad()
         step(session)
-        return message
-
-
-def test_activations_that_do_not_fit() -> None:
-    message = run_ranks(1, too_small)[0]
-    assert "activations and the rest" in message and "activation checkpointing" in message
-
-
-CUDA = torch.device("cuda")
 
 
 # ---- how often the allocator is asked
 
 LAYERS, CUDA_WIDTH, STEPS = 12, 8, 4
 CAPACITY = 1 << 20
-
-
-class Block(nn.Module):
-    """A unit that backward reads many times: every linear map's weight, and the norm's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(CUDA_WIDTH)
-        self.maps = nn.ModuleList(nn.Linear(CUDA_WIDTH, CUDA_WIDTH) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        for each in self.maps:
-            x = torch.tanh(each(x))
-        return x
 
 
 @pytest.fixture
@@ -161,12 +115,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def session(cuda: FakeCuda) -> Iterator[Session]:
-    """ZeRO-3 with one rank and all parameters on the host, so that every unit is gathered, one ahead."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    """After some steps of ZeRO-3 with one rank and all parameters on the host: every unit is gathered, one ahead."""
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(CUDA_WIDTH), nn.Linear(CUDA_WIDTH, 8)) for _ in range(LAYERS)))
     plan = zero(3)
     tiers = replace(plan.tiers, param_host_fraction=1.0, device_capacity_bytes=CAPACITY)
     made = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan.but(tiers=tiers), device=torch.device("cpu"))
+    for _ in range(STEPS):
+        cuda_step(made)
     yield made
     made.close()
     made.mesh.close()
@@ -181,8 +136,6 @@ def cuda_step(session: Session, between: Callable[[], None] = lambda: None) -> N
 
 
 def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda, session: Session) -> None:
-    for _ in range(STEPS):
-        cuda_step(session)
     session.engine.pool.drop_idle()
     block = session.module.unwrap()[LAYERS // 2]
     grown = block.register_forward_hook(lambda *_: cuda.allocate(CAPACITY))
@@ -195,8 +148,6 @@ def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda
 
 def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, session: Session) -> None:
     """It came and went while the host was elsewhere; the allocator's own peak tells."""
-    for _ in range(STEPS):
-        cuda_step(session)
     resets = cuda.resets
 
     def burst(*_: object) -> None:
@@ -215,8 +166,6 @@ def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, 
 
 
 def test_memory_that_waits_for_a_stream_counts(cuda: FakeCuda, session: Session) -> None:
-    for _ in range(STEPS):
-        cuda_step(session)
     cuda.allocate(CAPACITY)
     cuda.drop_recorded(CAPACITY)
     raises(DeviceMemoryError, None, lambda: cuda_step(session))

@@ -10,27 +10,16 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import T5Config
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.engine.casts import cast_floats, map_tensors
@@ -38,6 +27,7 @@ from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
 from shardwise.shardformer import ShardConfig, changes
 from shardwise.shardformer.changes import Kernels, changed_model, kernels_of
+from tests.support.tensor_cases import decoder
 
 SIZES = ((7, 5, 3), (1, 1, 1), (16, 32, 48), (33, 17, 40))
 RELATIVE = {VALUES: (2.0**-4, 2.0**-17), GRADIENTS: (2.0**-3, 2.0**-31)}
@@ -60,17 +50,17 @@ def test_scaling(dtype: torch.dtype) -> None:
         assert back(scaled(x, dtype)).isnan().all()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_products_are_those_of_the_rounded_numbers(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    m, k, n = sizes
+ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+@pytest.mark.parametrize(("m", "k", "n"), SIZES)
+@pytest.mark.parametrize(("dtype", "rounding"), ROUNDING.items(), ids=str)
+def test_products_are_those_of_the_rounded_numbers(m: int, k: int, n: int, dtype: torch.dtype, rounding: float) -> None:
     for left in (VALUES, GRADIENTS):
         a, b = scaled(torch.randn(m, k), left), scaled(torch.randn(n, k), VALUES)
         found = product(a, b, dtype)
         exact = back(a).double() @ back(b).double().t()
         assert found.shape == (m, n) and found.dtype == dtype
-        rounding = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
         terms = back(a).double().abs() @ back(b).double().abs().t()
         assert ((found.double() - exact).abs() <= rounding * terms + 1e-7).all()
 
@@ -240,64 +230,37 @@ def test_gradients_flow_through_a_cast() -> None:
     assert x.grad is not None and x.grad.tolist() == [1.0] * 3
 
 
-KERNELS_SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 20,
-    "head_dim": 8,
-}
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**KERNELS_SIZES)), 5),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**KERNELS_SIZES)), 9),
-    "t5": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
-        ),
-        12,
-    ),
-}
-OTHERS: dict[str, Callable[[], nn.Module]] = {
-    "one plus the weight": lambda: GemmaForCausalLM(GemmaConfig(**KERNELS_SIZES)),
-    "a layer norm": lambda: CohereForCausalLM(
-        CohereConfig(**{k: v for k, v in KERNELS_SIZES.items() if k != "head_dim"})
-    ),
-}
+T5 = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
 
 
-def of(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[name][0]().eval()
+def fused(model: nn.Module) -> list[str]:
+    """The names of the norms that are fused, after fusing what can be."""
+    with changed_model(model, Kernels(norms=True), None):
+        return [name for name, module in model.named_modules() if isinstance(module, changes._RmsNorm)]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "count"),
+    [
+        ("LlamaForCausalLM", decoder("Llama"), 5),
+        ("Qwen3ForCausalLM", decoder("Qwen3"), 9),
+        ("T5ForConditionalGeneration", T5, 12),
+    ],
+    ids=["llama", "qwen3", "t5"],
+)
+def test_norms_are_found_and_compute_what_they_did(name: str, config: Any, count: int) -> None:
+    model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
         for param in model.parameters():
             param += 0.2 * torch.randn(param.shape)
-    return model
-
-
-def fused(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, changes._RmsNorm)]
-
-
-def fuse(model: nn.Module) -> nn.Module:
-    with changed_model(model, Kernels(norms=True), None):
-        return model
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_norms_are_found_and_compute_what_they_did(name: str) -> None:
-    model = of(name)
     plain = copy.deepcopy(model)
     with warnings.catch_warnings(action="error"):
-        fuse(model)
-    assert len(fused(model)) == MODELS[name][1]
+        paths = fused(model)
+    assert len(paths) == count
     own = dict(plain.named_modules())
-    for path, module in model.named_modules():
-        if module not in fused(model):
-            continue
-        weight: Any = module.weight
-        x = torch.randn(3, 4, weight.shape[0], generator=torch.Generator().manual_seed(1))
+    for path in paths:
+        module = model.get_submodule(path)
+        x = torch.randn(3, 4, module.weight.shape[0])
         for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-6)):
             module.to(dtype)
             own[path].to(dtype)
@@ -314,12 +277,11 @@ def test_norms_are_found_and_compute_what_they_did(name: str) -> None:
     torch.testing.assert_close(model.float()(**inputs).loss, plain.float()(**inputs).loss, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["Gemma", "Cohere"])
 def test_what_is_not_known_is_left(name: str) -> None:
-    model = OTHERS[name]()
+    """Norms with one plus the weight, and those that are layer norms."""
     with pytest.warns(UserWarning, match="enable_fused_normalization=True without effect"):
-        fuse(model)
-    assert not fused(model)
+        assert not fused(getattr(transformers, f"{name}ForCausalLM")(decoder(name)))
 
 
 def test_what_the_arguments_mean() -> None:

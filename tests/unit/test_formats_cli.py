@@ -3,16 +3,18 @@
 ``convert`` to what needs more than tensors: a configuration, an adapter's settings.
 """
 
+import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from formats_setup import differing, odd_source, optimizer_facts, tensor
+from program_setup import status
 from torch import nn
 
-from shardwise.cli.main import main
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun
 from shardwise.core.checkpoint.formats import (
     detect_format,
@@ -27,14 +29,28 @@ from shardwise.core.checkpoint.formats import (
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
+from tests.support.huggingface_setup import gpt2
 from tests.support.on_ranks import raises
 
+_run = partial(status, "checkpoint")
 
-def _run(*arguments: object) -> int:
-    try:
-        return main(["checkpoint", *map(str, arguments)])
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
+
+def convert(place: Path, target: Path, to: str, *options: object) -> int:
+    return _run("convert", place, target, "--to", to, *options)
+
+
+def refused(capsys: pytest.CaptureFixture[str], expected: str, *arguments: object) -> None:
+    """The command ends with status 2 and one line, in which ``expected`` is."""
+    assert _run(*arguments) == 2, arguments
+    shown = capsys.readouterr().err
+    assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown, (arguments, shown)
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of that byte."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.fixture
@@ -99,12 +115,10 @@ def test_inspect(places: dict[str, Path], capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("to", ["native", "huggingface", "single", "dcp", "torchtitan", "colossalai"])
-def test_convert_to_everything_and_back(
-    to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_and_back(to: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / ("x.safetensors" if to == "single" else "x")
     cut = ["--max-shard-size", "100B"] if to in ("huggingface", "colossalai") else []
-    assert _run("convert", places["native"], target, "--to", to, *cut) == 0
+    assert convert(places["native"], target, to, *cut) == 0
     shown = capsys.readouterr()
     lossy = to in ("huggingface", "single")
     assert ("optimizer state" in shown.err) == lossy and "\r" not in shown.err
@@ -121,42 +135,48 @@ def test_convert_to_everything_and_back(
 
 
 def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dcp, x = places["dcp"], tmp_path / "x"
     cases = [
-        (["convert", places["dcp"], tmp_path / "x", "--to", "zip"], "invalid choice"),
-        (["convert", places["dcp"], places["dcp"], "--to", "dcp"], "the same"),
-        (["convert", tmp_path / "nowhere", tmp_path / "x", "--to", "dcp"], "no such file"),
-        (["convert", places["dcp"], tmp_path / "x", "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
-        (
-            ["convert", places["dcp"], tmp_path / "x", "--to", "dcp", "--max-shard-size", "5GB"],
-            "--max-shard-size: --to huggingface and colossalai alone take it; leave it out",
-        ),
-        (["convert", places["dcp"], tmp_path / "x.npz", "--to", "single"], "written as .safetensors"),
-        (["convert", places["dcp"], places["single"], "--to", "huggingface"], "is a file"),
-        (["convert", places["dcp"], tmp_path / "x", "--to", "peft"], "no parameters of a LoRA adapter"),
-        (["diff", places["dcp"], places["dcp"], "--rtol", "-1"], "--rtol -1"),
-        (["diff", places["dcp"], places["dcp"], "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),
-        (["diff", places["dcp"], places["dcp"], "--atol", "inf"], "--atol inf: give a finite number >= 0"),
+        (["convert", dcp, x, "--to", "zip"], "invalid choice"),
+        (["convert", dcp, dcp, "--to", "dcp"], "the same"),
+        (["convert", tmp_path / "nowhere", x, "--to", "dcp"], "no such file"),
+        (["convert", dcp, x, "--to", "huggingface", "--max-shard-size", "big"], "'big'"),
+        (["convert", dcp, tmp_path / "x.npz", "--to", "single"], "written as .safetensors"),
+        (["convert", dcp, places["single"], "--to", "huggingface"], "is a file"),
+        (["convert", dcp, x, "--to", "peft"], "no parameters of a LoRA adapter"),
+        (["diff", dcp, dcp, "--rtol", "-1"], "--rtol -1"),
+        (["diff", dcp, dcp, "--rtol", "nan"], "--rtol nan: give a finite number >= 0"),
+        (["diff", dcp, dcp, "--atol", "inf"], "--atol inf: give a finite number >= 0"),
         (["verify", tmp_path / "nowhere"], "no such file"),
         (["inspect", tmp_path / "several"], "holds"),
         (["inspect", tmp_path], "manifest.json is missing"),
     ]
+    for to, options, takers in (
+        ("dcp", ["--max-shard-size", "5GB"], "huggingface and colossalai alone take it"),
+        ("single", ["--lora-alpha", "8"], "peft alone takes it"),
+        ("huggingface", ["--adapter", "x"], "peft alone takes it"),
+        ("dcp", ["--base", "x"], "peft alone takes it"),
+        ("native", ["--adapter-config", "x"], "peft alone takes it"),
+        ("native", ["--config", "/nowhere"], "huggingface alone takes it"),
+        ("single", ["--safetensors"], "colossalai alone takes it"),
+    ):
+        cases.append((["convert", dcp, x, "--to", to, *options], f"{options[0]}: --to {takers}; leave it out"))
     (tmp_path / "several").mkdir()
     for name in ("second", "third"):
         (tmp_path / "several" / f"{name}.safetensors").touch()
     (tmp_path / "native" / "manifest.json").unlink()
     for arguments, expected in cases:
-        assert _run(*arguments) == 2, arguments
-        shown = capsys.readouterr().err
-        assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown, (arguments, shown)
+        refused(capsys, expected, *arguments)
+    assert not x.exists()
 
 
 def test_dtype_and_tolerance(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("convert", places["huggingface"], tmp_path / "x", "--to", "huggingface", "--dtype", "bfloat16") == 0
-    assert _run("diff", places["huggingface"], tmp_path / "x") == 1
+    both = places["huggingface"], tmp_path / "x"
+    assert convert(*both, "huggingface", "--dtype", "bfloat16") == 0
+    assert _run("diff", *both) == 1
     assert "dtype float32 and bfloat16" in capsys.readouterr().out
-    close = ["--ignore-dtype", "--rtol", "1e-2", "--atol", "1e-40"]
-    assert _run("diff", places["huggingface"], tmp_path / "x", *close) == 0
-    assert _run("diff", places["huggingface"], tmp_path / "x", "--ignore-dtype") == 1
+    assert _run("diff", *both, "--ignore-dtype", "--rtol", "1e-2", "--atol", "1e-40") == 0
+    assert _run("diff", *both, "--ignore-dtype") == 1
     assert "elements differ" in capsys.readouterr().out
 
 
@@ -204,35 +224,20 @@ def test_verify_finds_damage(places: dict[str, Path], capsys: pytest.CaptureFixt
         assert _run("verify", path) == 0, name
     assert "every byte is as written" in capsys.readouterr().out
     pieces = next(places["native"].glob("pieces-*.safetensors"))
-    content = bytearray(pieces.read_bytes())
-    content[-1] ^= 1
-    pieces.write_bytes(content)
-    assert _run("verify", places["native"]) == 1
-    assert pieces.name in capsys.readouterr().out
+    flip(pieces, -1)
     shard = next(places["colossalai"].rglob("pytorch_model-*.bin"))
-    content = bytearray(shard.read_bytes())
-    position = content.find(tensor(odd_source(), "model/embed.weight").numpy().tobytes())
-    content[position + 4] ^= 1
-    shard.write_bytes(content)
-    assert _run("verify", places["colossalai"]) == 1
-    assert shard.name in capsys.readouterr().out
+    flip(shard, 4 + shard.read_bytes().find(tensor(odd_source(), "model/embed.weight").numpy().tobytes()))
+    for name, file in (("native", pieces), ("colossalai", shard)):
+        assert _run("verify", places[name]) == 1
+        assert file.name in capsys.readouterr().out
     raises(CheckpointDamage, None, lambda: check_zip(shard))
-
-
-def convert(*arguments: object) -> int:
-    try:
-        return main(["checkpoint", "convert", *map(str, arguments)])
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, 6)
+        self.embed, self.q, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 4)
         self.blocks = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(6, 6), "k": nn.Linear(6, 6)}) for _ in range(2))
-        self.q = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(x)
@@ -241,126 +246,90 @@ class Net(nn.Module):
         return self.head(self.q(hidden))
 
 
-def adapted(seed: int = 0, **settings: Any) -> tuple[nn.Module, nn.Module]:
+def adapted(**settings: Any) -> tuple[nn.Module, nn.Module]:
     """The base model, and a model with an adapter whose every parameter is random."""
     peft = pytest.importorskip("peft")
-    torch.manual_seed(seed)
-    base, other = Net(), Net()
-    other.load_state_dict(base.state_dict())
-    model = peft.get_peft_model(other, peft.LoraConfig(**settings))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    base = Net()
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**settings))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
     return base, model.eval()
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "some modules of a name": {"r": 3, "lora_alpha": 12, "target_modules": ["blocks.0.q", "blocks.1.q", "embed"]},
     "all modules of a name": {"r": 2, "lora_alpha": 3, "target_modules": ["q", "k"], "modules_to_save": ["head"]},
-    "several ranks": {
-        "r": 4,
-        "lora_alpha": 4,
-        "target_modules": ["q", "k"],
-        "rank_pattern": {"^q$": 2, "blocks.1.k": 1},
-    },
+    "several ranks": {"r": 4, "lora_alpha": 4, "target_modules": ["q", "k"],
+                      "rank_pattern": {"^q$": 2, "blocks.1.k": 1}},
     "dora": {"r": 2, "lora_alpha": 5, "target_modules": ["k"], "use_dora": True},
     "biases": {"r": 2, "lora_alpha": 5, "target_modules": ["k"], "lora_bias": True},
-}
+}  # fmt: skip
+
+
+def bare(model: nn.Module, place: Path) -> Path:
+    """A checkpoint of the parameters alone."""
+    write_native(LazySource("m", {f"model/{n}": entry_of_tensor(v) for n, v in model.state_dict().items()}), place)
+    return place
+
+
+def same_outputs(one: nn.Module, other: nn.Module) -> bool:
+    batch = torch.arange(8).reshape(1, 8)
+    found = [model.eval()(batch) for model in (one, other)]
+    return torch.equal(*(each if isinstance(each, torch.Tensor) else each.logits for each in found))
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_an_adapters_configuration_is_deduced_from_its_parameters(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(**ADAPTERS[kind])
-    entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.state_dict().items()}
-    write_native(LazySource("memory", entries), tmp_path / "run")
-    alpha = ADAPTERS[kind]["lora_alpha"]
-    assert convert(tmp_path / "run", tmp_path / "out", "--to", "peft", "--lora-alpha", alpha, "--base", "a/b") == 0
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    batch = torch.arange(11).reshape(1, 11)
-    assert torch.equal(again(batch), model(batch)), kind
+    options = ["--lora-alpha", ADAPTERS[kind]["lora_alpha"], "--base", "a/b"]
+    assert convert(bare(model, tmp_path / "run"), tmp_path / "out", "peft", *options) == 0
+    assert same_outputs(peft.PeftModel.from_pretrained(base, tmp_path / "out"), model), kind
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "a/b"
 
 
-def test_an_adapters_configuration_comes_from_the_run_or_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_adapters_configuration_of_a_run_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(r=2, lora_alpha=7, target_modules=["k"], use_rslora=True)
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
-    assert convert(run, tmp_path / "out", "--to", "peft") == 0
-    batch = torch.arange(11).reshape(1, 11)
-    assert torch.equal(peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()(batch), model(batch))
-    entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.state_dict().items()}
-    write_native(LazySource("memory", entries), tmp_path / "bare")
-    assert convert(tmp_path / "bare", tmp_path / "x", "--to", "peft") == 2
-    assert "--adapter-config" in capsys.readouterr().err
-    assert convert(tmp_path / "bare", tmp_path / "x", "--to", "peft", "--adapter-config", tmp_path / "out") == 0
-    assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["use_rslora"] is True
+    assert convert(run, tmp_path / "out", "peft") == 0
+    assert same_outputs(peft.PeftModel.from_pretrained(base, tmp_path / "out"), model)
+    capsys.readouterr()
+    place = bare(model, tmp_path / "bare")
     for wrong, said in [
+        ([], "--adapter-config"),
         (["--lora-alpha", "nan"], "nan"),
         (["--lora-alpha", "2", "--adapter-config", tmp_path / "out"], "one of the two"),
         (["--lora-alpha", "2", "--adapter", "other"], "adapter 'other'"),
     ]:
-        assert convert(tmp_path / "bare", tmp_path / "y", "--to", "peft", *wrong) == 2
-        shown = capsys.readouterr().err
-        assert said in shown and shown.count("\n") == 1, shown
-    assert not (tmp_path / "y").exists()
+        refused(capsys, said, "convert", place, tmp_path / "x", "--to", "peft", *wrong)
+    assert not (tmp_path / "x").exists()
+    assert convert(place, tmp_path / "x", "peft", "--adapter-config", tmp_path / "out") == 0
+    assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["use_rslora"] is True
 
 
-def test_a_models_configuration_comes_from_the_run_that_saved_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_models_configuration_comes_from_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 32, "n_positions": 16}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    model = gpt2()
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
-    assert convert(run, tmp_path / "out", "--to", "huggingface") == 0
+    assert convert(run, tmp_path / "out", "huggingface") == 0
     assert "config.json" not in capsys.readouterr().err
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    assert type(again) is type(model) and again.config.n_embd == 8
-    batch = torch.arange(8).reshape(1, 8)
-    assert torch.equal(again(batch).logits, model(batch).logits)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(again) is type(model) and again.config.n_embd == 8 and same_outputs(again, model)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())
 
 
 def test_a_missing_configuration_is_said_and_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_native(LazySource("memory", {"model/weight": entry_of_tensor(torch.ones(3))}), tmp_path / "run")
-    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface") == 0
+    command = bare(nn.Linear(3, 1), tmp_path / "run"), tmp_path / "out", "huggingface"
+    assert convert(*command) == 0
     said = capsys.readouterr().err
     assert "has no config.json" in said and "--config" in said
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--config", tmp_path / "config.json") == 0
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gpt2"}')
+    assert convert(*command, "--config", config) == 0
     assert "config.json" not in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2"}
-    (tmp_path / "config.json").write_text("[1]")
-    assert convert(tmp_path / "run", tmp_path / "out", "--to", "huggingface", "--config", tmp_path / "config.json") == 2
+    config.write_text("[1]")
+    assert convert(*command, "--config", config) == 2
     assert "not a configuration" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that saved; it has no place in any data."""
-    model = Net()
-    return Path(Checkpointer(TorchRun(model)).save(tmp_path_factory.mktemp("run")))
-
-
-@pytest.mark.parametrize(
-    ("to", "option", "taker"),
-    [
-        ("single", ["--lora-alpha", "8"], "peft"),
-        ("huggingface", ["--adapter", "x"], "peft"),
-        ("dcp", ["--base", "x"], "peft"),
-        ("native", ["--adapter-config", "x"], "peft"),
-        ("native", ["--config", "/nowhere"], "huggingface"),
-        ("single", ["--safetensors"], "colossalai"),
-    ],
-)
-def test_an_option_of_another_format_is_refused(
-    run: Path, to: str, option: list[str], taker: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert convert(run, tmp_path / "out", "--to", to, *option) == 2
-    assert f"{option[0]}: --to {taker} alone takes it; leave it out" in capsys.readouterr().err
-    assert not any(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from shardwise.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin
 
+ADAM = "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction nvme_offload_dir"
 ORDERS = {
     "colossalai.zero": {
         "zero_model_wrapper": "model zero_stage gemini_config verbose",
@@ -54,18 +55,14 @@ ORDERS = {
         "ExponentialLR": "optimizer total_steps gamma last_epoch",
     },
     "colossalai.nn.optimizer": {
-        "CPUAdam": (
-            "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction nvme_offload_dir"
-        ),
+        "CPUAdam": ADAM,
         "FusedAdam": "params lr bias_correction betas eps adamw_mode weight_decay amsgrad set_grad_none",
         "FusedLAMB": (
             "params lr bias_correction betas eps weight_decay amsgrad adam_w_mode grad_averaging set_grad_none "
             "max_grad_norm use_nvlamb"
         ),
         "FusedSGD": "params lr momentum dampening weight_decay nesterov wd_after_momentum",
-        "HybridAdam": (
-            "model_params lr bias_correction betas eps weight_decay adamw_mode nvme_offload_fraction nvme_offload_dir"
-        ),
+        "HybridAdam": ADAM,
         "Lamb": "params lr betas eps weight_decay adam bias_correction",
     },
     "colossalai": {
@@ -75,26 +72,13 @@ ORDERS = {
         "launch_from_openmpi": "host port backend seed verbose",
     },
 }
-PLUGINS = [
-    (
-        HybridParallelPlugin,
-        "tp_size pp_size sp_size precision zero_stage enable_all_optimization enable_fused_normalization "
-        "enable_flash_attention enable_jit_fused enable_sequence_parallelism sequence_parallelism_mode",
-        [1, 1, None, "fp16", 0, False, False, False, False, False, None, True, None, None],
-    ),
-    (
-        GeminiPlugin,
-        "chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation max_prefetch "
-        "shard_param_frac offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio "
-        "precision master_weights pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim "
-        "min_chunk_size_m memstats gpu_margin_mem_ratio initial_scale min_scale growth_factor backoff_factor "
-        "growth_interval hysteresis max_scale max_norm norm_type tp_size extra_dp_size enable_all_optimization "
-        "enable_fused_normalization enable_flash_attention enable_sequence_parallelism enable_jit_fused",
-        [True, False, False, False],
-    ),
+PLUGINS: list[tuple[Any, list[Any], list[Any]]] = [
+    (HybridParallelPlugin, [1, 1], [True, None, None]),
+    (GeminiPlugin, [], [True, False, False, False]),
 ]
-"""Plugins that have release 0.4.4's positions: there ``enable_sequence_overlap`` comes next, and 0.5.0 has no such
-argument. Up to there both are one; behind the names what 0.5.0 would be given (of Hybrid: from the first)."""
+"""Plugins that have release 0.4.4's positions, which test_booster_signatures.py has: ``enable_sequence_overlap`` is
+among them, and 0.5.0 has no such argument. Up to there both are one. What each needs first, and what 0.5.0 would be
+given from there on."""
 
 
 def by_position(what: Any) -> list[str]:
@@ -109,13 +93,12 @@ def test_positions(name: str) -> None:
     assert by_position(getattr(import_module(f"shardwise.{module}"), last))[: len(order)] == order
 
 
-@pytest.mark.parametrize(("plugin", "order", "given"), PLUGINS, ids=["hybrid", "gemini"])
-def test_positions_that_releases_have_differently_are_refused(plugin: Any, order: str, given: list[Any]) -> None:
-    names = order.split()
-    assert by_position(plugin)[: len(names) + 1] == [*names, "enable_sequence_overlap"]
-    defaults = [inspect.signature(plugin).parameters[name].default for name in names]
-    values = given if plugin is HybridParallelPlugin else [*defaults, *given]
-    plugin(*values[: len(names)])
-    for count in range(len(names) + 1, len(values) + 1):
+@pytest.mark.parametrize(("plugin", "needed", "given"), PLUGINS, ids=["hybrid", "gemini"])
+def test_positions_that_releases_have_differently_are_refused(plugin: Any, needed: list[Any], given: list[Any]) -> None:
+    names = by_position(plugin)
+    names = names[: names.index("enable_sequence_overlap")]
+    values = needed + [inspect.signature(plugin).parameters[name].default for name in names[len(needed) :]]
+    plugin(*values)
+    for count in range(1, len(given) + 1):
         with pytest.raises((TypeError, ValueError), match=r"enable_sequence_overlap=True|parallel_output=None"):
-            plugin(*values[:count])
+            plugin(*values, *given[:count])
