@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ class Sweep:
         self.twins = Twins(mesh, zero(3))
         self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
         """By tag the version and weights of what must be there."""
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
         self.noted = False
         self._tags = 0
@@ -151,9 +152,6 @@ class Sweep:
         self.saved[tag] = (self.twins.version, weights)
         self.saved = dict(list(self.saved.items())[-2:])
 
-    def descriptors(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     def inject(self, at: int, number: int) -> bool:
         """Whether the action has that many calls."""
         tag, mine = self.tag(), self.mesh.rank == self.failing_rank
@@ -169,10 +167,10 @@ class Sweep:
             self.expect(tag, weights)
         if posts[self.failing_rank][1]:
             return False
-        self.counts[called] = self.counts.get(called, 0) + 1
+        self.counts[called] += 1
         why = f"{called} fails with {errno.errorcode.get(number, 'a short write')}"
+        fine = called in HARMLESS or number == SHORT or (number == errno.EPERM and called in NOT_THERE)
         if not error:
-            fine = called in HARMLESS or number == SHORT or (number == errno.EPERM and called in NOT_THERE)
             if not fine:
                 self.problem(f"{why} and nobody says so")
         elif errno.errorcode[number] not in error or f"rank {self.failing_rank} " not in error:
@@ -193,7 +191,7 @@ class Sweep:
         self.system.arm(None)
         called = posts[self.failing_rank][2]
         if not posts[self.failing_rank][1]:
-            self.counts[called] = self.counts.get(called, 0) + 1
+            self.counts[called] += 1
             if posts[0][0] != posts[1][0] or not (error or called in {*HARMLESS, "close of a file"}):
                 self.problem(f"{called} fails in a load: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
         restored = self.twins.saver.load(self.root)
@@ -207,7 +205,7 @@ class Sweep:
         """Every ``stride``-th call with every one of ``numbers``."""
         self.good_save()
         self.good_save()
-        before = self.descriptors()
+        before = len(os.listdir("/proc/self/fd"))
         for turn, number in enumerate(numbers):
             at = (turn * stride // len(numbers) + len(self.action)) % stride
             while sum(self.mesh.world.exchange_object(len(self.lost))) < 5:
@@ -220,25 +218,22 @@ class Sweep:
                     if not there:
                         break
                 at += stride
-        after = self.descriptors()
+        after = len(os.listdir("/proc/self/fd"))
         if after > before:
             self.problem(f"{after} descriptors are open, {before} were")
         self.twins.close()
 
 
-def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[dict[str, int], list[str]]:
+def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[Counter[str], list[str]]:
     """All of it on this rank of two; what rank 0 counted and what either found wrong."""
-    counts: dict[str, int] = {}
-    lost: list[str] = []
-    plan = zero(3)
+    counts, lost, plan = Counter[str](), list[str](), zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     for action in actions:
         for failing_rank in range(mesh.size):
             with in_place_of_the_system("without exchange" not in action) as system:
                 one = Sweep(f"{root}/{action} {failing_rank}", action, failing_rank, mesh, system)
                 one.run(numbers, stride)
-            for name, count in one.counts.items():
-                counts[name] = counts.get(name, 0) + count
+            counts.update(one.counts)
             lost += [each for found in mesh.world.exchange_object(one.lost) for each in found]
     mesh.close()
     return counts, lost
@@ -252,11 +247,6 @@ def campaign(stride: int = 1, directory: str | None = None) -> Report:
             counts, lost = run_ranks(2, sweep, folder, [action], NUMBERS, stride, timeout=3600.0)[0]
             report.counts["injected"] += sum(counts.values())
             report.counts[f"in {action}"] = sum(counts.values())
-            for call, count in counts.items():
-                report.counts[call] += count
+            report.counts.update(counts)
             report.lost += lost
     return report
-
-
-if __name__ == "__main__":
-    print(campaign())

@@ -203,7 +203,3 @@ def campaign(steps: int, directory: str | None = None) -> Report:
             ends = ", ".join(f"{name} {first[name]} to {last[name]}" for name in first)
             report.remarks.append(f"rank {rank}: {rises} over {len(samples)} cycles ({ends})")
     return report
-
-
-if __name__ == "__main__":
-    print(campaign(10_000))

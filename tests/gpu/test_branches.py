@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu.on_device import device_of_rank
+from gpu.on_device import device_of_rank, session_of
 from shardwise.plan import Plan, zero
-from shardwise.session import build
 from shardwise.testing import RankPool, assert_close
 
 DEPTH, WIDTH, ROWS, STEPS = 8, 256, 512, 6
@@ -34,6 +33,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
 
     def forward(self, x: Tensor, way: Way) -> Tensor:
@@ -50,9 +50,8 @@ class Run:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def _made() -> Branches:
-    torch.manual_seed(3)
-    return Branches()
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.device) -> Tensor:
@@ -62,25 +61,23 @@ def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.devic
 
 def train(plan: Plan, ways: str, device_type: str) -> Run:
     """On each rank its own way."""
-    device, run, model = device_of_rank(device_type), Run(), _made()
-    session = build(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, device=device)
-    for step in range(STEPS):
-        if device.type == "cuda" and dist.get_rank() == 0:
-            torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind
-        loss = _loss(session.module, ways, step, dist.get_rank(), device)
-        session.backward(loss)
-        session.optimizer.step()
-        run.losses.append(float(loss.detach()))
-    run.parameters = {name: value.cpu() for name, value in session.module.state_dict().items()}
-    session.close()
-    session.mesh.close()
+    device, run = device_of_rank(device_type), Run()
+    with session_of(plan, device, Branches(), sgd) as session:
+        for step in range(STEPS):
+            if device.type == "cuda" and dist.get_rank() == 0:
+                torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind
+            loss = _loss(session.module, ways, step, dist.get_rank(), device)
+            session.backward(loss)
+            session.optimizer.step()
+            run.losses.append(float(loss.detach()))
+        run.parameters = {name: value.cpu() for name, value in session.module.state_dict().items()}
     return run
 
 
 def plain(ways: str, ranks: int) -> dict[str, Tensor]:
     """The same in one process, on the CPU."""
-    model = _made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = Branches()
+    optimizer = sgd(model)
     for step in range(STEPS):
         for rank in range(ranks):
             (_loss(model, ways, step, rank, torch.device("cpu")) / ranks).backward()  # type: ignore[no-untyped-call]

@@ -11,35 +11,23 @@ import pytest
 import torch
 
 from benchmarks.gpu.counting import allocator_queries, host_waits, kernels_of
-from gpu.on_device import Stack, adamw, device_of_rank
-from gpu.test_tiers import tiered
+from gpu.on_device import Stack, both_passes, device_of_rank, one_step, session_of
+from gpu.test_tiers import HOST, tiered
 from shardwise.plan import Plan, on_device, replicated, zero
-from shardwise.session import Session, build
+from shardwise.session import Session
 from shardwise.testing import RankPool
 
 WARM_UP = 3
 """Steps until everything has been recorded, planned and allocated."""
-HOST = ((1.0, 0.0), (1.0, 0.0))
 
 
 @contextlib.contextmanager
 def training(plan: Plan, width: int, depth: int, device: torch.device) -> Iterator[Session]:
     """A session after its first steps."""
-    torch.manual_seed(0)
-    model = Stack(width, depth)
-    session = build(model, adamw(model), plan, device=device)
-    for _ in range(WARM_UP):
-        one_step(session, torch.randn(8, width, device=device))
-    yield session
-    session.close()
-    session.mesh.close()
-
-
-def one_step(session: Session, rows: torch.Tensor) -> None:
-    """Forward, backward, update; what it returns nobody waits for."""
-    session.backward(session.module(rows).float().square().mean())
-    session.optimizer.step()
-    session.optimizer.zero_grad()
+    with session_of(plan, device, Stack(width, depth)) as session:
+        for _ in range(WARM_UP):
+            one_step(session, torch.randn(8, width, device=device))
+        yield session
 
 
 # ---- exchanges
@@ -88,10 +76,7 @@ def waits(plan: Plan, whole_step: bool) -> tuple[int, int]:
         with host_waits() as control:
             float(rows[0, 0])
         with host_waits() as count:
-            session.backward(session.module(rows).float().square().mean())
-            if whole_step:
-                session.optimizer.step()
-                session.optimizer.zero_grad()
+            (one_step if whole_step else both_passes)(session, rows)
         if not whole_step:
             session.optimizer.step()
     return count.times, control.times
@@ -130,7 +115,7 @@ def update_kernels(plan: Plan) -> int:
     """Of ``step()`` for 64 layers, without copies."""
     device = device_of_rank("cuda")
     with training(plan, 64, 64, device) as session:
-        session.backward(session.module(torch.randn(8, 64, device=device)).float().square().mean())
+        both_passes(session, torch.randn(8, 64, device=device))
         return len(kernels_of(session.optimizer.step, device).compute)
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu.on_device import Stack, adamw, device_of_rank
-from gpu.test_auto_and_early import Run, highest_allocation
+from gpu.on_device import Stack, adamw, both_passes, device_of_rank, rows_of, session_of
+from gpu.test_auto_and_early import highest_allocation
 from gpu.test_tiers import LAYER, SLACK, WIDTH, tiered
 from shardwise.core.memory.trace.tracing import trace_memory
 from shardwise.plan import Plan, zero
-from shardwise.session import build
 from shardwise.testing import RankPool
 
 ROWS, DEPTH = 4096, 8
@@ -37,10 +36,8 @@ class Traced:
 def trace(stepped: bool) -> Traced:
     """A plain model, with or without its optimizer's step. CUDA only."""
     device = device_of_rank("cuda")
-    torch.manual_seed(0)
-    model = Stack(WIDTH, DEPTH).to(device)
+    model, rows = Stack(WIDTH, DEPTH).to(device), rows_of(WIDTH, 0, device, ROWS)
     optimizer = adamw(model)
-    rows = torch.randn(ROWS, WIDTH, device=device)
 
     def loss(module: nn.Module, batch: Tensor) -> Tensor:
         return module(batch).square().mean()
@@ -103,30 +100,22 @@ class Session:
 
 def session_trace(plan: Plan) -> Session:
     """What the first step under ``plan`` said of the second, which has the optimizer's state. CUDA only."""
-    device, run = device_of_rank("cuda"), Run()
+    device = device_of_rank("cuda")
     torch.cuda.empty_cache()
-    torch.manual_seed(0)
-    model = Stack(WIDTH, DEPTH)
-    base = torch.cuda.memory_allocated(device)
-    session = build(model, adamw(model), plan, device=device)
-    rows = torch.randn(ROWS, WIDTH, device=device)
-    session.backward(session.module(rows).float().square().mean())
-    session.optimizer.step()
-    stats = session.memory_stats()
-    assert stats is not None
-    with highest_allocation(device, run):
-        already = torch.cuda.memory_allocated(device) - base
-        session.backward(session.module(rows).float().square().mean())
-    found = Session(
+    base, model = torch.cuda.memory_allocated(device), Stack(WIDTH, DEPTH)
+    with session_of(plan, device, model) as session:
+        rows = rows_of(WIDTH, 0, device, ROWS)
+        both_passes(session, rows)
+        session.optimizer.step()
+        stats = session.memory_stats()
+        assert stats is not None
+        with highest_allocation(device) as peak:
+            already = torch.cuda.memory_allocated(device) - base
+            both_passes(session, rows)
+            allocated = already + peak()
         # The trace counts what the process has besides, as the allocator does.
-        traced=stats.peak_bytes - base,
-        allocated=run.allocated + already,
-        rest=stats.peak_non_model_bytes,
-        order=stats.order,
-    )
-    session.close()
-    session.mesh.close()
-    return found
+        traced, rest = stats.peak_bytes - base, stats.peak_non_model_bytes
+        return Session(traced=traced, allocated=allocated, rest=rest, order=stats.order)
 
 
 @pytest.mark.gpus(1)
