@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpu import on_device
+from gpu.on_device import STEPS as FEW
 from gpu.on_device import Run, Setting, Stack, device_of_rank, rows_of, session_of, to_device, train
 from gpu.test_tiers import CLOSE, HOST, LAYER, SLACK, WIDTH, assert_same_bits, in_dtype, tiered
 from shardwise.core.memory.tier import Tier
@@ -83,24 +83,14 @@ def test_updates_during_backward_change_no_bit(
     runs = (pool.run(train, setting, timeout=240.0) for setting in settings)
     for rank, (one, other) in enumerate(zip(*runs, strict=True)):
         assert_same_bits(one, other, f"{where} rank {rank}", norms=1e-6)
-        assert one.updates >= on_device.STEPS and other.updates == 0
+        assert one.updates >= FEW and other.updates == 0
 
 
 # ---- gradients at home on the host
 
 
-@dataclass
-class Gradients:
-    values: dict[str, Tensor]
-    homes: set[Tier]
-    devices: set[str]
-    on_host: int
-    expected_on_host: int
-    on_device: int
-
-
-def gradients(plan: Plan, device_type: str) -> Gradients:
-    """After two backward passes."""
+def gradients(plan: Plan, device_type: str, home: Tier) -> tuple[dict[str, Tensor], int]:
+    """After two backward passes: the values, and bytes of the device's accounts."""
     device, case = device_of_rank(device_type), MODELS["gpt"]
     with session_of(plan, device, case.factory(torch.float32)) as session:
         (step,) = make_batches(case, dist.get_world_size(), 1, 2, torch.float32)
@@ -108,16 +98,13 @@ def gradients(plan: Plan, device_type: str) -> Gradients:
             session.backward(case.loss(session.module, to_device(micro[dist.get_rank()], device)))
         grads = list(session.engine.grads.states.values())
         held = [each.reduced for each in grads if each.reduced is not None]
-        assert len(held) == len(grads) > 0
+        assert len(held) == len(grads) > 0 and {each.home for each in grads} == {home}
+        assert {tensor.device.type for tensor in held} == {"cpu" if home is Tier.HOST else device_type}
         tiers = session.memory().by_tier
-        return Gradients(
-            values={name: value.cpu() for name, value in session.full_gradients().items()},
-            homes={each.home for each in grads},
-            devices={tensor.device.type for tensor in held},
-            on_host=tiers.get("host", {}).get("gradients", 0),
-            expected_on_host=sum(tensor.nbytes for tensor in held),
-            on_device=tiers["device"].get("gradients", 0),
-        )
+        on_host = sum(tensor.nbytes for tensor in held) if home is Tier.HOST else 0
+        assert tiers.get("host", {}).get("gradients", 0) == on_host
+        values = {name: value.cpu() for name, value in session.full_gradients().items()}
+        return values, tiers["device"].get("gradients", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -125,15 +112,13 @@ def test_gradients_at_home_on_the_host(pool: RankPool, device_type: str, dtype: 
     """They add up there to the same bits, in memory of the host's accounts and not of the device's."""
     here = in_dtype(zero(3), dtype)
     there = in_dtype(tiered(zero(3), (0.0, 0.0), (1.0, 0.0), None), dtype)
-    runs = (pool.run(gradients, plan, device_type, timeout=240.0) for plan in (there, here))
-    for one, other in zip(*runs, strict=True):
-        assert one.homes == {Tier.HOST} and other.homes == {Tier.DEVICE}
-        assert one.devices == {"cpu"} and other.devices == {device_type}
-        assert one.on_host == one.expected_on_host > 0 == other.on_host
-        assert one.on_device < other.on_device
-        assert one.values.keys() == other.values.keys() and one.values
-        for name, value in one.values.items():
-            assert value.abs().sum() > 0 and torch.equal(value, other.values[name]), name
+    far = pool.run(gradients, there, device_type, Tier.HOST, timeout=240.0)
+    near = pool.run(gradients, here, device_type, Tier.DEVICE, timeout=240.0)
+    for (values, on_device), (expected, more) in zip(far, near, strict=True):
+        assert on_device < more
+        assert values.keys() == expected.keys() and values
+        for name, value in values.items():
+            assert value.abs().sum() > 0 and torch.equal(value, expected[name]), name
 
 
 # ---- placement by the trace

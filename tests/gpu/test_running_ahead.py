@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from gpu.on_device import measure_memory
+from gpu.on_device import Bytes, measure_memory
 from gpu.test_tiers import SLACK, tiered
-from shardwise.plan import zero
+from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool
 
 WIDTH, DEPTH = 2048, 16
 LAYER = 2 * WIDTH * WIDTH  # bf16
 CYCLES = 400_000_000
 """About 0.2 s of the GPU, in which the host goes through a whole forward pass and most of backward."""
-measured = functools.partial(measure_memory, width=WIDTH, depth=DEPTH, steps=5, resets=(2,))
+
+
+def measured(plan: Plan, lag_cycles: int) -> Bytes:
+    """bf16 layers of 8 MiB."""
+    return measure_memory(plan, WIDTH, DEPTH, 5, (2,), lag_cycles)
+
+
 PLANS = {
     "state_host": ((0.0, 0.0), (1.0, 0.0), DEPTH + 8),
     "all_host": ((1.0, 0.0), (1.0, 0.0), 10),
@@ -34,7 +38,7 @@ def test_a_declared_capacity_holds_while_the_host_is_ahead(one_rank: RankPool, w
     capacity = layers * LAYER + SLACK
     plan = tiered(zero(3, torch.bfloat16), params, state, None)
     plan = plan.but(device_capacity_bytes=capacity, prefetch=2, update=update)
-    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag_cycles=lag, timeout=240.0) for lag in (CYCLES, 0))
+    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag, timeout=240.0) for lag in (CYCLES, 0))
     assert ahead.losses == waiting.losses and ahead.losses[-1] == ahead.losses[-1]
     assert ahead.in_step <= waiting.in_step + SLACK
     assert waiting.after_step <= waiting.reported + SLACK
@@ -49,6 +53,6 @@ def test_a_declared_capacity_holds_while_the_host_is_ahead(one_rank: RankPool, w
 @pytest.mark.gpus(1)
 def test_without_a_capacity_running_ahead_takes_no_more(one_rank: RankPool) -> None:
     plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None).but(prefetch=2)
-    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag_cycles=lag, timeout=240.0) for lag in (CYCLES, 0))
+    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag, timeout=240.0) for lag in (CYCLES, 0))
     assert ahead.losses == waiting.losses
     assert 0 < ahead.in_step <= waiting.in_step + SLACK
