@@ -132,7 +132,8 @@ def _train(session: Session, setting: Setting, device: torch.device) -> Run:
             losses.append(float(loss.detach()))
             session.backward(loss)
         run.losses.append(losses)
-        run.gradients.append(_on_cpu(session.full_gradients()))
+        if setting.plan.grad.update == "step":
+            run.gradients.append(_on_cpu(session.full_gradients()))
         session.optimizer.step()
         session.optimizer.zero_grad()
         run.norms.append(session.optimizer.get_grad_norm())

@@ -100,8 +100,8 @@ def test_a_gpu_is_used_or_the_process_says_why_not() -> None:
     assert words[-1].startswith("cuda") or "GPU" in said or "CUDA" in said, said
 
 
-@pytest.mark.parametrize("given", ["auto", "cuda", "cuda:0"])
 @pytest.mark.gpus(1)
+@pytest.mark.parametrize("given", ["auto", "cuda", "cuda:0"])
 def test_one_process_trains_on_its_gpu(given: str) -> None:
     """However it is started and however the GPU is named."""
     for environment in ({}, launched(0, 1, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29587"}):

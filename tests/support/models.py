@@ -26,7 +26,6 @@ class ModelCase:
         build: makes the module with floating parameters of the given dtype (where it does not fix them itself).
         inputs: makes one rank's batch from a generator and a floating dtype: ``{"args": ..., "kwargs": ..., ...}``.
         loss: scalar loss of a model and a batch, the mean over the batch.
-        half: whether it runs with all floating parameters cast to 16 bits.
         why: what it is there to break.
     """
 
@@ -34,7 +33,6 @@ class ModelCase:
     build: Callable[[torch.dtype], nn.Module]
     inputs: Callable[[torch.Generator, torch.dtype], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
-    half: bool
     why: str
 
     def factory(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -153,7 +151,7 @@ _Entry = tuple[str, Callable[[torch.dtype], nn.Module], Callable[[torch.Generato
 
 
 def _cases(entries: Sequence[_Entry], loss: Callable[[nn.Module, Batch], Tensor]) -> dict[str, ModelCase]:
-    return {name: ModelCase(name, build, inputs, loss, True, why) for name, build, inputs, why in entries}
+    return {name: ModelCase(name, build, inputs, loss, why) for name, build, inputs, why in entries}
 
 
 _REGRESSION: list[_Entry] = [
