@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -34,6 +35,7 @@ from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
 from tests.faults.small import Small
+from tests.support.checkpoint_setup import differences, everything
 
 PIECE_BYTES = 512  # so that tensors have several pieces
 MANIFEST = "manifest.json"
@@ -64,14 +66,11 @@ class Subject:
     def load(self, root: str, tag: str | None) -> Any:
         return self.saver.load(root, tag, lr_schedulers=[self.scheduler])
 
-    def state(self) -> dict[str, torch.Tensor]:
-        found = dict(self.session.module.state_dict())
-        for number, entry in self.session.optimizer.state_dict()["state"].items():
-            found |= {f"{number}/{key}": value for key, value in entry.items()}
-        return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(everything(self.session))
 
 
-def write_two(root: str) -> dict[str, torch.Tensor]:
+def write_two(root: str) -> dict[str, Any]:
     """Save two checkpoints on this rank; the state in the older one."""
     subject = Subject()
     subject.step()
@@ -229,7 +228,7 @@ def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
 class Judge:
     """Applies faults to the newer of two checkpoints and notes what is not found."""
 
-    def __init__(self, root: Path, report: Report, older: dict[str, torch.Tensor]) -> None:
+    def __init__(self, root: Path, report: Report, older: dict[str, Any]) -> None:
         self.root, self.report, self._older = root, report, older
         self.subject = Subject()
         self._number = 0
@@ -292,7 +291,7 @@ class Judge:
             self._unread(fault, "'auto' takes it")
         elif restored.tag != OLD or restored.skipped != (str(self.root / NEW),):
             self._lost(fault, f"'auto' takes {restored.tag} and skips {restored.skipped}")
-        elif any(not torch.equal(value, self._older[name]) for name, value in self.subject.state().items()):
+        elif differences(self.subject.state(), self._older):
             self._lost(fault, "'auto' restores other values than the older one's")
 
     def _unread(self, fault: Fault, why: str) -> None:
@@ -324,7 +323,7 @@ class Judge:
         latest.write_bytes(content)
 
 
-def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: int, bits: int, head: int) -> None:
+def _damage(root: Path, older: dict[str, Any], report: Report, stride: int, bits: int, head: int) -> None:
     judge = Judge(root, report, older)
     new, old = Place(root / NEW), Place(root / OLD)
     faults = itertools.chain(changed_bytes(new, stride, bits, head), cut_and_longer(new), swapped_pieces(new))

@@ -20,22 +20,8 @@ from shardwise.core.checkpoint.run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
-from tests.support.late_setup import (
-    GPU,
-    PLANS,
-    TOLERANCE,
-    Found,
-    adamw,
-    batches_of,
-    differing,
-    off,
-    on_host,
-    on_late_device,
-    reference,
-    session_on_device,
-    there,
-    train,
-)
+from tests.support import late_setup as late
+from tests.support.late_setup import GPU, PLANS, Found, off, on_host, on_late_device, session_on_device, there
 from tests.support.models import MODELS
 from tests.support.tier_setup import with_tiers
 
@@ -137,12 +123,12 @@ READS: dict[str, Callable[[Session], dict[str, Tensor]]] = {
 
 def _passes(session: Session, plan: Plan, step: int) -> None:
     """Those of a step of :func:`late_setup.train`, with the model "mlp"."""
-    for micro in batches_of(plan, "mlp", dist.get_world_size())[step]:
+    for micro in late.batches_of(plan, "mlp", dist.get_world_size())[step]:
         session.backward(MODELS["mlp"].loss(session.module, there(micro[dist.get_rank()])))
 
 
 def _after_a_step(plan: Plan, found: dict[str, Tensor]) -> list[str]:
-    return differing(found, reference(plan, "mlp", dist.get_world_size()).parameters[0], TOLERANCE)
+    return late.differing(found, late.reference(plan, "mlp", dist.get_world_size()).parameters[0], late.TOLERANCE)
 
 
 @on_late_device
@@ -192,7 +178,7 @@ def traced_graph(name: str) -> Iterator[str]:
         _as_in_a_trace(session)
         x, losses = torch.ones(3, 16), list[Tensor]()
         ours = (session.module, x.to(GPU), session.backward, session.optimizer)
-        for model, given, backward, optimizer in (ours, (plain, x, Tensor.backward, adamw(plain))):
+        for model, given, backward, optimizer in (ours, (plain, x, Tensor.backward, late.adamw(plain))):
             for _ in range(3):
                 loss = model(given).square().mean()
                 losses.append(loss.detach())
@@ -218,7 +204,7 @@ def disk(name: str, seed: int) -> Found:
     """Training with parameters and state on a disk."""
     with tempfile.TemporaryDirectory() as directory, mock.patch.dict(PLANS):
         PLANS[f"disk {name}"] = with_tiers(zero(3), name, directory)
-        return train(f"disk {name}", seed)
+        return late.train(f"disk {name}", seed)
 
 
 # ---- what programs ask for themselves

@@ -13,21 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.core.base.device import (
-    Later,
-    Lent,
-    SideCopy,
-    behind_current,
-    copy_ahead,
-    current_stream,
-    on_stream,
-    page_locked,
-    record_event,
-    recorded,
-    side_stream,
-    synchronize,
-    wait_event,
-)
+from shardwise.core.base import device as base
 from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
@@ -89,7 +75,7 @@ class Branches(nn.Module):
             with another_stream() if x.is_cuda else nullcontext():
                 made.append(layer(x))
             if x.is_cuda:
-                recorded(made[-1], current_stream(GPU))
+                base.recorded(made[-1], base.current_stream(GPU))
         return torch.stack(made).sum(0)
 
 
@@ -239,12 +225,12 @@ def train(
 @contextmanager
 def another_stream() -> Iterator[None]:
     """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
-    side = side_stream(GPU)
+    side = base.side_stream(GPU)
     assert side is not None
-    with behind_current(GPU, side):
+    with base.behind_current(GPU, side):
         yield
-        done = record_event(GPU)
-    wait_event(GPU, done)
+        done = base.record_event(GPU)
+    base.wait_event(GPU, done)
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float) -> list[str]:
@@ -331,29 +317,29 @@ def secondary_twice(name: str) -> Iterator[str]:
 def later_values(name: str) -> Iterator[str]:
     """Values on their way to the host are those of the time when they were sent."""
     value = torch.ones(1, device=GPU) * 5
-    later = Later(value)
+    later = base.Later(value)
     value.fill_(3.0)
-    yield from off(name, torch.tensor([later.value(), Later(value).value()]), torch.tensor([5.0, 3.0]))
+    yield from off(name, torch.tensor([later.value(), base.Later(value).value()]), torch.tensor([5.0, 3.0]))
 
 
 @on_late_device
 def side_copies(name: str) -> Iterator[str]:
     """A copy is begun on one stream of the program and waited for on another, which reads it and drops it."""
-    first, second, uploads = (side_stream(GPU) for _ in range(3))
+    first, second, uploads = (base.side_stream(GPU) for _ in range(3))
     assert uploads is not None
     found = []
     for index in range(3):
-        source = page_locked((1000,), torch.float32).fill_(index)
-        with on_stream(first):
+        source = base.page_locked((1000,), torch.float32).fill_(index)
+        with base.on_stream(first):
             out = torch.empty(1000, device=GPU)
-            copy = SideCopy(source, out, uploads)
-        with on_stream(second):
+            copy = base.SideCopy(source, out, uploads)
+        with base.on_stream(second):
             copy.wait()
             found.append(out + 0)
         del out, copy
-        with on_stream(first):
+        with base.on_stream(first):
             torch.full((1000,), 9.0, device=GPU)
-    synchronize(GPU)
+    base.synchronize(GPU)
     for index, each in enumerate(found):
         yield from off(f"{name} {index}", each, torch.full((1000,), float(index)))
 
@@ -361,19 +347,19 @@ def side_copies(name: str) -> Iterator[str]:
 @on_late_device
 def lent_memory(name: str) -> Iterator[str]:
     """Memory of the main stream that a side stream reads, and that a third one drops after waiting for that."""
-    side, third = side_stream(GPU), side_stream(GPU)
+    side, third = base.side_stream(GPU), base.side_stream(GPU)
     assert side is not None and third is not None
     tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
-    lent = Lent(tensor)
-    with behind_current(GPU, side):
+    lent = base.Lent(tensor)
+    with base.behind_current(GPU, side):
         out.copy_(tensor)
-        done = record_event(GPU)
+        done = base.record_event(GPU)
     del tensor
-    with on_stream(third):
-        wait_event(GPU, done)
+    with base.on_stream(third):
+        base.wait_event(GPU, done)
         lent.drop()
     torch.full((1000,), 9.0, device=GPU)
-    synchronize(GPU)
+    base.synchronize(GPU)
     yield from off(name, out, torch.full((1000,), 5.0))
 
 
@@ -382,6 +368,6 @@ def locked_memory(name: str) -> Iterator[str]:
     """Page-locked memory is dropped while a copy reads it."""
     block, out = host_block(4000, GPU), torch.empty(1000, device=GPU)
     block.view(torch.float32).fill_(7.0)
-    copy_ahead(out, block.view(torch.float32))
+    base.copy_ahead(out, block.view(torch.float32))
     del block
     yield from off(name, out, torch.full((1000,), 7.0))

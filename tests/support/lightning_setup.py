@@ -152,14 +152,10 @@ class _Toy:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class _Configured(_Toy):
-    def configure_model(self) -> None:
-        self.build()
-
-
-class _ConfiguredSharded(_Toy):
-    def configure_sharded_model(self) -> None:
-        self.build()
+@cache
+def _built_in(hook: str) -> type:
+    """A module that ``hook`` builds."""
+    return type("Toy", (_Toy,), {hook: lambda self: self.build()})
 
 
 @cache
@@ -170,9 +166,8 @@ def module_class(ns: Namespace, body: type) -> Any:
 
 def toy(ns: Namespace = LIGHTNING, body: type | None = None, **arguments: Any) -> Any:
     """The small LightningModule, the same on every rank; ``body`` is a subclass of ``Toy`` with more hooks."""
-    by_hook = {"configure_model": _Configured, "configure_sharded_model": _ConfiguredSharded}
-    chosen = body or by_hook.get(arguments.get("where", "init"), _Toy)
-    return module_class(ns, chosen)(**arguments)
+    where = arguments.get("where", "init")
+    return module_class(ns, body or (_Toy if where == "init" else _built_in(where)))(**arguments)
 
 
 Toy = _Toy
