@@ -8,18 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.on_device import (
-    Run,
-    Setting,
-    Stack,
-    both_passes,
-    device_of_rank,
-    measure_memory,
-    one_step,
-    rows_of,
-    session_of,
-    train,
-)
+from gpu import on_device
+from gpu.on_device import Run, Setting, Stack, device_of_rank, measure_memory, rows_of, session_of, train
 from shardwise.core.memory.tier import Tier
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close
@@ -120,7 +110,7 @@ def _stack_losses(plan: Plan, device_type: str) -> list[float]:
     """Large layers, so that a copy takes longer than the kernels that would read it too early."""
     device = device_of_rank(device_type)
     with session_of(plan, device, Stack(WIDTH, DEPTH)) as session:
-        return [float(one_step(session, rows_of(WIDTH, 1, device))) for _ in range(4)]
+        return [float(on_device.one_step(session, rows_of(WIDTH, 1, device))) for _ in range(4)]
 
 
 def test_large_copies_are_complete(one_rank: RankPool, device_type: str) -> None:
@@ -136,7 +126,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
     """What the engine has on the host, and whether it is page-locked."""
     device = device_of_rank(device_type)
     with session_of(plan, device, Stack(256, 4)) as session:
-        both_passes(session, rows_of(256, 0, device))
+        on_device.both_passes(session, rows_of(256, 0, device))
         shards, found = session.engine.shards, dict[str, bool]()
         for chunk in shards.chunks:
             with chunk.opened() as shard:

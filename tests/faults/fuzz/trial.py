@@ -29,6 +29,7 @@ from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject
 from tests.faults.fuzz.values import SECRET
+from tests.support.counters import forget_peak, resident_bytes
 
 READ, REFUSED = "read", "refused"
 TARGETS = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
@@ -103,13 +104,6 @@ def _audited() -> Iterator[_Events]:
         _watched = None
 
 
-def _status(field: str) -> int:
-    """Bytes, from the system's account of this process."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) << 10
-
-
 class Trials:
     """Runs recipes below one directory, which holds the checkpoints of :func:`make_subjects` as ``base``."""
 
@@ -137,8 +131,7 @@ class Trials:
         self.secret.parent.mkdir()
         self.secret.write_text("secret")
         self.out.mkdir()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.place / MARKER)
+        (self.place / MARKER).unlink(missing_ok=True)
 
     def fresh(self, subject: Subject) -> Path:
         """The checkpoint as it was written."""
@@ -163,12 +156,12 @@ class Trials:
         if ":" in way:
             self._prepare(way.partition(":")[0])
         gc.collect()
-        descriptors, there = len(os.listdir("/proc/self/fd")), _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what is there
+        descriptors, there = len(os.listdir("/proc/self/fd")), resident_bytes("VmRSS")
+        forget_peak()
         start = time.process_time()
         with _audited() as events:
             outcome = self._read(path, way)
-        taken, most = time.process_time() - start, _status("VmHWM") - there
+        taken, most = time.process_time() - start, resident_bytes("VmHWM") - there
         problems = [] if outcome in (READ, REFUSED) else [outcome]
         if taken > bounds.seconds:
             problems.append(f"took {taken:.0f} s of {bounds.seconds:.0f}")
