@@ -20,7 +20,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
 from tests.support.early_setup import counting
-from tests.support.models import MODELS, make_batches
+from tests.support.models import MODELS, adamw, make_batches, to_device
 
 STEPS = 3
 
@@ -44,22 +44,6 @@ def _make_work_spaces(device: torch.device) -> None:
         layer = nn.Linear(64, 64, device=device, dtype=dtype)
         layer(torch.ones(8, 64, device=device, dtype=dtype, requires_grad=True)).sum().backward()
     torch.cuda.synchronize(device)
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors inside dicts, lists and tuples, moved."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
-    return value
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu.on_device import STEPS as FEW
-from gpu.on_device import Run, Setting, Stack, device_of_rank, rows_of, session_of, to_device, train
+from gpu.on_device import Run, Setting, Stack, device_of_rank, rows_of, session_of, train
 from gpu.test_tiers import CLOSE, HOST, LAYER, SLACK, WIDTH, assert_same_bits, in_dtype, tiered
 from shardwise.core.memory.tier import Tier
 from shardwise.plan import AutoPlan, Plan, zero
 from shardwise.testing import RankPool, assert_close
-from tests.support.models import MODELS, make_batches
+from tests.support.models import MODELS, make_batches, to_device
 
 STEPS, DEPTH = 4, 16
 

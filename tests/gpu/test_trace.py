@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpu.on_device import Stack, adamw, both_passes, device_of_rank, rows_of, session_of
+from gpu.on_device import Stack, both_passes, device_of_rank, rows_of, session_of
 from gpu.test_auto_and_early import highest_allocation
 from gpu.test_tiers import LAYER, SLACK, WIDTH, tiered
 from shardwise.core.memory.trace.tracing import trace_memory
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool
+from tests.support.models import adamw
 
 ROWS, DEPTH = 4096, 8
 

@@ -23,7 +23,7 @@ from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
 from tests.support.late import LateDevice, late_collectives, late_device
-from tests.support.models import MODELS, make_batches
+from tests.support.models import MODELS, adamw, make_batches, to_device
 
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2
@@ -82,20 +82,9 @@ class Branches(nn.Module):
 CASES = MODELS | {"branches": replace(MODELS["mlp"], name="branches", build=lambda _: Branches())}
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
-
-
 def there(value: Any) -> Any:
     """The tensors inside dicts, lists and tuples, on the device."""
-    if isinstance(value, Tensor):
-        return value.to(GPU)
-    if isinstance(value, dict):
-        return {key: there(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(there(item) for item in value)
-    return value
+    return to_device(value, GPU)
 
 
 def on_host(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:

@@ -47,8 +47,7 @@ def _environment(ns: Namespace) -> Any:
         def set_global_rank(self, rank: int) -> None:
             assert rank == dist.get_rank()
 
-        def local_rank(self) -> int:
-            return dist.get_rank()
+        local_rank = global_rank
 
         def node_rank(self) -> int:
             return 0

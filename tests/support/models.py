@@ -80,6 +80,22 @@ def make_batches(
     ]
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """The tensors inside dicts, lists and tuples, moved."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
+
+
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     """Mean of (output - target)^2, in fp32 where the output has 16 bits."""
     if output.dtype in (torch.float16, torch.bfloat16):
