@@ -16,6 +16,7 @@ from shardwise.core.comm import GroupMaker
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
 from shardwise.testing import assert_close, run_ranks
 from tests.support import tensor_cases
+from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import campaign, full
 from tests.support.tensor_setup import Case, Exact, loss_of
 
@@ -135,58 +136,43 @@ def test_stages_of_the_first_heads_are_the_whole_model(ranks: int, schedule: str
     stage(ranks, name, schedule, chunks, 2)
 
 
-OTHERS = pytest.mark.parametrize(
+@pytest.mark.full
+@pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("bloom", "zbv"),
-        ("falcon", "1f1b"),
-        ("gemma2", "zbv"),
-        ("gemma3", "1f1b"),
-        ("gpt_neox", "zbv"),
-        ("gptj", "1f1b"),
-        ("mixtral", "zbv"),
-        ("opt", "1f1b"),
-        ("qwen3_moe", "zbv"),
+        *((name, "zbv") for name in ("bloom", "gemma2", "gpt_neox", "mixtral", "qwen3_moe")),
+        *((name, "1f1b") for name in ("falcon", "gemma3", "gptj", "opt")),
     ],
 )
-
-
-@pytest.mark.full
-@OTHERS
 def test_other_architectures(name: str, schedule: str) -> None:
     """Their first heads."""
     stage(2, name, schedule, 1 if schedule == "1f1b" else 2, 2)
 
 
-def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
-    """Which elements of a layer's output dropout hit on this rank, and whether all ranks' generators are equal then."""
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
+    """Which elements of a layer's output dropout hits; all ranks' generators are equal afterwards."""
     torch.manual_seed(7)
     config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, resid_pdrop=0.5)
     model = transformers.GPT2LMHeadModel(config).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     maker = GroupMaker(CPU, None, 60.0)
-    staging = stage_model(model, rank, ranks)
+    staging = stage_model(model, dist.get_rank(), 2)
     staging.install()
-    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    run = StageRun(staging, maker.make_wire("pp", [[0, 1]]))
     hits: list[list[bool]] = []
-    model.transformer.h[rank].attn.resid_dropout.register_forward_hook(
+    model.transformer.h[dist.get_rank()].attn.resid_dropout.register_forward_hook(
         lambda _module, _inputs, output: hits.append((output == 0).flatten().tolist())
     )
     ids = torch.arange(12).view(2, 6)
     parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
-    schedule = make_schedule("1f1b", ranks, 1, 2)
-    run.step(schedule, parts, criterion, Passes())
+    run.step(make_schedule("1f1b", 2, 1, 2), parts, criterion, Passes())
     assert len({tuple(each) for each in hits}) == 2, "two micro-batches dropped the same, or recomputation another"
     assert len(hits) == (4 if checkpointing else 2) and all(hits.count(each) == len(hits) // 2 for each in hits)
-    states = [None] * ranks
-    dist.all_gather_object(states, torch.get_rng_state().tolist())
+    first, second = everywhere(hits[0])
+    assert first != second and 0.3 < sum(first) / len(first) < 0.7
+    one, other = everywhere(torch.get_rng_state().tolist())
+    assert one == other
     maker.close()
-    return hits[0], states[0] == states[1]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
-    (first, same), (second, _) = run_ranks(2, dropped, checkpointing)
-    assert first != second and 0.3 < sum(first) / len(first) < 0.7 and same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 
 from shardwise.core.parallel.tensor import Axis, propose_architecture
 from shardwise.plan import TensorPlan
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 from tests.support.scope import Scope
 from tests.support.sets import full
 from tests.support.tensor_cases import CASES, adapted, decoder, language
 from tests.support.tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 
 PLAN = TensorPlan(vocabulary_multiple=4)
+DIVIDED = replace(PLAN, sequence="split_gather")
 RATE = 0.4
 
 
@@ -25,22 +28,14 @@ def dropping() -> list[tuple[Case, str]]:
     """Models with dropout everywhere, and the name of a layer whose input is dropped in the part of a rank."""
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": 3, "use_cache": False}
     sizes |= {"pad_token_id": PAD, "eos_token_id": 2, "bos_token_id": 1, "decoder_start_token_id": 0}
-    t5 = transformers.T5Config(
-        d_model=24,
-        d_kv=4,
-        d_ff=24,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=RATE,
-        feed_forward_proj="gated-gelu",
-        **sizes,
-    )
-    gpt2 = transformers.GPT2Config(
-        n_embd=24, n_head=4, n_layer=2, attn_pdrop=RATE, resid_pdrop=RATE, embd_pdrop=RATE, n_positions=16, **sizes
-    )
+    t5 = {"d_model": 24, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": RATE}
+    gpt2 = {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 16}
+    rates = {"attn_pdrop": RATE, "resid_pdrop": RATE, "embd_pdrop": RATE}
+    gated = transformers.T5Config(**t5, feed_forward_proj="gated-gelu", **sizes)
+    whole_ones = transformers.GPT2Config(**gpt2, **rates, **sizes)
     return [
-        (Case("T5ForConditionalGeneration", t5, language), "decoder.block.1.layer.2.DenseReluDense.wo"),
-        (Case("GPT2LMHeadModel", gpt2, language), "transformer.h.1.attn.c_proj"),
+        (Case("T5ForConditionalGeneration", gated, language), "decoder.block.1.layer.2.DenseReluDense.wo"),
+        (Case("GPT2LMHeadModel", whole_ones, language), "transformer.h.1.attn.c_proj"),
     ]
 
 
@@ -53,16 +48,17 @@ def same_generator(axis: Axis) -> bool:
     return not differs(axis, torch.get_rng_state().double())
 
 
-def dropped(number: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("number", range(2), ids=["t5", "gpt2"])
+def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
     case, name = dropping()[number]
     with Scope("shared") as group:
         axis, model = Axis(group), case.made()
         with torch.no_grad():  # the parts of both ranks are alike before dropout
             for module in model.modules():
                 if isinstance(module, (nn.Linear, transformers.pytorch_utils.Conv1D)):
-                    module.weight.fill_(0.1)
-                    if module.bias is not None:
-                        module.bias.fill_(0.1)
+                    for param in module.parameters():
+                        param.fill_(0.1)
         cut(model, axis, PLAN)
         inputs: list[Tensor] = []
         model.get_submodule(name).register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
@@ -79,89 +75,98 @@ def dropped(number: int) -> None:
         assert not differs(axis, inputs[0]) and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("number", range(2), ids=["t5", "gpt2"])
-def test_a_rank_drops_its_own_of_its_part_and_all_the_same_between_parts(number: int) -> None:
-    run_ranks(2, dropped, number)
+def noisy() -> list[tuple[Case, TensorPlan, str]]:
+    """Models that draw everywhere, how they are cut, and the name of a dropout that a rank's own tokens go through."""
+    rates = {"hidden_dropout_prob": RATE, "attention_probs_dropout_prob": RATE}
+    moe = {"num_local_experts": 4, "router_jitter_noise": 0.1, "attention_dropout": RATE}
+    gpt2 = dropping()[1][0]
+    return [
+        (gpt2, PLAN, ""),
+        (gpt2, DIVIDED, "transformer.h.1.mlp.dropout"),
+        (Case("BertForMaskedLM", decoder("Bert", **rates), language), DIVIDED, "bert.encoder.layer.1.output.dropout"),
+        (Case("MixtralForCausalLM", decoder("Mixtral", experts_implementation="eager", **moe), language), DIVIDED, ""),
+        (adapted(RATE)[0], DIVIDED, ""),
+    ]
 
 
-def recomputed() -> None:
-    """With dropout everywhere, gradients are bit for bit those without checkpointing."""
+@on_ranks(2)
+def test_activation_checkpointing_drops_the_same_once_more() -> None:
+    """Gradients are bit for bit those without checkpointing; where sequences are divided, each rank drops other
+    elements of its own tokens, and behind the layers all draw alike."""
     with Scope("shared") as group:
         axis = Axis(group)
-        for case, _ in dropping()[1:]:
+        for case, plan, name in noisy():
             model = case.made()
-            cut(model, axis, PLAN)
-            found: list[dict[str, Tensor]] = []
+            tp_plan = cut(model, axis, plan)
+            dropped: list[Tensor] = []
+            if name:
+                model.get_submodule(name).register_forward_hook(
+                    lambda _, __, y, found=dropped: found.append((y == 0).double())
+                )
+            first: dict[str, Tensor] = {}
             for reentrant in (None, False, True):
                 if reentrant is not None:
                     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
                 torch.manual_seed(7)
-                _, grads = run(case, model, case.batch())
-                assert same_generator(axis)
-                found.append({name: grad.clone() for name, grad in grads.items()})
-            for others in found[1:]:
-                assert others.keys() == found[0].keys()
-                assert all(torch.equal(others[name], grad) for name, grad in found[0].items())
-
-
-def test_activation_checkpointing_drops_the_same_once_more() -> None:
-    run_ranks(2, recomputed)
+                model.zero_grad()
+                loss = model(**case.batch()).loss
+                loss.backward()
+                grads = {key: param.grad for key, param in model.named_parameters() if param.grad is not None}
+                assert not differs(axis, loss.detach()), "the ranks do not have the same loss"
+                assert not tp_plan.private.inside and same_generator(axis)
+                whole(model, axis, grads)
+                first = first or {key: grad.clone() for key, grad in grads.items()}
+                assert_close(grads, first, 0.0, f"{case.kind}, reentrant={reentrant}")
+            assert not name or (differs(axis, dropped[0]) and bool(dropped[0].any()))
 
 
 # ---- generation
 
 
-def generated(parallel: bool) -> tuple[list[list[int]], list[list[int]], int, int]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "plan", [replace(PLAN, parallel_output=False), PLAN, DIVIDED], ids=["whole", "parts", "tokens"]
+)
+def test_a_cut_model_generates_what_the_whole_one_does(plan: TensorPlan) -> None:
+    """With a cache: one token at a time, which one rank has where sequences are divided."""
     case = CASES["llama"]()[1]
     ids = torch.randint(3, PAD, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": PAD}
     with Scope("shared") as group:
         axis, plain, model = Axis(group), case.made().eval(), case.made().eval()
-        tp_plan = cut(model, axis, TensorPlan(parallel_output=parallel, vocabulary_multiple=4))
-        expected = plain.generate(ids, **options)  # type: ignore[operator]
-        found = model.generate(ids, **options)  # type: ignore[operator]
-        width = model(ids).logits.shape[-1]
+        tp_plan = cut(model, axis, plan)
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))  # type: ignore[operator]
+        assert model(ids).logits.shape[-1] == (16 if plan.parallel_output else VOCABULARY)
         tp_plan.remove()
         assert "generate" not in vars(model) and "_loss_function" not in vars(model)
-        return found.tolist(), expected.tolist(), width, axis.size
-
-
-@pytest.mark.parametrize("parallel", [False, True])
-def test_a_cut_model_generates_what_the_whole_one_does(parallel: bool) -> None:
-    for found, expected, width, _ in run_ranks(2, generated, parallel):
-        assert found == expected
-        assert width == (16 if parallel else VOCABULARY)
 
 
 # ---- by the plan that a model brings
 
 
-def proposed(name: str) -> list[str]:
-    """Names of what is cut."""
-    case = Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=False), language, padded=True)
-    with Scope("shared") as group:
-        architecture = propose_architecture(case.made())
-        return list(compare(case, Axis(group), TensorPlan(architecture=architecture, vocabulary_multiple=4)))
-
-
 # Granite divides its logits, Glm brings an MLP whose layers it gathers, Olmo2 norms over all heads.
+@on_ranks(4)
 @pytest.mark.parametrize(("name", "layers"), [*full(("Granite", 7), ("SmolLM3", 7)), ("Glm", 4), ("Olmo2", 3)])
 def test_a_model_is_cut_by_the_plan_that_it_brings(name: str, layers: int) -> None:
-    for found in run_ranks(4, proposed, name):
-        weights = [each for each in found if each.endswith("weight")]
-        assert len(weights) == 2 * layers + 2  # of each of two layers, the embedding and the head
+    case = Case(f"{name}ForCausalLM", decoder(name, tie_word_embeddings=False), language, padded=True)
+    with Scope("shared") as group:
+        found = compare(case, Axis(group), replace(PLAN, architecture=propose_architecture(case.made())))
+    weights = [each for each in found if each.endswith("weight")]
+    assert len(weights) == 2 * layers + 2  # of each of two layers, the embedding and the head
 
 
 # ---- adapters
 
 
-def adapters(parallel: bool) -> None:
-    """A low-rank adapter is cut with its layer; with dropout, what all have alike is dropped alike."""
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, True), *full((4, False))])
+def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
+    """A low-rank adapter; with dropout, what all have alike is dropped alike."""
     with Scope("shared") as group:
         axis = Axis(group)
-        plan = TensorPlan(parallel_output=parallel, vocabulary_multiple=4)
+        plan = replace(PLAN, parallel_output=parallel)
         for case in adapted():
-            cut_ones = [name for name in compare(case, axis, plan) if "lora_" in name]
+            cut_ones = [name for name in compare(case, axis, plan, *[DIVIDED][: ranks == 2]) if "lora_" in name]
             rows = ("o_proj", "down_proj", "c_proj")
             assert all(("lora_A" in name) == any(layer in name for layer in rows) for name in cut_ones)
             assert len(cut_ones) >= 8
@@ -178,11 +183,3 @@ def adapters(parallel: bool) -> None:
         if axis.size == 2:  # as many heads on each
             assert differs(axis, inputs["o_proj"])
         assert same_generator(axis)
-
-
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, True), *full((4, False))])
-def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
-    run_ranks(ranks, adapters, parallel)
-
-
-# ---- activations that are trained
