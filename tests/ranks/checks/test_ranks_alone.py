@@ -17,10 +17,11 @@ from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded
 from tests.support.engine_setup import two_layers as net
 from tests.support.groups_setup import waits_at_most
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 WAITS_S = 600.0
@@ -49,17 +50,11 @@ def load_weights(session: Session, _: str) -> object:
 
 
 def load_moments(session: Session, _: str) -> object:
-    model = seeded(net)
-    plain = adam(model)
-    model(data(0, 0)).sum().backward()
-    plain.step()
-    return session.optimizer.load_state_dict(plain.state_dict())
+    return session.optimizer.load_state_dict(adam(seeded(net)).state_dict())
 
 
 def one_value(session: Session, _: str) -> object:
-    found = session.one(session.params[0])
-    assert found is not None
-    return found.value()
+    return session.one(session.params[0]).value()  # type: ignore[union-attr]
 
 
 def gathered(session: Session, _: str) -> None:
@@ -141,80 +136,61 @@ def pair(mesh: Mesh, plan: Plan) -> list[Session]:
     return [build(model, adam(model), plan, mesh) for model in models]
 
 
-def astray(name: str, way: str) -> str:
-    plan = PLANS[name]
-    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-    sessions = pair(mesh, plan)
-    order = sessions if mesh.rank == 0 else sessions[::-1]
-    x = data(mesh.rank, 0)
-    told = ""
-    try:
-        if way == "one loss":
-            # The last to be used is the first to be reached in backward.
-            sum(session.module(x).square().sum() for session in order).backward()  # type: ignore[union-attr]
-        elif way == "plain":
-            for loss in [session.module(x).square().sum() for session in order]:
-                loss.backward()
-        else:
-            losses = [session.module(x).square().sum() for session in sessions]
-            for index in range(2) if mesh.rank == 0 else (1, 0):
-                sessions[index].backward(losses[index])
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
 WAYS = ("passes", "plain", "one loss")
 ASTRAY_QUICK = [("ddp", "one loss"), ("zero1", "plain"), ("zero2", "passes"), ("zero2_gloo", "one loss")]
 ASTRAY_QUICK += [("zero3_gloo", "passes")]
 ASTRAY = [(name, way) for name in ("ddp", "zero1", "zero2", "zero2_gloo") for way in WAYS]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "way"), [*ASTRAY_QUICK, *full(*(case for case in ASTRAY if case not in ASTRAY_QUICK))]
 )
 def test_passes_in_another_order_are_told(name: str, way: str) -> None:
-    for told in run_ranks(2, astray, name, way):
-        first, second = "of model 1 of the mesh (Sequential)", "of model 2 of the mesh (Sequential)"
-        assert first in told and second in told and "of several models in the same order" in told, told
+    plan = PLANS[name]
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    sessions = pair(mesh, plan)
+    order = sessions if mesh.rank == 0 else sessions[::-1]
+    with pytest.raises(PeerError) as error:
+        # The last to be used is the first to be reached in backward.
+        used = order if way != "passes" else sessions
+        losses = [session.module(data(mesh.rank, 0)).square().sum() for session in used]
+        if way == "one loss":
+            sum(losses).backward()
+        for session in order if way != "one loss" else ():
+            session.backward(losses[used.index(session)])
+    for model in (1, 2):
+        assert f"of model {model} of the mesh (Sequential)" in str(error.value)
+    assert "of several models in the same order" in str(error.value)
+    dist.barrier()
 
 
-def in_order(name: str) -> bool:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
+def test_passes_in_one_order_train_each_model(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
-        sessions = pair(mesh, PLANS[name])
+        together, alone = pair(mesh, PLANS[name]), pair(mesh, PLANS[name])
         for step in range(2):
-            losses = [session.module(data(mesh.rank, step, i)).square().sum() for i, session in enumerate(sessions)]
-            (losses[0] + losses[1]).backward()
-            for session in sessions:
-                session.optimizer.step()  # type: ignore[union-attr]
-        together = [session.module.state_dict() for session in sessions]
-        for session in sessions:
-            session.close()
-        alone = pair(mesh, PLANS[name])
+            sum(
+                session.module(data(mesh.rank, step, i)).square().sum() for i, session in enumerate(together)
+            ).backward()
+            for session in together:
+                session.optimizer.step()
         for i, session in enumerate(alone):
             for step in range(2):
                 session.backward(session.module(data(mesh.rank, step, i)).square().sum())
-                session.optimizer.step()  # type: ignore[union-attr]
-        states = [session.module.state_dict() for session in alone]
-        for session in alone:
+                session.optimizer.step()
+            assert_close(session.module.state_dict(), together[i].module.state_dict(), 0.0, f"model {i}")
+        for session in (*together, *alone):
             session.close()
-    return all(torch.equal(a[n], b[n]) for a, b in zip(together, states, strict=True) for n in a)
 
 
-@pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
-def test_passes_in_one_order_train_each_model(name: str) -> None:
-    assert all(run_ranks(2, in_order, name))
-
-
-def forked() -> list[object]:
-    """A child that closes its copies of session and mesh; its parent goes on."""
-    found: list[object] = []
+@on_ranks(2)
+def test_a_forked_child_closes_nothing_of_its_parent() -> None:
     for name in ("zero2", "zero2_gloo"):
         with one_mesh(PLANS[name]) as mesh:
             session = pair(mesh, PLANS[name])[0]
-            session.backward(session.module(data(mesh.rank, 0)).square().sum())
-            session.optimizer.step()  # type: ignore[union-attr]
+            train(session, "")
             dist.barrier()
             child = os.fork()
             if child == 0:
@@ -225,14 +201,7 @@ def forked() -> list[object]:
                     os._exit(0)
                 finally:
                     os._exit(1)
-            found.append(os.waitpid(child, 0)[1])
+            assert os.waitpid(child, 0)[1] == 0
             dist.barrier()
-            session.backward(session.module(data(mesh.rank, 1)).square().sum())
-            session.optimizer.step()  # type: ignore[union-attr]
+            train(session, "")
             session.close()
-    return found
-
-
-def test_a_forked_child_closes_nothing_of_its_parent() -> None:
-    for found in run_ranks(2, forked):
-        assert found == [0, 0]

@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.plan import ByTensor, Plan, zero
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sharded
+from shardwise.plan import ByTensor, zero
+from shardwise.session import Session
+from shardwise.testing import assert_close
+from tests.support.engine_setup import PLANS, adam, data, mean_square, one_mesh, plain_steps, seeded, sharded
 from tests.support.engine_setup import tanh_net as net
-from tests.support.scope import PER_HOST, hosts_of
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
-State = dict[str, Tensor]
+Way = Callable[[nn.Module], object]
 SENT: list[object] = []
 """What a queue would hold: torch.multiprocessing says how."""
 
@@ -27,41 +28,13 @@ def send(model: nn.Module) -> None:
     SENT.append(ForkingPickler.dumps({name: param.detach() for name, param in model.named_parameters()}))
 
 
-WAYS: dict[str, Callable[[nn.Module], object]] = {
+WAYS: dict[str, Way] = {
     "nothing": lambda model: None,
     "share_memory() of the model": lambda model: model.share_memory(),
     "share_memory_() of one": lambda model: model[0].weight.share_memory_(),
     "share_memory_() on rank 1": lambda model: model[0].weight.share_memory_() if dist.get_rank() else None,
     "sent": send,
 }
-
-
-def trained(plan: Plan, inside: bool, hosts: bool = False) -> dict[str, State]:
-    """By way, the state after three steps, the storages exchanged after the first one and, with gradients, in the
-    second one (both in ``gathered()`` if ``inside``)."""
-    states = {}
-    with hosts_of(PER_HOST) if hosts else nullcontext(), one_mesh(plan) as mesh:
-        for way, act in WAYS.items():
-            model = seeded(net)
-            with sharded(model, adam(model), plan, mesh) as session:
-                for step in range(3):
-                    session.backward(session.module(data(mesh.rank, step)).square().mean())
-                    if step == 1:
-                        with session.module.gathered() if inside else nullcontext():
-                            act(model)
-                    session.optimizer.step()
-                    session.optimizer.zero_grad()
-                    if step == 0:
-                        with session.module.gathered() if inside else nullcontext():
-                            act(model)
-                states[way] = session.module.state_dict()
-    SENT.clear()
-    return states
-
-
-def plain(ranks: int = 2) -> State:
-    model = seeded(net)
-    return plain_steps(model, adam(model), 3, ranks=ranks)
 
 
 SHARED = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero2_gloo", "zero3", "zero3_gloo")}
@@ -72,26 +45,39 @@ SHARED["biases stay"] = zero(3).but(packing=ByTensor(persist_numel=8))
 QUICK = ("zero2", "zero3", "zero3_gloo")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK, *full(*(name for name in SHARED if name not in QUICK))])
 def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
-    plan = SHARED[name]
-    results = run_ranks(2, trained, plan, name.startswith(("zero3", "biases")))
-    for way in WAYS:
-        check([states[way] for states in results], plain(), f"{name}, {way}")
+    """Storages are exchanged after the first step and, with gradients, in the second one."""
+    plain = seeded(net)
+    expected = plain_steps(plain, adam(plain), 3)
+    with one_mesh(SHARED[name]) as mesh:
+        for way, act in WAYS.items():
+            model = seeded(net)
+
+            def share(session: Session, act: Way = act, model: nn.Module = model) -> None:
+                with session.module.gathered() if name.startswith(("zero3", "biases")) else nullcontext():
+                    act(model)
+
+            with sharded(model, adam(model), SHARED[name], mesh) as session:
+                for step in range(3):
+                    session.backward(mean_square(session.module, mesh.rank, step))
+                    if step == 1:
+                        share(session)
+                    session.optimizer.step()
+                    session.optimizer.zero_grad()
+                    if step == 0:
+                        share(session)
+                assert_close(session.module.state_dict(), expected, 1e-11, f"{name}, {way}")
+    SENT.clear()
 
 
-def seen_elsewhere() -> tuple[Tensor, Tensor, Tensor]:
-    """What was sent of a parameter, at once and after a step, and the parameter then."""
+@on_ranks(2)
+def test_what_was_sent_of_parameters_that_stay_gathered_is_trained() -> None:
     model = seeded(net)
     with sharded(model, adam(model), PLANS["zero2"]) as session:
         sent = ForkingPickler.loads(ForkingPickler.dumps(model[0].weight.detach()))
         before = sent.clone()
         session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
         session.optimizer.step()
-        return before, sent.clone(), model[0].weight.detach().clone()
-
-
-def test_what_was_sent_of_parameters_that_stay_gathered_is_trained() -> None:
-    for before, sent, now in run_ranks(2, seen_elsewhere):
-        assert torch.equal(sent, now)
-        assert not torch.equal(before, now)
+        assert torch.equal(sent, model[0].weight) and not torch.equal(before, sent)
