@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from shardwise.core.comm import PeerError
-from shardwise.plan import zero
+from shardwise.plan import ByModule, MeshPlan, Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close
 from tests.support.engine_setup import PLANS, adam, data, loss_of, one_mesh, seeded, sgd, sharded, told
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import full
 
-STAGES = ["zero3", *full("zero2", "zero3_gloo")]
 RESIDENT_TOO = ["zero2", "zero3", *full("zero3_gloo")]
 """Where parameters that stay gathered go another way."""
 
@@ -48,13 +47,6 @@ class Counting(torch.optim.Optimizer):
                 if param.grad is not None:
                     param.add_(param.grad, alpha=-group["lr"])
             group["steps"] += 1
-
-
-def stale_graph(session: Session) -> str:
-    first, second = loss_of(session, 0), loss_of(session, 1)
-    session.backward(first)
-    session.optimizer.step()
-    return told(lambda: session.backward(second))
 
 
 def load_inside_gathered(session: Session) -> str:
@@ -107,8 +99,7 @@ def graph_from_before_a_write(session: Session) -> str:
 
 
 MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
-    (stale_graph, ()),  # one message by autograd, one by us
-    (graph_from_before_a_write, ()),
+    (graph_from_before_a_write, ()),  # one message by autograd, one by us
     (load_inside_gathered, ("Sequential", "bypass", "session.module (or", "gathered(write_back=True)")),
     (cast_the_module, ("0.weight", "float32", "before sharding")),
     (step_the_original, ("SGD", "session.optimizer (or the optimizer")),
@@ -193,22 +184,117 @@ def test_write_back_takes_changes_over(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(out, plain.to(dtype)(torch.ones(1, 6, dtype=dtype)).float())
 
 
-# ---- large gradients
+Make = Callable[[nn.Module], object]
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def twice(model: nn.Module) -> object:
+    return [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), lr=0.1)]
+
+
+REFUSED: list[tuple[Make, Plan, tuple[str, ...]]] = [
+    (twice, zero(2), ("1.weight", "two optimizers")),
+    (lambda m: torch.optim.Adam(m.parameters(), differentiable=True), zero(3), ("differentiable=True",)),
+    (lambda m: None, zero(1, dp_replicate=3), ("there are 2", "dp_replicate=3")),
+    (lambda m: None, zero(1).but(mesh=MeshPlan(dp_shard=4, dp_replicate=-1)), ("are 2", "dp_shard=4")),
+    (lambda m: None, zero(3).but(packing=ByModule(unit_classes=("Conv9d",))), ("Conv9d", "Linear")),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", STAGES)
-def test_norm_and_clipping_where_squares_overflow(name: str) -> None:
-    torch.manual_seed(0)
-    model = net()
-    plain = copy.deepcopy(model).double()
-    (plain(data(0, 0)).sum() * 1e20).backward()
-    expected = float(torch.cat([param.grad.flatten() for param in plain.parameters()]).norm())
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), PLANS[name].but(max_norm=1.0)) as session:
-        before = session.module.state_dict()
-        session.backward(session.module(data(0, 0).float()).sum() * 1e20)
-        session.optimizer.step()
-        after = session.module.state_dict()
-        change = torch.cat([(after[key].double() - before[key].double()).flatten() for key in before]).norm()
-        assert session.optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-5)
-        assert float(change) == pytest.approx(1.0, rel=1e-5)
+def test_build_refuses() -> None:
+    for make, plan, words in REFUSED:
+        model = small_net()
+        message = told(lambda model=model, make=make, plan=plan: build(model, make(model), plan), ValueError)  # type: ignore[misc]
+        assert all(word in message for word in words), message
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_mistakes_after_build(name: str) -> None:
+    model = small_net()
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), PLANS[name]) as session:
+        own = session.optimizers[0]
+
+        mistakes: list[tuple[Callable[[], object], tuple[str, ...]]] = [
+            (lambda: own.add_param_group({"params": []}), ("add_param_group(['params'])", "before")),
+            (own.__getstate__, ("2 ranks", "state_dict()")),
+            (lambda: session.module.load_state_dict({}, assign=True), ("assign=True",)),
+            *([(session.no_sync, ("reduce='every'",))] if name in ("zero2", "zero3") else []),
+        ]
+        for mistake, words in mistakes:
+            message = told(mistake, (RuntimeError, ValueError, TypeError))
+            assert all(word in message for word in words), message
+        if name in ("ddp", "zero1"):
+            with session.no_sync():
+                pass
+
+
+@on_ranks(2)
+def test_close_gives_the_module_back() -> None:
+    model = small_net()
+    x = torch.ones(2, 4)
+    expected = model(x)
+    session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), PLANS["zero2"])
+    assert torch.equal(session.module(x), expected)
+    session.close()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert torch.equal(model(x), expected)
+    session.mesh.close()
+
+
+class Shrinking(torch.optim.SGD):
+    """Of no known name: its steps become smaller with each call."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad / self.calls)
+
+
+class Believed(torch.optim.SGD):
+    """Moves each parameter by the direction of its gradient, and says that this goes by elements."""
+
+    element_wise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.sub_(param.grad / param.grad.norm())
+
+
+REFUSED_OPTIMIZERS: list[tuple[Make, str]] = [
+    (lambda m: Shrinking(m.parameters(), lr=0.1), "optimizer Shrinking gives parameters other values"),
+    (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS works on all parameters"),
+    (lambda m: torch.optim.Adam(m.parameters(), capturable=True), "capturable=True"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_is_half_done(stage: int) -> None:
+    plan = zero(stage)  # type: ignore[arg-type]
+    with one_mesh(plan) as mesh:
+        for make, words in REFUSED_OPTIMIZERS:
+            model = small_net()
+            optimizer, expected = make(model), copy.deepcopy(model.state_dict())
+            message = told(lambda model=model, optimizer=optimizer: build(model, optimizer, plan, mesh), ValueError)
+            assert words in message and everywhere(message) == [message] * 2
+            assert_close(model.state_dict(), expected, 0.0, words)
+            assert not model._forward_hooks and not model._forward_pre_hooks
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+            # The same model goes on with another one, which says of itself that it is element-wise.
+            with sharded(model, Believed(model.parameters(), lr=0.1), plan, mesh) as session:
+                session.backward(session.module(torch.ones(2, 4)).square().mean())
+                session.optimizer.step()
+                assert not torch.equal(session.module.state_dict()["0.weight"], expected["0.weight"])
