@@ -1,25 +1,28 @@
-"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, every plan, tied weights."""
+"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, plans, tied weights."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_pipeline_stages import criterion, with_layers
+from test_pipeline_stages import criterion
 from torch import Tensor
 
 from shardwise.core.parallel.pipeline import make_schedule, split_batch
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
 from shardwise.testing import run_ranks
+from tests.parity.hybrid import with_layers
 from tests.support import tensor_cases
 from tests.support.engine_setup import PLANS, adam, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.step_checks import assert_numbers, assert_parts
 from tests.support.tensor_setup import PAD, Case, Exact, loss_of
+from tests.support.tier_setup import with_tiers
 
 STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
 
@@ -165,3 +168,12 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
             session.pipeline.step(batch_of(0, 0), criterion, train=True)
         words = "stages only(.|\n)*2 pipeline ranks|2 pipeline ranks(.|\n)*stages only"
         raises(RuntimeError, words, torch.nn.utils.clip_grad_norm_, session.params, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "mix", "pipeline", "tp"),
+    [("zero3", "all_disk", ONE, 1), *full(("zero2", "thirds", ZBV, 1), ("zero1", "thirds", ONE, 2))],
+)
+def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
+    plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, tp=tp, max_norm=MAX_NORM, pipeline=pipeline)
+    train(4, plan, "llama", 1, pipeline.microbatches, timeout=240)

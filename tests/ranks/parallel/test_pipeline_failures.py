@@ -71,9 +71,7 @@ def failing(plan: Plan, expected: Steps) -> None:
             if rank == who and where != "criterion":
                 trap.set(turns, where == "backward")
             words = r"in the (forward|backward) pass of stage \d, micro-batch \d: Arithmetic"
-            error, words = (
-                (ArithmeticError, "^a trap") if rank == who else (PeerError, f"failed on rank {who} {words}")
-            )
+            error, words = (ArithmeticError, "^a trap") if rank == who else (PeerError, f"failed on rank {who} {words}")
             with pytest.raises(error, match=words), Exact():
                 pipeline.step(batch_of(0, 1), judge, train=True)
             with pytest.raises(RuntimeError, match=r"zero_grad\(\)"):

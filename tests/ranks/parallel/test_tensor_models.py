@@ -1,7 +1,13 @@
-"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and adapters."""
+"""Cut models: dropout on each rank and on all of them, activation checkpointing, generation, and adapters.
+
+Layers that cannot be cut are named, and sums and gathers of activations take few operations. Models of every
+architecture, with every head, are those that are whole, in fp64, with whole sequences and with divided ones. Quick: the
+first head of every architecture over two ranks. Full: every head, over two or four. Campaign: over both.
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +16,21 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardwise.core.parallel.tensor import Axis, propose_architecture
+from shardwise.core.parallel.tensor import (
+    Axis,
+    ShardSpec,
+    TPPlan,
+    cut_model,
+    propose_architecture,
+    vocabulary_cross_entropy,
+)
 from shardwise.plan import TensorPlan
 from shardwise.testing import assert_close
-from tests.support.on_ranks import on_ranks
+from tests.ranks.engine.test_engine_compile import Kernels
+from tests.recipes.tensor_architecture import ARCHITECTURE, Mini
+from tests.support.on_ranks import assert_refused, on_ranks, raises
 from tests.support.scope import Scope
-from tests.support.sets import full
+from tests.support.sets import campaign, full
 from tests.support.tensor_cases import CASES, adapted, decoder, language
 from tests.support.tensor_setup import LENGTH, PAD, ROWS, VOCABULARY, Case, compare, cut, run, whole
 
@@ -183,3 +198,140 @@ def test_an_adapter_is_cut_with_its_layer(ranks: int, parallel: bool) -> None:
         if axis.size == 2:  # as many heads on each
             assert differs(axis, inputs["o_proj"])
         assert same_generator(axis)
+
+
+@on_ranks(2)
+def test_what_cannot_be_cut_is_named() -> None:
+    with Scope("shared") as group:
+        axis = Axis(group)
+        tp_plan, spec = TPPlan(axis), ShardSpec.even
+        shared = nn.Linear(4, 6)
+        tp_plan.columns(shared, spec(0, 6, 2))
+        scores = torch.ones(3, 5), torch.ones(3).long(), axis, spec(0, 8, 2), 8
+        assert_refused(
+            (lambda: tp_plan.columns(nn.LayerNorm(4), spec(0, 4, 2)), "a LayerNorm cannot"),
+            (lambda: tp_plan.columns(nn.Linear(4, 6), spec(1, 6, 2)), "give dim 0 and 6"),
+            (lambda: tp_plan.rows(nn.Linear(4, 6), spec(1, 3, 2)), "give dim 1 and 4"),
+            (lambda: tp_plan.columns(nn.Linear(4, 6), spec(0, 6, 3)), "over an axis of 2"),
+            (lambda: tp_plan.vocabulary(nn.Embedding(8, 4, max_norm=1.0), spec(0, 8, 2)), "max_norm=1.0"),
+            (lambda: tp_plan.vocabulary(nn.Embedding(8, 4), spec(0, 6, 2)), "at least as many rows"),
+            (lambda: vocabulary_cross_entropy(*scores), "give logits [..., 4]"),
+            (lambda: tp_plan.rows(shared, spec(1, 4, 2)), "is cut as"),
+            error=(TypeError, ValueError),
+        )
+
+
+GATHER, SCATTER = "c10d::_allgather_base_", ["c10d::_reduce_scatter_base_", "copy_"]  # the copy is gloo's
+
+
+@on_ranks(3)
+def test_activations_are_exchanged_in_final_memory() -> None:
+    """By sums, gathers and divided sums over the backend's own collectives."""
+    with Scope("native") as group:
+        axis = Axis(group)
+        one, two, sizes = torch.ones(1, 6, 4), torch.ones(2, 6, 4), [2] * 3
+        for call, value, names in (
+            (lambda: axis.total(one), 3, ["clone", "c10d::allreduce_"]),
+            (lambda: axis.joined(one[:, :2], 1, sizes), 1, [GATHER]),
+            (lambda: axis.joined(two[:, :2], 1, sizes), 1, ["clone", GATHER, "cat"]),
+            (lambda: axis.total_part(one, 1, sizes), 3, SCATTER),
+            (lambda: axis.total_part(two, 1, sizes), 3, ["stack", *SCATTER]),
+        ):
+            with Kernels() as kernels:
+                result = call()
+            assert result.eq(value).all() and not result._is_view()
+            assert kernels.names == names
+
+
+@on_ranks(2, timeout=300.0)
+def test_the_first_head_of_every_architecture_cut_is_the_whole_one() -> None:
+    """Whole and divided sequences by turns."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        for at, name in enumerate(sorted(CASES)):
+            mode = (None, "split_gather")[at // 2 % 2]
+            plan = TensorPlan(parallel_output=at % 2 == 0, vocabulary_multiple=4, sequence=mode)
+            assert compare(CASES[name]()[0], axis, plan)
+
+
+def by_turns() -> list[object]:
+    """Each architecture over two or four ranks; over the other number in the campaign."""
+    rows: list[object] = []
+    for at, name in enumerate(sorted(CASES)):
+        for ranks in (2, 4):
+            rows += (full if (ranks == 4) == (at % 2 == 1) else campaign)((name, ranks))
+    return rows
+
+
+@on_ranks(timeout=300.0)
+@pytest.mark.parametrize(("architecture", "ranks"), by_turns())
+def test_an_architecture_cut_is_the_whole_one(architecture: str, ranks: int) -> None:
+    """All its cases, logits cut and gathered by turns, sequences whole and divided by turns."""
+    with Scope("shared") as group:
+        for at, case in enumerate(CASES[architecture]()):
+            plan = TensorPlan(parallel_output=at % 2 == ranks // 4 % 2, vocabulary_multiple=(4, 64)[at % 2])
+            divided = [replace(plan, sequence="split_gather")] if at == 0 or at % 2 else []
+            assert compare(case, Axis(group), plan, *divided)
+
+
+# ---- what is held and sent
+
+
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "length"), [(2, 7), *full((2, 8), (4, 8), (4, 6))])
+@pytest.mark.parametrize("mode", [None, "split_gather"])
+def test_tokens_between_layers_are_divided_by_the_ranks(ranks: int, length: int, mode: Any) -> None:
+    """Bytes that layers get from each other and their norms save for the backward pass."""
+    case = Case("LlamaForCausalLM", decoder("Llama", hidden_size=24, num_hidden_layers=3), language)
+    with Scope("shared") as group:
+        axis = Axis(group)
+        model = case.made()
+        cut(model, axis, replace(PLAN, sequence=mode))
+        between: list[int] = []
+        for layer in model.model.layers:
+            for each in (layer, layer.input_layernorm, layer.post_attention_layernorm):
+                each.register_forward_pre_hook(lambda _, given: between.append(given[0].nbytes))
+        logits = model(input_ids=torch.randint(0, 27, (2, length))).logits
+        assert logits.shape[:2] == (2, length)
+        tokens = (length + ranks - 1 - axis.rank) // ranks if mode else length
+        assert sum(between) == 3 * 3 * 2 * tokens * 24 * 8
+
+
+# ---- what is refused, and what goes on as it was
+
+
+@on_ranks(2)
+def test_what_divided_sequences_cannot_do_is_told() -> None:
+    """What is asked of the model's states is told in the pass; the rest before anything changes."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        case = CASES["llama"]()[0]
+        model = case.made()
+        tp_plan = cut(model, axis, DIVIDED)
+        raises(ValueError, "output_hidden_states=True", lambda: model(**case.batch(), output_hidden_states=True))
+        raises(RuntimeError, "call the whole model", model.model.layers[0].mlp, torch.zeros(2, 3, 24).double())
+        assert run(case, model, case.batch())[0].isfinite()
+        tp_plan.remove()
+        assert type(model.model.layers[0]) is transformers.models.llama.modeling_llama.LlamaDecoderLayer
+        assert type(model.model) is transformers.LlamaModel
+        opt = transformers.OPTForCausalLM(decoder("OPT", layerdrop=0.1))
+        bert = transformers.BertForMaskedLM(decoder("Bert", chunk_size_feed_forward=2))
+        raises(ValueError, "give layerdrop=0", cut_model, opt, axis, DIVIDED)
+        raises(ValueError, "give chunk_size_feed_forward=0", cut_model, bert, axis, DIVIDED)
+
+
+@on_ranks(2)
+def test_a_model_of_ones_own() -> None:
+    """Attention and MLP in one layer, layers in an ``nn.Sequential``."""
+    with Scope("shared") as group:
+        axis = Axis(group)
+        torch.manual_seed(0)
+        plain_one = Mini().double()
+        model = copy.deepcopy(plain_one)
+        cut(model, axis, replace(DIVIDED, architecture=ARCHITECTURE))
+        ids = torch.randint(0, 29, (2, 5), generator=torch.Generator().manual_seed(1))
+        for each in (plain_one, model):
+            nn.functional.cross_entropy(each(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        expected = {name: param.grad for name, param in plain_one.named_parameters() if param.grad is not None}
+        assert_close(whole(model, axis, grads), expected, 1e-11, "gradients", floor=1e-2)
