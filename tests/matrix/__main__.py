@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -30,14 +31,7 @@ def chosen(patterns: Sequence[str]) -> list[Cell]:
     return [cell for cell in every if not patterns or any(fnmatch.fnmatch(str(cell), p) for p in patterns)]
 
 
-def _show(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str]) -> None:
-    rows = table.read(table.PAGE.read_text("utf-8"))
-    for cell in wanted:
-        print(f"{cell!s:10} {found.get(cell.python, 'no such Python here'):40} {rows.get(cell, 'no row')}")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+_say = functools.partial(print, flush=True)
 
 
 def run(wanted: Sequence[Cell], found: Mapping[tuple[int, int], str], folder: str | None, cache: str) -> int:
@@ -74,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if args.list:
-        _show(wanted, found)
+        rows = table.read(table.PAGE.read_text("utf-8"))
+        for cell in wanted:
+            print(f"{cell!s:10} {found.get(cell.python, 'no such Python here'):40} {rows.get(cell, 'no row')}")
         return 0
     return run(wanted, found, args.folder, args.cache)
 

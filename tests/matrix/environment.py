@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.matrix.cells import ROOT, Cell, constraints, dotted, minor_of, normal, pins, version_of
 from tests.matrix.table import Row, not_tried, today
@@ -131,15 +132,8 @@ def surroundings() -> dict[str, str]:
 def call(command: Sequence[str], log: Path, limit_s: int) -> int:
     """The exit status of a command whose output is added to a file; what is left of it, ranks too, is ended."""
     with log.open("ab") as out:
-        child = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=surroundings(),
-            start_new_session=True,
-        )
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        child = subprocess.Popen(command, cwd=ROOT, env=surroundings(), start_new_session=True, **streams)
         try:
             return child.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -164,11 +158,9 @@ def unpinned(installed: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
 def first_failure(report: ElementTree.Element) -> tuple[str, str]:
     """The name of the first test that failed, with its error's first line, and all that pytest says of it."""
     for case in report.iter("testcase"):
-        for kind in ("failure", "error"):
-            found = case.find(kind)
-            if found is not None:
-                where = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-                return f"{where}: {found.get('message', '').splitlines()[0]}", found.text or ""
+        for found in (*case.iter("failure"), *case.iter("error")):
+            where = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            return f"{where}: {found.get('message', '').splitlines()[0]}", found.text or ""
     return "", ""
 
 
@@ -194,21 +186,14 @@ def run(cell: Cell, interpreter: str, folder: str | None, cache: str, say: Calla
     python = version_of(interpreter) or dotted(cell.python)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"matrix-{cell}-".replace(":", "-"), dir=folder) as place:
-        environment = Environment(
-            cell,
-            interpreter,
-            Path(place),
-            cache,
-            lambda what: say(f"{cell!s:10} {time.monotonic() - start:5.0f} s  {what}"),
-        )
+
+        def tell(what: str) -> None:
+            say(f"{cell!s:10} {time.monotonic() - start:5.0f} s  {what}")
+
+        environment = Environment(cell, interpreter, Path(place), cache, tell)
         try:
             environment.make()
             return result(cell, environment.installed(), python, environment.test())
         except (StepFailed, OSError, subprocess.SubprocessError, ElementTree.ParseError) as error:
             first, _, rest = (str(error) or repr(error)).partition("\n")
-            return Row(python, constraints_torch(cell), today(), remark=first), rest or first
-
-
-def constraints_torch(cell: Cell) -> str:
-    """The release of torch that a cell asks for."""
-    return pins(constraints(cell.torch))["torch"]
+            return Row(python, pins(constraints(cell.torch))["torch"], today(), remark=first), rest or first

@@ -1,9 +1,9 @@
 """Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -79,19 +79,24 @@ class Found:
     refused: bool = False
 
 
-def _case(architecture: str, padded: bool, staged: bool) -> Case:
-    """The first of the architecture's, with four layers."""
-    case = CASES[architecture]()[0]
+def with_layers(case: Case, layers: int) -> Case:
+    """The same model with so many layers."""
     config = copy.deepcopy(case.config)
     names = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
     for name in names:
         if name in vars(config):
-            setattr(config, name, LAYERS)
+            setattr(config, name, layers)
     if getattr(config, "layer_types", None) is not None:
-        config.layer_types = (config.layer_types * LAYERS)[:LAYERS]
-    if staged and getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
-    return replace(case, config=config, padded=padded)
+        config.layer_types = (config.layer_types * layers)[:layers]
+    return replace(case, config=config)
+
+
+def _case(architecture: str, padded: bool, staged: bool) -> Case:
+    """The first of the architecture's, with four layers."""
+    case = with_layers(CASES[architecture]()[0], LAYERS)
+    if staged and getattr(case.config, "output_router_logits", False):
+        case.config.output_router_logits = False
+    return replace(case, padded=padded)
 
 
 def _batch(case: Case, step: int, rank: int, device: torch.device = CPU) -> dict[str, Tensor]:
@@ -200,43 +205,40 @@ def _judged(found: Training, expected: Training, tolerance: float) -> tuple[floa
 def measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device = CPU) -> list[Found]:
     """What each of ``layouts``, which have the same number of ranks, makes of the architecture. On all of these; the
     first one compares."""
-    return list(_measured(architecture, layouts, dtypes, device))
-
-
-def _measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device) -> Iterator[Found]:
     order, known = sorted(CASES), LAYOUTS | SHARED
     plain: dict[Any, Training] = {}
-    with ExitStack() as meshes:
-        made: dict[MeshPlan, Mesh] = {}
-        for layout in layouts:
-            padded = (list(known).index(layout) + order.index(architecture)) % 2 == 0
-            for kind in dtypes:
-                plan, dtype = known[layout][1], getattr(torch, kind)
-                padded_here = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
-                staged = plan.mesh.pp > 1
-                case = _case(architecture, padded_here, staged)
-                limit = _limit(case)
-                mesh = made.get(plan.mesh)
-                if mesh is None:
-                    mesh = made[plan.mesh] = Mesh.create(plan.mesh, device, plan.comm)
-                    meshes.callback(mesh.close)
-                model = case.made().to(dtype)
-                try:
-                    session = build(model, adam(model, LR), plan.but(max_norm=limit), mesh)
-                except (ValueError, NotImplementedError) as error:
-                    yield Found(layout, kind, padded_here, float("nan"), str(error), refused=True)
-                    continue
-                found = _divided(session, case, dtype)
-                session.close()
-                error_, wrong = 0.0, ""
-                if mesh.is_rank0:
-                    wanted = {"float64": EXACT} if kind == "float64" else {"float64": EXACT, kind: SINGLE}
-                    key = (padded_here, staged, mesh.size // mesh.sequence.size)
-                    for each in wanted:
-                        if (each, *key) not in plain:
-                            plain[each, *key] = _plain(case, getattr(torch, each), key[-1], staged, limit, device)
-                    expected, tolerance = plain[kind, *key], wanted[kind]
-                    if kind != "float64":
-                        tolerance = max(tolerance, 2 * _rounded(expected, plain["float64", *key]))
-                    error_, wrong = _judged(found, expected, tolerance)
-                yield Found(layout, kind, padded_here, error_, wrong)
+    made: dict[MeshPlan, Mesh] = {}
+    every = []
+    for layout, kind in product(layouts, dtypes):
+        plan, dtype = known[layout][1], getattr(torch, kind)
+        padded = (list(known).index(layout) + order.index(architecture)) % 2 == 0
+        padded = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
+        staged = plan.mesh.pp > 1
+        case = _case(architecture, padded, staged)
+        limit = _limit(case)
+        if plan.mesh not in made:
+            made[plan.mesh] = Mesh.create(plan.mesh, device, plan.comm)
+        mesh = made[plan.mesh]
+        model = case.made().to(dtype)
+        try:
+            session = build(model, adam(model, LR), plan.but(max_norm=limit), mesh)
+        except (ValueError, NotImplementedError) as error:
+            every.append(Found(layout, kind, padded, float("nan"), str(error), refused=True))
+            continue
+        found = _divided(session, case, dtype)
+        session.close()
+        error_, wrong = 0.0, ""
+        if mesh.is_rank0:
+            wanted = {"float64": EXACT} if kind == "float64" else {"float64": EXACT, kind: SINGLE}
+            key = (padded, staged, mesh.size // mesh.sequence.size)
+            for each in wanted:
+                if (each, *key) not in plain:
+                    plain[each, *key] = _plain(case, getattr(torch, each), key[-1], staged, limit, device)
+            expected, tolerance = plain[kind, *key], wanted[kind]
+            if kind != "float64":
+                tolerance = max(tolerance, 2 * _rounded(expected, plain["float64", *key]))
+            error_, wrong = _judged(found, expected, tolerance)
+        every.append(Found(layout, kind, padded, error_, wrong))
+    for mesh in made.values():
+        mesh.close()
+    return every

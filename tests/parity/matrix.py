@@ -1,7 +1,8 @@
 """The factors of the parity matrix, what goes together, and the rows that are run."""
 
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -176,3 +177,17 @@ def default_rows() -> list[Row]:
 def quick_rows(rows: Sequence[Row]) -> list[Row]:
     """Few of ``rows``, in which every model and every value of every other factor occurs."""
     return each_once(rows, dict.items, lambda row: math.prod(QUICK_COSTS.get(value, 1.0) for value in row.values()))
+
+
+def complete(
+    part: Row,
+    choice: random.Random,
+    factors: Mapping[str, Sequence[str]] = FACTORS,
+    goes: Callable[[Row], bool] = allowed,
+) -> Row:
+    """Any other values that go with ``part``."""
+    row = dict(part)
+    for factor, values in factors.items():
+        if factor not in row:
+            row[factor] = choice.choice([v for v in values if goes({**row, factor: v})])
+    return {factor: row[factor] for factor in factors}

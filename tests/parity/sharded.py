@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
-from shardwise.plan import Plan
+from shardwise.plan import Plan, replicated
 from shardwise.session import Session, build
-from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
+from shardwise.testing import PlainRecipe, PlainRun, assert_close, train_plain
+from tests.support.engine_setup import meshes
 from tests.support.models import MODELS, ModelCase, make_batches
 
 
@@ -109,17 +110,8 @@ def train_on_rank(setting: Setting) -> Run:
 
 def train_all(settings: Sequence[Setting]) -> list[Run]:
     """Several settings of one world size in one task, those with equal axes and transport on one mesh in turn."""
-    meshes: dict[Any, Mesh] = {}
-    runs = []
-    for setting in settings:
-        plan = setting.plan
-        key = (plan.mesh, plan.comm.shared_memory)
-        if key not in meshes:
-            meshes[key] = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-        runs.append(train_case(MODELS[setting.model], setting, meshes[key]))
-    for mesh in meshes.values():
-        mesh.close()
-    return runs
+    with meshes() as mesh_of:
+        return [train_case(MODELS[each.model], each, mesh_of(each.plan)) for each in settings]
 
 
 def train_case(case: ModelCase, setting: Setting, mesh: Mesh | None = None) -> Run:
@@ -174,25 +166,15 @@ def _passes(session: Session, loss: Callable[[nn.Module, Any], Tensor], step: An
 
 def plain(setting: Setting) -> PlainRun:
     """The oracle of a setting."""
-    return _plain(
-        setting.model,
-        setting.world_size,
-        setting.steps,
-        setting.micro_batches,
-        setting.dtype,
-        setting.optimizer,
-        setting.recipe,
-    )
+    return _plain(replace(setting, plan=replicated(), use_no_sync=False), setting.recipe)
 
 
 @functools.lru_cache(maxsize=512)
-def _plain(
-    model: str, world_size: int, steps: int, micro_batches: int, dtype: torch.dtype, optimizer: str, recipe: PlainRecipe
-) -> PlainRun:
-    case = MODELS[model]
-    batches = make_batches(case, world_size, steps, micro_batches, dtype)
-    make = OPTIMIZERS[optimizer] if recipe.masters else fused(OPTIMIZERS[optimizer])
-    return train_plain(lambda: case.factory(dtype), case.loss, make, batches, recipe)
+def _plain(setting: Setting, recipe: PlainRecipe) -> PlainRun:
+    """``setting``: without its plan, of which the recipe is what counts."""
+    case = MODELS[setting.model]
+    make = OPTIMIZERS[setting.optimizer] if recipe.masters else fused(OPTIMIZERS[setting.optimizer])
+    return train_plain(lambda: case.factory(setting.dtype), case.loss, make, setting.batches(case), recipe)
 
 
 def fused(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -238,13 +220,6 @@ SAME_GRADIENTS_RTOL = 1e-6
 """Where 16-bit gradients are equal bit for bit in every step, so are the updates, but for fp32 rounding."""
 BF16_ULP = 2.0**-7
 """Of the numbers that a mantissa of 8 bits can express in [1, 2)."""
-
-
-def check_setting(setting: Setting, tolerance: Tolerance) -> list[Run]:
-    """Train sharded and plain and compare everything; the runs, for further checks."""
-    runs: list[Run] = run_ranks(setting.world_size, train_on_rank, setting)
-    check_runs(runs, plain(setting), setting, tolerance)
-    return runs
 
 
 def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:

@@ -3,16 +3,16 @@
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import Buffer, Group
+from shardwise.core.comm import DONE, Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine import placement
 from shardwise.core.engine.optimizer import ShardedOptimizer
@@ -21,184 +21,107 @@ from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.testing import run_ranks
 from tests.parity.covering import Row
+from tests.parity.faults import Patch, broken
 from tests.parity.matrix import make_setting, tolerance
 from tests.parity.sharded import Run, Setting, check_beside_rounding, check_runs, plain, rounding, train_on_rank
 from tests.support.on_ranks import raises
 from tests.support.sets import full
-
-_Patch = contextlib.AbstractContextManager[Any]
-
-
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> _Patch:
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
-
-
-def _nothing() -> _Patch:
-    return contextlib.nullcontext()
-
-
-class _Skipped:
-    def wait(self) -> None: ...
-
-    def finished(self) -> bool:
-        return True
-
-
-@contextlib.contextmanager
-def _one_reduction_skipped() -> Iterator[None]:
-    """The fourth reduction keeps this rank's own gradient."""
-    calls = iter(range(1_000_000))
-
-    def make(real: Any) -> Any:
-        def reduce_scatter(self: Group, out: torch.Tensor, full: Any, scale: float) -> Any:
-            if next(calls) == 3:
-                part = full.local.view(self.size, -1)[self.rank]
-                out.copy_(part * (scale * self.size))
-                return _Skipped()
-            return real(self, out, full, scale)
-
-        return reduce_scatter
-
-    kinds = [kind for kind in _all_kinds(Group) if "reduce_scatter" in vars(kind)]
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(_wrap(kind, "reduce_scatter", make))
-        yield
 
 
 def _all_kinds(kind: type) -> list[type]:
     return [kind, *(k for child in kind.__subclasses__() for k in _all_kinds(child))]
 
 
-def _not_unscaled() -> _Patch:
-    return mock.patch.object(ShardedOptimizer, "divisor", lambda self: 1.0)
+@contextlib.contextmanager
+def one_reduction_skipped() -> Iterator[None]:
+    """The fourth reduction keeps this rank's own gradient."""
+    calls = itertools.count()
+
+    def skip(real: Any, self: Group, out: torch.Tensor, full: Any, scale: float) -> Any:
+        if next(calls) != 3:
+            return real(self, out, full, scale)
+        out.copy_(full.local.view(self.size, -1)[self.rank] * (scale * self.size))
+        return DONE
+
+    with contextlib.ExitStack() as stack:
+        for kind in _all_kinds(Group):
+            if "reduce_scatter" in vars(kind):
+                stack.enter_context(broken(kind, "reduce_scatter")(skip)())
+        yield
 
 
-def _gradient_of_rank_1_forgotten() -> _Patch:
-    def make(real: Any) -> Any:
-        def add(self: Reducer, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool) -> None:
-            real(self, state, index, torch.zeros_like(grad) if dist.get_rank() == 1 else grad, sync)
-
-        return add
-
-    return _wrap(Reducer, "add", make)
+@broken(ShardedOptimizer, "divisor")
+def not_unscaled(_real: Any, _optimizer: ShardedOptimizer) -> float:
+    return 1.0
 
 
-def _norm_of_each_rank() -> _Patch:
+@broken(Reducer, "add")
+def gradient_of_rank_1_forgotten(
+    real: Any, reducer: Reducer, state: ChunkGrads, index: int, grad: torch.Tensor, sync: bool
+) -> None:
+    real(reducer, state, index, torch.zeros_like(grad) if dist.get_rank() == 1 else grad, sync)
+
+
+@broken(optimizer_module, "global_norm")
+def norm_of_each_rank(real: Any, tensors: Any, p: float, ask: Callable[[float, bool], float], *others: Any) -> float:
     """Every rank clips by the norm of its own shards."""
 
-    def make(real: Any) -> Any:
-        def norm(tensors: Any, p: float, ask: Callable[[float, bool], float], *others: Any) -> float:
-            def alone(share: float, largest: bool) -> float:
-                ask(share, largest)  # the others wait for it
-                return share
+    def alone(share: float, largest: bool) -> float:
+        ask(share, largest)  # the others wait for it
+        return share
 
-            return float(real(tensors, p, alone, *others))
-
-        return norm
-
-    return _wrap(optimizer_module, "global_norm", make)
+    return float(real(tensors, p, alone, *others))
 
 
-def _earlier_passes_dropped() -> _Patch:
+@broken(Reducer, "_complete")
+def earlier_passes_dropped(real: Any, reducer: Reducer, state: ChunkGrads) -> None:
     """Only the last backward pass of a step counts."""
-
-    def make(real: Any) -> Any:
-        def complete(self: Reducer, state: ChunkGrads) -> None:
-            state.reduced = None
-            real(self, state)
-
-        return complete
-
-    return _wrap(Reducer, "_complete", make)
+    state.reduced = None
+    real(reducer, state)
 
 
-def _replicas_not_averaged() -> _Patch:
+@broken(Reducer, "_issue")
+def replicas_not_averaged(real: Any, reducer: Reducer, state: ChunkGrads, bucket: Buffer) -> None:
     """The mean over the shard group in place of that over all ranks."""
-
-    def make(real: Any) -> Any:
-        def issue(self: Reducer, state: ChunkGrads, bucket: Buffer) -> None:
-            self._scale = 1.0 / self.mesh.shard.size
-            real(self, state, bucket)
-
-        return issue
-
-    return _wrap(Reducer, "_issue", make)
+    reducer._scale = 1.0 / reducer.mesh.shard.size
+    real(reducer, state, bucket)
 
 
-def _no_masters() -> _Patch:
-    return mock.patch.object(placement, "master_dtype", lambda *args: None)
+@broken(placement, "master_dtype")
+def no_masters(*_: Any) -> None:
+    pass
 
 
-def _replicas_drift() -> _Patch:
+@broken(Values, "publish")
+def replicas_drift(real: Any, values: Values, *args: Any, **how: Any) -> None:
     """Rank 1's parameters move away in the last bit, which no tolerance would show."""
-
-    def make(real: Any) -> Any:
-        def publish(self: Values, *args: Any, **how: Any) -> None:
-            real(self, *args, **how)
-            if dist.get_rank() == 1:
-                for chunk in self.shards.chunks:
-                    if chunk.full is not None:
-                        chunk.full.mul_(1 + 2**-52)
-
-        return publish
-
-    return _wrap(Values, "publish", make)
+    real(values, *args, **how)
+    for chunk in values.shards.chunks:
+        if dist.get_rank() == 1 and chunk.full is not None:
+            chunk.full.mul_(1 + 2**-52)
 
 
-FAULTS: dict[str, Callable[[], _Patch]] = {
-    "nothing": _nothing,
-    "one_reduction_skipped": _one_reduction_skipped,
-    "not_unscaled": _not_unscaled,
-    "gradient_of_rank_1_forgotten": _gradient_of_rank_1_forgotten,
-    "norm_of_each_rank": _norm_of_each_rank,
-    "earlier_passes_dropped": _earlier_passes_dropped,
-    "replicas_not_averaged": _replicas_not_averaged,
-    "no_masters": _no_masters,
-    "replicas_drift": _replicas_drift,
+FAULTS: dict[str, tuple[Patch, Row]] = {
+    "one_reduction_skipped": (one_reduction_skipped, {"plan": "zero3"}),
+    "not_unscaled": (not_unscaled, {"numbers": "fp16"}),
+    "gradient_of_rank_1_forgotten": (gradient_of_rank_1_forgotten, {}),
+    "norm_of_each_rank": (norm_of_each_rank, {"clip": "p2"}),
+    "earlier_passes_dropped": (earlier_passes_dropped, {"micro": "3x"}),
+    "replicas_not_averaged": (replicas_not_averaged, {"plan": "hybrid2", "ranks": "4"}),
+    "no_masters": (no_masters, {"numbers": "bf16"}),
+    "replicas_drift": (replicas_drift, {"plan": "ddp"}),
 }
+"""And what shows it beside :data:`PLAIN_ROW`."""
 
 
 def train_broken(fault: str, setting: Setting) -> Run:
-    """Runs on every rank of a pool: a training with one fault. Nothing of it stays."""
-    with FAULTS[fault]():
+    """Runs on every rank of a pool: a training with one fault, or ``""``. Nothing of it stays."""
+    with FAULTS[fault][0]() if fault else contextlib.nullcontext():
         return train_on_rank(setting)
 
 
-PLAIN_ROW: Row = {
-    "model": "residual",
-    "plan": "zero2",
-    "ranks": "2",
-    "numbers": "fp64",
-    "optimizer": "adamw",
-    "micro": "1x",
-    "clip": "unclipped",
-    "transport": "shared",
-    "average": "sum",
-    "order": "overlap",
-}
-SETTINGS: dict[str, Row] = {
-    "one_reduction_skipped": {"plan": "zero3"},
-    "not_unscaled": {"numbers": "fp16"},
-    "gradient_of_rank_1_forgotten": {},
-    "norm_of_each_rank": {"clip": "p2"},
-    "earlier_passes_dropped": {"micro": "3x"},
-    "replicas_not_averaged": {"plan": "hybrid2", "ranks": "4"},
-    "no_masters": {"numbers": "bf16"},
-    "replicas_drift": {"plan": "ddp"},
-}
-
-
-# Those for which each kind of check is needed: of gradients, of norms, of sums over passes and of number formats.
-QUICK = (
-    "one_reduction_skipped",
-    "not_unscaled",
-    "gradient_of_rank_1_forgotten",
-    "norm_of_each_rank",
-    "earlier_passes_dropped",
-    "no_masters",
-    "replicas_drift",
-)
+PLAIN_ROW: Row = {"model": "residual", "plan": "zero2", "ranks": "2", "numbers": "fp64", "optimizer": "adamw"}
+PLAIN_ROW |= {"micro": "1x", "clip": "unclipped", "transport": "shared", "average": "sum", "order": "overlap"}
 
 
 def _run(fault: str, row: Row) -> tuple[list[Run], Setting]:
@@ -209,7 +132,7 @@ def _run(fault: str, row: Row) -> tuple[list[Run], Setting]:
 
 @functools.cache
 def _run_of(*items: tuple[str, str]) -> tuple[list[Run], Setting]:
-    return _run("nothing", dict(items))
+    return _run("", dict(items))
 
 
 def _whole(row: Row) -> tuple[list[Run], Setting]:
@@ -217,13 +140,12 @@ def _whole(row: Row) -> tuple[list[Run], Setting]:
     return copy.deepcopy(_run_of(*row.items()))
 
 
-def test_every_fault_has_a_setting() -> None:
-    assert set(SETTINGS) | {"nothing"} == set(FAULTS)
-
-
-@pytest.mark.parametrize("fault", [*QUICK, *full(*(fault for fault in SETTINGS if fault not in QUICK))])
+# Those for which each kind of check is needed: of gradients, of norms, of sums over passes and of number formats.
+@pytest.mark.parametrize(
+    "fault", [fault for each in FAULTS for fault in (full(each) if "averaged" in each else [each])]
+)
 def test_a_broken_engine_fails_the_check(fault: str) -> None:
-    row = {**PLAIN_ROW, **SETTINGS[fault]}
+    row = {**PLAIN_ROW, **FAULTS[fault][1]}
     runs, setting = _whole(row)
     check_runs(runs, plain(setting), setting, tolerance(row))
     runs, setting = _run(fault, row)

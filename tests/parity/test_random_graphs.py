@@ -15,9 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing, Plan, zero
-from shardwise.testing import PlainRun, run_ranks, train_plain
+from shardwise.testing import run_ranks, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs, train_case
 from tests.support.models import Batch, ModelCase, mean_square
+from tests.support.modules import AroundChildren
 
 WIDTH = 6
 LAYERS = ("linear", "no_bias", "mlp", "frozen", "half_frozen", "norm", "around", "stack")
@@ -51,28 +52,15 @@ class Graph:
         return any(operation.kind == "choose" for operation in self.operations)
 
 
-class _Around(nn.Module):
-    """Own parameters before and after a child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.scale) * self.scale + x @ self.weight
-
-
 def _layer(kind: str) -> nn.Module:
     if kind == "mlp":
         return nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
     if kind == "stack":
-        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), _Around())
+        return nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), AroundChildren())
     if kind == "norm":
         return nn.LayerNorm(WIDTH)
     if kind == "around":
-        return _Around()
+        return AroundChildren()
     linear = nn.Linear(WIDTH, WIDTH, bias=kind != "no_bias")
     linear.weight.requires_grad_(kind not in ("frozen", "half_frozen"))
     if kind == "frozen":
@@ -154,18 +142,6 @@ def train_graph(graph: Graph, setting: Setting) -> Run:
     return train_case(_case(graph), setting)
 
 
-def plain_graph(graph: Graph, setting: Setting) -> PlainRun:
-    """The oracle."""
-    case = _case(graph)
-    return train_plain(
-        lambda: case.factory(setting.dtype),
-        case.loss,
-        OPTIMIZERS[setting.optimizer],
-        setting.batches(case),
-        setting.recipe,
-    )
-
-
 # Deeper than the matrix's models, so rounding has further to go.
 TOLERANCE = Tolerance(rtol=1e-11, floor=1e-6)
 
@@ -230,11 +206,13 @@ def cases(draw: st.DrawFn) -> tuple[Graph, Setting]:
     return graph, setting
 
 
-def _check(case: tuple[Graph, Setting]) -> None:
-    graph, setting = case
+def _check(graph: Graph, setting: Setting) -> None:
     note(f"{graph}\n{setting}")
     runs: list[Run] = run_ranks(2, train_graph, graph, setting)
-    check_runs(runs, plain_graph(graph, setting), setting, TOLERANCE)
+    case, make = _case(graph), OPTIMIZERS[setting.optimizer]
+    batches = setting.batches(case)
+    expected = train_plain(lambda: case.factory(setting.dtype), case.loss, make, batches, setting.recipe)
+    check_runs(runs, expected, setting, TOLERANCE)
 
 
 def _limits(examples: int) -> Callable[[Any], Any]:
@@ -251,18 +229,18 @@ def _limits(examples: int) -> Callable[[Any], Any]:
 @_limits(8)
 @given(case=cases())
 def test_a_random_graph_under_a_random_plan_trains_as_plain(case: tuple[Graph, Setting]) -> None:
-    _check(case)
+    _check(*case)
 
 
 @pytest.mark.full
 @_limits(25)
 @given(case=cases())
 def test_more_random_graphs(case: tuple[Graph, Setting]) -> None:
-    _check(case)
+    _check(*case)
 
 
 @pytest.mark.campaign
 @_limits(5000)
 @given(case=cases())
 def test_many_random_graphs(case: tuple[Graph, Setting]) -> None:
-    _check(case)
+    _check(*case)

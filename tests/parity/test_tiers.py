@@ -8,12 +8,11 @@ every row.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,8 +25,10 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.update.early import EarlyUpdates
 from shardwise.testing import run_ranks
+from tests.parity.batches import Batches, selected
 from tests.parity.covering import Row
-from tests.parity.matrix import PLANS, tolerance
+from tests.parity.faults import Patch, broken
+from tests.parity.matrix import PLANS, complete, tolerance
 from tests.parity.sharded import Run, Setting, check_runs, plain, train_all
 from tests.parity.tiers import (
     BASE,
@@ -48,70 +49,49 @@ from tests.support.models import MODELS
 from tests.support.sets import full
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    return mock.patch.object(owner, name, make(getattr(owner, name)))
-
-
-def _not_written(word: str) -> Callable[[], Any]:
+def _not_written(word: str) -> Patch:
     """Records whose name begins with ``word`` stay as they were after the second write."""
+    writes: Counter[str] = Counter()
 
-    def patch() -> Any:
-        writes: dict[str, int] = {}
+    @broken(DiskStore, "write")
+    def write(real: Any, store: DiskStore, record: Any, buffer: torch.Tensor) -> Any:
+        writes[record.name] += 1
+        return DONE if record.name.startswith(word) and writes[record.name] > 2 else real(store, record, buffer)
 
-        def make(real: Any) -> Any:
-            def write(self: DiskStore, record: Any, buffer: torch.Tensor) -> Any:
-                writes[record.name] = writes.get(record.name, 0) + 1
-                return DONE if record.name.startswith(word) and writes[record.name] > 2 else real(self, record, buffer)
-
-            return write
-
-        return _wrap(DiskStore, "write", make)
-
-    return patch
+    return write
 
 
-def _host_gradients_not_added() -> Any:
+@broken(Reducer, "_complete")
+def host_gradients_not_added(real: Any, reducer: Reducer, state: ChunkGrads) -> None:
     """Only the last backward pass counts for gradients that are at home on the host."""
-
-    def make(real: Any) -> Any:
-        def complete(self: Reducer, state: ChunkGrads) -> None:
-            if state.home is Tier.HOST:
-                state.reduced = None
-            real(self, state)
-
-        return complete
-
-    return _wrap(Reducer, "_complete", make)
+    if state.home is Tier.HOST:
+        state.reduced = None
+    real(reducer, state)
 
 
-def _early_parameters_not_taken_over() -> Any:
+@broken(EarlyUpdates, "take_over")
+def early_parameters_not_taken_over(*_: Any) -> None:
     """Parameters stay as before an update during backward whose state is on the disk."""
-    return mock.patch.object(EarlyUpdates, "take_over", lambda self, chunks: None)
 
 
-def _late_renewal_forgotten() -> Any:
+@broken(ChunkPool, "renew_later")
+def late_renewal_forgotten(*_: Any) -> None:
     """Parameters that are to be renewed at their first use never are."""
 
-    def renew_later(self: ChunkPool, chunk: Any, pending: Any) -> None:
-        pass
 
-    return mock.patch.object(ChunkPool, "renew_later", renew_later)
-
-
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """``patch`` makes it; ``shown_by`` is a mix of tiers and a part of a row under which it must be noticed."""
 
-    patch: Callable[[], Any]
+    patch: Patch
     shown_by: tuple[str, Row]
     steps: int = 4
 
 
 FAULTS: dict[str, Fault] = {
     "state_not_written": Fault(_not_written("optimizer state"), ("s_disk", {})),
-    "host_gradients_not_added": Fault(_host_gradients_not_added, ("s_host", {"micro": "3x"})),
-    "early_parameters_not_taken_over": Fault(_early_parameters_not_taken_over, ("s_disk", {"update": "backward"}), 2),
-    "late_renewal_forgotten": Fault(_late_renewal_forgotten, ("s_host", {"order": "on_use"}), 2),
+    "host_gradients_not_added": Fault(host_gradients_not_added, ("s_host", {"micro": "3x"})),
+    "early_parameters_not_taken_over": Fault(early_parameters_not_taken_over, ("s_disk", {"update": "backward"}), 2),
+    "late_renewal_forgotten": Fault(late_renewal_forgotten, ("s_host", {"order": "on_use"}), 2),
 }
 
 
@@ -129,40 +109,23 @@ QUICK = quick_rows(ROWS)
 IN_SETS = [each for row in ROWS for each in ([row] if row in QUICK else full(row))]
 
 
-class Trainings:
-    """Runs the selected rows in batches and keeps results until they are asked for."""
+def _trainings(rows: Sequence[TierRow], directory: Path, size: int = BATCH) -> Batches[TierRow]:
+    """By mix, the run without offload first."""
 
-    def __init__(self, rows: Sequence[TierRow], directory: Path, batch: int = BATCH) -> None:
-        self._batch = batch
-        self._waiting = {row.label: row for row in rows}
-        self._done: dict[str, list[list[TierRun]]] = {}
-        self.directory = directory
+    def settings_of(row: TierRow) -> list[Setting]:
+        return [setting_of(row.row, mix, str(directory), row.steps) for mix in (None, *row.mixes)]
 
-    def runs(self, row: TierRow) -> list[list[TierRun]]:
-        """By mix, the run without offload first; by rank."""
-        if row.label not in self._done:
-            same = [r for r in self._waiting.values() if r.row["ranks"] == row.row["ranks"] and r != row]
-            self._run([row, *same[: self._batch - 1]])
-        return self._done.pop(row.label)
-
-    def _run(self, rows: Sequence[TierRow]) -> None:
-        where = str(self.directory)
-        settings = [setting_of(r.row, mix, where, r.steps) for r in rows for mix in (None, *r.mixes)]
-        by_rank: list[list[TierRun]] = run_ranks(settings[0].world_size, train_tiers, settings, timeout=180.0)
-        at = 0
-        for row in rows:
-            stop = at + 1 + len(row.mixes)
-            self._done[row.label] = [[runs[i] for runs in by_rank] for i in range(at, stop)]
-            self._waiting.pop(row.label, None)
-            at = stop
+    return Batches({row.label: row for row in rows}, settings_of, train_tiers, size)
 
 
 @pytest.fixture(scope="module")
-def trainings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
-    """The rows that this session selected."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    rows = [i.callspec.params["row"] for i in items if "trainings" in getattr(i, "fixturenames", ())]
-    return Trainings(rows, tmp_path_factory.mktemp("disk"))
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def trainings(request: pytest.FixtureRequest, directory: Path) -> Batches[TierRow]:
+    return _trainings(selected(request), directory)
 
 
 def same_bits(found: Sequence[TierRun], expected: Sequence[TierRun], what: str, norm_rtol: float = 0.0) -> None:
@@ -200,13 +163,13 @@ def check_homes(run: TierRun, mix: str, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", IN_SETS, ids=lambda row: row.label)
-def test_tiers_change_no_bit(trainings: Trainings, row: TierRow) -> None:
-    expected, *others = trainings.runs(row)
+def test_tiers_change_no_bit(trainings: Batches[TierRow], directory: Path, row: TierRow) -> None:
+    expected, *others = trainings.runs(row.label)
     for mix, found in zip(row.mixes, others, strict=True):
         same_bits(found, expected, f"{row.label} {mix}", row.norm_rtol)
         for run in found:
             check_homes(run, mix, row.row)
-    assert not list(trainings.directory.iterdir())
+    assert not list(directory.iterdir())
 
 
 def test_the_rows_have_everything() -> None:
@@ -230,21 +193,17 @@ def test_the_rows_have_everything() -> None:
 # ---- against plain training
 
 EARLY = {"update": "backward", "clip": "unclipped"}
+# Beyond number formats, which the parity matrix compares without tiers.
 PLAIN: list[tuple[str, Row]] = [
-    ("thirds", {"plan": "zero1", "ranks": "2", "numbers": "fp64", "micro": "3x_no_sync", "model": "gpt"}),
-    ("s_disk", {"plan": "zero2", "ranks": "2", "numbers": "bf16", "model": "odd_sizes", "order": "on_use"}),
-    ("all_disk", {"plan": "zero3", "ranks": "2", "numbers": "bf16", "micro": "3x", "model": "residual"}),
-    ("p_disk_s_host", {"plan": "zero3", "ranks": "2", "numbers": "fp16", "model": "mlp", "optimizer": "adam"}),
-    ("all_host", {"plan": "budget0.3", "ranks": "2", "numbers": "fp32", "model": "tied", **EARLY}),
-    ("p_disk", {"plan": "zero2", "ranks": "1", "numbers": "fp64", "model": "mixed_fp64", "optimizer": "adagrad"}),
-    ("p_host_s_disk", {"plan": "by_tensor", "ranks": "2", "numbers": "fp64", "model": "mixture", **EARLY}),
-    ("p_halves_s_disk", {"plan": "zero1", "ranks": "2", "numbers": "fp64", "model": "frozen", "optimizer": "peculiar"}),
+    ("thirds", {"plan": "zero1", "micro": "3x_no_sync", "model": "gpt"}),
+    ("p_host_s_disk", {"plan": "by_tensor", "model": "mixture", **EARLY}),
+    ("p_halves_s_disk", {"plan": "zero1", "model": "frozen", "optimizer": "peculiar"}),
 ]
 
 
 @pytest.mark.parametrize(("mix", "part"), PLAIN, ids=[mix for mix, _ in PLAIN])
 def test_tiers_equal_plain_training(mix: str, part: Row, tmp_path: Path) -> None:
-    rest = {"optimizer": "adamw", "micro": "1x", "clip": "p2", "transport": "shared"}
+    rest = {"ranks": "2", "numbers": "fp64", "optimizer": "adamw", "micro": "1x", "clip": "p2", "transport": "shared"}
     row = {**rest, **FILLED, **part}
     setting = setting_of(row, mix, str(tmp_path), steps=2)
     by_rank = run_ranks(setting.world_size, train_with_own, setting)
@@ -260,16 +219,7 @@ def train_with_own(setting: Any) -> Run:
 # ---- broken on purpose
 
 
-# One that is not written, one of gradients, one of an update during backward, and one of what is used later.
-QUICK_FAULTS = (
-    "state_not_written",
-    "host_gradients_not_added",
-    "early_parameters_not_taken_over",
-    "late_renewal_forgotten",
-)
-
-
-@pytest.mark.parametrize("fault", [*QUICK_FAULTS, *full(*(fault for fault in FAULTS if fault not in QUICK_FAULTS))])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_tier_fails_the_check(fault: str, tmp_path: Path) -> None:
     mix, part = FAULTS[fault].shown_by
     rest = {"plan": "zero2", "ranks": "2", "numbers": "bf16", "micro": "1x", "clip": "unclipped", "transport": "shared"}
@@ -297,35 +247,23 @@ def test_every_part_of_a_run_is_compared() -> None:
 # ---- the large set
 
 
-def _campaign_row(plan: str, ranks: str, numbers: str, choice: random.Random) -> list[TierRow]:
-    rows = []
-    for model in MODELS:
-        row = {"plan": plan, "ranks": ranks, "numbers": numbers, "model": model}
-        for factor, values in {**BASE, "optimizer": OPTIMIZERS}.items():
-            if factor not in row:
-                row[factor] = choice.choice([v for v in values if goes({**row, factor: v})])
-        if goes(row):
-            rows.append(TierRow(tuple(row.items()), tuple(MIXES)))
-    return rows
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("numbers", ["fp64", *BASE["numbers"], "bf16_reduce32"])
 @pytest.mark.parametrize("ranks", BASE["ranks"])
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_every_mix_with_every_model(plan: str, ranks: str, numbers: str, tmp_path: Path) -> None:
-    rows = _campaign_row(plan, ranks, numbers, random.Random(f"{plan} {ranks} {numbers}"))
+    choice = random.Random(f"{plan} {ranks} {numbers}")
+    parts = [{"plan": plan, "ranks": ranks, "numbers": numbers, "model": model} for model in MODELS]
+    given = [part for part in parts if goes(part)]
+    factors = {**dict.fromkeys(parts[0], ()), **BASE, "optimizer": OPTIMIZERS}
+    rows = [TierRow(tuple(complete(part, choice, factors, goes).items()), tuple(MIXES)) for part in given]
     if not rows:
         pytest.skip(f"{plan} needs 4 ranks")
-    trainings = Trainings(rows, tmp_path, batch=2)  # each with every mix
+    trainings = _trainings(rows, tmp_path, size=2)  # each with every mix
     failures: list[str] = []
     for row in rows:
-        _collect(failures, lambda row=row: test_tiers_change_no_bit(trainings, row))
+        try:
+            test_tiers_change_no_bit(trainings, tmp_path, row)
+        except AssertionError as error:
+            failures.append(str(error))
     assert not failures, "\n".join(failures)
-
-
-def _collect(failures: list[str], check: Callable[[], None]) -> None:
-    try:
-        check()
-    except AssertionError as error:
-        failures.append(str(error))

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from shardwise.core.optim import CPUAdam, HybridAdam
-from shardwise.plan import DiskPlan, TierPlan, on_device
+from shardwise.plan import TierPlan
 from shardwise.session import Session
 from tests.parity import sharded
 from tests.parity.covering import Row, cover, each_once
 from tests.parity.matrix import COSTS, FACTORS, QUICK_COSTS, allowed, make_setting
 from tests.parity.sharded import Run, Setting
 from tests.support.models import MODELS
-from tests.support.tier_setup import SHARES
+from tests.support.tier_setup import SHARES, tiers
 
 MIXES = {name: shares for name, shares in SHARES.items() if name != "device"} | {
     "s_half_host": (0, 0, 0.5, 0),
@@ -86,12 +86,8 @@ class Peculiar(torch.optim.Optimizer):
         param.sub_(lr * (1 + state["decay"]) * pull)
 
 
-def _peculiar(model: nn.Module) -> torch.optim.Optimizer:
-    return Peculiar([p for p in model.parameters() if p.requires_grad])
-
-
 OWN: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "peculiar": _peculiar,
+    "peculiar": lambda m: Peculiar([p for p in m.parameters() if p.requires_grad]),
     "cpu_adam": lambda m: CPUAdam(sharded._two_groups(m), lr=1e-2, eps=sharded.EPS),
     "hybrid_adam": lambda m: HybridAdam(m.parameters(), lr=1e-2, eps=sharded.EPS, weight_decay=0.01),
 }
@@ -128,25 +124,8 @@ class TierRow:
 
 def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
     """The plan of one mix, with its disk in ``directory``."""
-    fields: dict[str, Any] = {
-        "directory": directory,
-        "block_bytes": 8192,
-        "queue_depth": 8,
-        "threads": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "state_buffers": 3,
-        "param_buffers": 3,
-    }
-    shares = dict(
-        zip(
-            ("param_host_fraction", "param_disk_fraction", "state_host_fraction", "state_disk_fraction"),
-            map(float, MIXES[mix]),
-            strict=True,
-        )
-    )
-    some = shares["param_disk_fraction"] + shares["state_disk_fraction"] > 0.0
-    return replace(on_device(), disk=DiskPlan(**(fields | KNOBS[knobs])) if some else None, **shares)
+    with mock.patch.dict(SHARES, MIXES):
+        return tiers(mix, directory, **({"block_bytes": 8192, "queue_depth": 8} | KNOBS[knobs]))
 
 
 def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:
@@ -162,7 +141,7 @@ def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) ->
 
 # ---- which rows
 
-_LEFT = {"order": "overlap", "prefetch": "own", "update": "step"}
+_LEFT = {factor: FILLED[factor] for factor in ("order", "prefetch", "update")}
 # 3 ranks divide little evenly.
 _THREE = {"ranks": "3", "clip": "p2", "transport": "shared", "knobs": "threads"}
 THREE_RANKS: list[Row] = [
@@ -172,8 +151,8 @@ THREE_RANKS: list[Row] = [
 # The others of four ranks are for hybrid sharding, which needs them.
 _FOUR = {"ranks": "4", "micro": "3x", "clip": "p2", "transport": "shared", "knobs": "threads"}
 FOUR_RANKS: list[Row] = [
-    {"plan": "zero2", "numbers": "fp16", **_FOUR, "order": "on_use", "prefetch": "own", "update": "step"},
-    {"plan": "zero3", "numbers": "bf16", **_FOUR, "order": "overlap", "prefetch": "three", "update": "step"},
+    {"plan": "zero2", "numbers": "fp16", **_FOUR, **_LEFT, "order": "on_use"},
+    {"plan": "zero3", "numbers": "bf16", **_FOUR, **_LEFT, "prefetch": "three"},
 ]
 _SEEDS: list[Row] = [
     {"ranks": ranks, "numbers": numbers, "micro": "3x"}

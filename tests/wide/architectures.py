@@ -4,16 +4,15 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.mesh import Mesh
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, on_device, replicated, zero
 from shardwise.testing import PlainRun, assert_close, train_plain
 from tests.parity.sharded import OPTIMIZERS, Run, Setting, Tolerance, check_runs, train_case
 from tests.parity.tiers import tier_plan
+from tests.support.engine_setup import meshes
 from tests.support.models import make_batches
 from tests.wide.zoo import case_of
 
@@ -53,25 +52,12 @@ def _setting(kind: str, plan: Plan) -> Setting:
     return Setting(model=kind, plan=plan, world_size=2, optimizer=optimizer, steps=STEPS, dtype=torch.float64)
 
 
-def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run | str]:
-    """On each rank: a run for each plan, or what building was refused with."""
-    with warnings.catch_warnings(action="ignore"):
-        return _train_kind(kind, plans, directory)
-
-
-def _train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run | str]:
+def train_kind(kind: str, plans: Sequence[str], directory: str) -> list[Run]:
+    """On each rank: a run for each plan."""
     torch.set_num_threads(1)
-    meshes: dict[Any, Mesh] = {}
-    runs: list[Run | str] = []
-    for name in plans:
-        setting = _setting(kind, plan_of(name, directory))
-        key = (setting.plan.mesh, setting.plan.comm.shared_memory)
-        if key not in meshes:
-            meshes[key] = Mesh.create(setting.plan.mesh, torch.device("cpu"), setting.plan.comm)
-        runs.append(train_case(case_of(kind), setting, meshes[key]))
-    for mesh in meshes.values():
-        mesh.close()
-    return runs
+    settings = [_setting(kind, plan_of(name, directory)) for name in plans]
+    with warnings.catch_warnings(action="ignore"), meshes() as mesh_of:
+        return [train_case(case_of(kind), setting, mesh_of(setting.plan)) for setting in settings]
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,7 @@ def _error(actual: dict[str, Tensor], expected: dict[str, Tensor], share: float)
     return assert_close(actual, expected, float("inf"), "with other roundings", floor=share * largest)
 
 
-def check_kind(kind: str, plans: Sequence[str], by_rank: Sequence[Sequence[Run | str]]) -> list[str]:
+def check_kind(kind: str, plans: Sequence[str], by_rank: Sequence[Sequence[Run]]) -> list[str]:
     """What differs from plain training, by plan."""
     expected = oracle(kind)
     wrong = []

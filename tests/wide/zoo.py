@@ -8,7 +8,7 @@ for those, and :data:`TYPES` has those that could (and whose plain training has 
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,13 +110,6 @@ TYPES = tuple(_NAMES.split())
 """Types that can be made small in this way, with transformers 5.23."""
 
 
-def every_type() -> list[str]:
-    """All model types of the installed transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    return list(MODEL_MAPPING_NAMES)
-
-
 def _shrink(config: Any) -> None:
     from transformers import PreTrainedConfig
 
@@ -146,19 +139,13 @@ def _config(kind: str) -> Any:
     return config
 
 
-def _first(names: str | tuple[str, ...]) -> str:
-    return names if isinstance(names, str) else names[0]
-
-
 def _class_of(kind: str) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto
 
-    for task in AUTO:
-        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {})
-        if kind in names:
-            return getattr(transformers, _first(names[kind]))
-    return getattr(transformers, _first(modeling_auto.MODEL_MAPPING_NAMES[kind]))
+    mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in AUTO]
+    names = next(each[kind] for each in (*mappings, modeling_auto.MODEL_MAPPING_NAMES) if kind in each)
+    return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
 def _make(kind: str) -> nn.Module:
@@ -183,19 +170,17 @@ def _inputs(kind: str, wanted: tuple[str, ...], generator: torch.Generator, dtyp
     def floats(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    tokens = torch.randint(8, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    made: dict[str, Any] = {}
-    if "input_ids" in wanted:
-        made["input_ids"] = tokens
-    if "decoder_input_ids" in wanted:
-        made["decoder_input_ids"] = torch.randint(8, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    if "pixel_values" in wanted:
-        made["pixel_values"] = floats(ROWS, 3, IMAGE, IMAGE)
-    if "input_values" in wanted:
-        made["input_values"] = floats(ROWS, 1600)
-    if "input_features" in wanted:
-        made["input_features"] = floats(ROWS, 16, 128)
-    return made
+    def tokens() -> Tensor:
+        return torch.randint(8, VOCABULARY, (ROWS, LENGTH), generator=generator)
+
+    makers: dict[str, Callable[[], Tensor]] = {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "pixel_values": lambda: floats(ROWS, 3, IMAGE, IMAGE),
+        "input_values": lambda: floats(ROWS, 1600),
+        "input_features": lambda: floats(ROWS, 16, 128),
+    }
+    return {name: make() for name, make in makers.items() if name in wanted}
 
 
 def _outputs(value: Any) -> Iterator[Tensor]:

@@ -8,11 +8,11 @@ import errno
 import multiprocessing
 import os
 import signal
-import stat
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -21,16 +21,20 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, verify
-from shardwise.core.checkpoint.atomic import sync_path
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, restore, verify
+from shardwise.core.checkpoint.atomic import FileSystem, sync_path
+from shardwise.core.checkpoint.format import PIECE_BYTES
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
-from shardwise.session import build
+from shardwise.session import Session, build
 from shardwise.testing import run_ranks
 from tests.faults import io_errors, kills, soak
 from tests.faults.system import in_place_of_the_system
+from tests.support.checkpoint_setup import Held
+from tests.support.counters import forget_peak, resident_bytes
+from tests.support.engine_setup import one_mesh, sharded
 from tests.support.launching import forked, start
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 
@@ -47,10 +51,9 @@ def test_a_soak_names_what_grows() -> None:
 
 @pytest.mark.parametrize("use_async", [False, True])
 def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_async: bool
 ) -> None:
     """The second Ctrl-C, and a thread's communicator that cannot be made."""
-    session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
     place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
@@ -60,12 +63,16 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
     saver.save(tmp_path, "a", use_async=use_async)
     saver.close()
     assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
-    session.close()
 
 
-def test_purging_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+def change_a_byte(file: Path, at: int) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[at] ^= 1
+    file.write_bytes(damaged)
+
+
+def test_purging_counts_whole_checkpoints_only(session: Session, tmp_path: Path) -> None:
     """A file is missing or cut off, or a load found the damage: none of these is one of those that remain."""
-    session = build(nn.Linear(3, 2), None, zero(3))
 
     def save(tag: str, keep: int | None = None, saver: Checkpointer | None = None) -> list[str]:
         (saver or Checkpointer(session)).save(tmp_path, tag, user_state=tag, keep=keep)
@@ -81,41 +88,31 @@ def test_purging_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     pieces("d").unlink()
     assert save("e", 2) == ["b", "c", "d", "e"]
     assert save("f", 2) == ["e", "f"]
-    with open(pieces("f"), "r+b") as file:  # a wrong byte, which only a load can find
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    change_a_byte(pieces("f"), -1)  # which only a load can find
     saver = Checkpointer(session)
     restored = saver.load(tmp_path, "auto")
     assert restored is not None and restored.tag == "e"
     assert save("g", 2, saver) == ["e", "f", "g"]
     assert save("f", 2, saver) == ["f", "g"], "what is saved again is whole"
     assert save("h", 2, saver) == ["f", "h"]
-    session.close()
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "pieces-0.safetensors"])
 def test_auto_among_damaged_checkpoints_says_once_what_to_load(
-    tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+    session: Session, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = build(nn.Linear(3, 2), None, zero(3))
     saver = Checkpointer(session)
     for tag in "ab":
         saver.save(tmp_path, tag)
-        damaged = bytearray((tmp_path / tag / file).read_bytes())
-        damaged[-5] ^= 1
-        (tmp_path / tag / file).write_bytes(damaged)
+        change_a_byte(tmp_path / tag / file, -5)
     capsys.readouterr()
     error = raises(CheckpointDamage, None, lambda: saver.load(tmp_path, "auto"))
     said = capsys.readouterr().out
     assert said.count("checkpoint skipped: ") == 2 and "load another" not in said
     assert error.count("load ") == 1 and error.endswith("; load another copy")
-    session.close()
 
 
-def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
-    session = build(nn.Linear(3, 2), None, zero(3))
+def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(session: Session, tmp_path: Path) -> None:
     saver, root, elsewhere = Checkpointer(session), tmp_path / "runs", tmp_path / "elsewhere"
     saver.save(elsewhere, "best", user_state=1)
     root.mkdir()
@@ -127,11 +124,9 @@ def test_a_link_to_a_checkpoint_is_replaced_and_what_it_points_to_stays(tmp_path
     assert verify(elsewhere / "best") == []
     restored = saver.load(elsewhere, "best")
     assert restored is not None and restored.user_state == 1
-    session.close()
 
 
-def test_wrong_uses_are_errors(tmp_path: Path) -> None:
-    session = build(nn.Linear(3, 2), None, zero(3))
+def test_wrong_uses_are_errors(session: Session, tmp_path: Path) -> None:
     saver = Checkpointer(session)
     for tag in ("", "a/b", ".hidden", "latest", "auto"):
         raises(ValueError, "tag", saver.save, tmp_path, tag)
@@ -144,16 +139,14 @@ def test_wrong_uses_are_errors(tmp_path: Path) -> None:
     saver.save(tmp_path, "a")
     raises(FileNotFoundError, "it has a", lambda: saver.load(tmp_path, "b"))
     other = build(nn.Linear(3, 5), None, zero(3))
-    with pytest.raises(ValueError, match=r"model/weight: \(2, 3\) in the checkpoint, \(5, 3\) in the model"):
-        Checkpointer(other).load(tmp_path)
+    words = r"model/weight: \(2, 3\) in the checkpoint, \(5, 3\) in the model"
+    raises(ValueError, words, Checkpointer(other).load, tmp_path)
     third = build(nn.Sequential(nn.Linear(3, 2)), None, zero(3))
-    with pytest.raises(
-        ValueError, match=r"missing from the checkpoint: 0.weight, 0.bias\n  not in the model: bias, weight"
-    ):
-        Checkpointer(third).load(tmp_path)
+    words = r"missing from the checkpoint: 0.weight, 0.bias\n  not in the model: bias, weight"
+    raises(ValueError, words, Checkpointer(third).load, tmp_path)
     restored = Checkpointer(third).load(tmp_path, strict=False)
     assert restored is not None and restored.missing == ("0.weight", "0.bias")
-    for each in (session, other, third):
+    for each in (other, third):
         each.close()
 
 
@@ -197,48 +190,33 @@ def _each_call_fails(save: Callable[[], object], path: Path, failing: bool, clos
     return count
 
 
-def _weights_of_deepspeed(folder: str) -> int:
+@on_ranks(2)
+def test_weights_that_deepspeed_saves_replace_the_old_ones_whole_or_not(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
     engine = deepspeed.initialize(model=nn.Linear(40, 30), config=config)[0]
-    rank = dist.get_rank()
-    count = _each_call_fails(
-        lambda: engine.save_16bit_model(folder, "weights.bin"), Path(folder) / "weights.bin", rank == 0
-    )
-    if rank == 0:
-        assert torch.load(f"{folder}/weights.bin", weights_only=True)["weight"].shape == (30, 40)
+    first, file = dist.get_rank() == 0, tmp_path / "weights.bin"
+    assert _each_call_fails(lambda: engine.save_16bit_model(str(tmp_path), file.name), file, first) > 15
+    assert not first or torch.load(file, weights_only=True)["weight"].shape == (30, 40)
     engine.destroy()
-    return count
 
 
-def test_weights_that_deepspeed_saves_replace_the_old_ones_whole_or_not(tmp_path: Path) -> None:
-    assert run_ranks(2, _weights_of_deepspeed, str(tmp_path))[0] > 15
-
-
-def test_a_single_file_replaces_the_old_one_whole_or_not(tmp_path: Path) -> None:
-    session = build(nn.Linear(40, 30), None, zero(3))
+def test_a_single_file_replaces_the_old_one_whole_or_not(session: Session, tmp_path: Path) -> None:
     Checkpointer(session).save(tmp_path, "a")
-    session.close()
     (tmp_path / "files").mkdir()
     file = tmp_path / "files" / "one.ckpt"
     assert _each_call_fails(lambda: to_single_file(tmp_path / "a", file), file, True, closes=True) > 15
-    assert torch.load(file, weights_only=True)["state_dict"]["weight"].shape == (30, 40)
+    assert torch.load(file, weights_only=True)["state_dict"]["weight"].shape == (2, 3)
 
 
 def test_a_directory_that_cannot_be_flushed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the file system says that it has no such call."""
-
-    def failing(number: int) -> Callable[[int], None]:
-        def sync(fd: int) -> None:
-            if stat.S_ISDIR(os.fstat(fd).st_mode):
-                raise OSError(number, os.strerror(number))
-
-        return sync
-
     for number in (errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.ENOSPC):
-        monkeypatch.setattr("shardwise.core.checkpoint.atomic.os.fsync", failing(number))
+        failing = mock.Mock(side_effect=OSError(number, os.strerror(number)))
+        monkeypatch.setattr("shardwise.core.checkpoint.atomic.os.fsync", failing)
         refused = number in (errno.EIO, errno.ENOSPC)
         with pytest.raises(OSError, match=os.strerror(number)) if refused else contextlib.nullcontext():
             sync_path(tmp_path)
+        assert failing.called
 
 
 def kill(count: int, seed: int, directory: str, answers: Connection) -> None:
@@ -267,3 +245,145 @@ def test_kills_lose_nothing(tmp_path: Path, count: int) -> None:
     found = run(count, 20, tmp_path)
     assert found["lost"] == [], found
     assert found["kills"] == count and int(str(found["saves"])) > count, found
+
+
+@on_ranks(2)
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    with one_mesh(zero(3)) as mesh:
+        model = nn.Linear(64, 64)
+        session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3), mesh)
+        files = Held()
+        saver = Checkpointer(session, files)
+
+        def step() -> None:
+            session.backward(session.module(torch.ones(2, 64)).square().mean())
+            session.optimizer.step()
+
+        step()
+        kept = session.module.state_dict()["weight"].clone()
+        saver.save(tmp_path, "a", use_async=True)
+        for _ in range(3):
+            step()
+        assert saver.saving and not (tmp_path / "a").exists()
+        memory = saver._saver._image._memory.data_ptr()
+        threading.Timer(0.2, files.go.set).start()
+        saver.save(tmp_path, "b", use_async=True)  # waits for the first
+        assert (tmp_path / "a").exists(), "a save that still runs is waited for"
+        assert saver._saver._image._memory.data_ptr() == memory, "the snapshot's memory is used again"
+        saver.wait_for_saves()
+        assert not saver.saving
+        mesh.world.barrier()
+        assert verify(tmp_path / "a") == verify(tmp_path / "b") == []
+        with NativeSource(tmp_path / "a") as source:
+            assert torch.equal(source.read("model/weight", 0, 4096).reshape(64, 64), kept), "as when the save began"
+        files.fail = mesh.rank == 1
+        saver.save(tmp_path, "c", use_async=True)
+        with pytest.raises(CheckpointError, match=r"asynchronous save failed: .*rank 1.*ENOSPC"):
+            saver.save(tmp_path, "d")
+        files.fail = False
+        step()
+        saver.save(tmp_path, "d", use_async=True)
+        saver.close()
+        mesh.world.barrier()
+        assert sorted(n for n in os.listdir(tmp_path) if not n.startswith(".")) == ["a", "b", "d", "latest"]
+        session.close()
+
+
+# ---- what a load costs
+
+WIDTH = 3000
+
+
+class Counting(NativeSource):
+    made: ClassVar[list[NativeSource]] = []
+
+    def __init__(self, path: Any) -> None:
+        super().__init__(path)
+        self.made.append(self)
+
+
+def saved(root: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    with sharded(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3)) as session:
+        session.backward(session.module(torch.ones(1, WIDTH)).square().mean())
+        session.optimizer.step()
+        Checkpointer(session).save(root, "a")
+
+
+@mock.patch.object(restore, "NativeSource", Counting)
+def loaded(root: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    with sharded(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3)) as session:
+        saver, own = Checkpointer(session), session.engine.shards.chunks[0].shard_numel * 4
+        is_new = forget_peak()
+        before = resident_bytes("VmRSS")
+        saver.load(root)
+        rise = resident_bytes("VmHWM") - before if is_new else 0
+    read = Counting.made.pop().bytes_read
+    # Three tensors, each begun and ended inside a piece; small ones and headers in the slack.
+    assert 3 * own <= read + 4096 and read <= 3 * own + 6 * PIECE_BYTES + (1 << 20), (read, own)
+    # The moments are new memory; weights are there already.
+    total = 12 * WIDTH * (WIDTH + 1)
+    assert rise <= 3 * own + 4 * PIECE_BYTES + (8 << 20) < total, (rise, own, total)
+
+
+def test_a_load_reads_what_it_needs_and_holds_little_more(tmp_path: Path) -> None:
+    run_ranks(2, saved, str(tmp_path))
+    run_ranks(3, loaded, str(tmp_path))
+
+
+# ---- the order of a save
+
+
+class Recording(FileSystem):
+    """Notes what is flushed and renamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, str]] = []
+        self.names: dict[int, str] = {}
+
+    def create(self, path: str) -> int:
+        fd = super().create(path)
+        self.names[fd] = os.path.basename(path)
+        self.log.append(("create", self.names[fd]))
+        return fd
+
+    def sync(self, fd: int) -> None:
+        self.log.append(("sync", self.names[fd]))
+        super().sync(fd)
+
+    def sync_directory(self, path: str) -> None:
+        self.log.append(("sync", "hidden" if ".saving-" in path else "root"))
+        super().sync_directory(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self.log.append(("rename", os.path.basename(new)))
+        super().rename(old, new)
+
+    def exchange(self, one: str, other: str) -> bool:
+        self.log.append(("rename", os.path.basename(other)))
+        return super().exchange(one, other)
+
+    def remove(self, path: str) -> None:
+        self.log.append(("remove", os.path.basename(path)))
+        super().remove(path)
+
+
+def test_everything_is_flushed_before_it_gets_its_name(session: Session, tmp_path: Path) -> None:
+    files = Recording()
+    saver = Checkpointer(session, files)
+    for again in (False, True):
+        files.log.clear()
+        saver.save(tmp_path, "a")
+        named = files.log.index(("rename", "a"))
+        before, after = files.log[:named], files.log[named + 1 :]
+        assert [what for what in before if what[0] in ("create", "sync")] == [
+            ("create", "pieces-0.safetensors"),
+            ("sync", "pieces-0.safetensors"),
+            ("create", "manifest.json"),
+            ("sync", "manifest.json"),
+            ("sync", "hidden"),
+        ]
+        assert after[0] == ("sync", "root"), "the name itself, before anything old is removed"
+        assert (("remove", "manifest.json") in after) == again and ("remove", "manifest.json") not in before

@@ -2,37 +2,26 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
-from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from shardwise.booster.plugin import GeminiPlugin
 from shardwise.cli.main import main
 from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.plan import Plan, zero
 from shardwise.session import build
-from shardwise.testing import assert_close, run_ranks
-from tests.support.on_ranks import raises
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 OLD = 11
-PLUGINS: dict[str, Callable[[], Plugin]] = {
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-    "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "gemini": lambda: GeminiPlugin(
-        precision="fp32",
-        min_chunk_size_m=1e-4,
-        hidden_dim=8,
-        search_range_m=1,  # type: ignore[arg-type]
-    ),
-}
+Rule = Literal["keep", "zero", "mean"]
 PLANS: dict[str, Plan] = {
     "zero-1": zero(1),
     "zero-3": zero(3),
@@ -97,40 +86,30 @@ def moments_of(path: str) -> dict[str, Tensor]:
         return {n: source.read(full, 0, facts[full].numel).reshape(facts[full].shape) for n, full in found.items()}
 
 
-def into_session(path: str, plan: str, words: int, how: str, folder: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    model = Net(words, 2)
-    session = build(model, adamw(model), PLANS[plan])
-    restored = session.checkpoints.load(path, rows={"embed.weight": how, "head.bias": how})  # type: ignore[dict-item]
-    assert restored is not None
-    state = {name: value.clone() for name, value in session.module.state_dict().items()}
-    session.checkpoints.save(folder, "again")
-    session.backward(session.module(torch.arange(words)).square().sum())
-    assert session.optimizer is not None
-    session.optimizer.step()  # and it can be trained
-    session.close()
-    return state, restored.resized
-
-
 ROWS = [(17, "keep"), (17, "zero"), (17, "mean"), (5, "keep")]  # of five words none is new
 QUICK = [(plan, *ROWS[number]) for number, plan in enumerate(PLANS)]
 CASES = [(plan, *rows) for plan in PLANS for rows in ROWS]
 
 
+@on_ranks(3)
 @pytest.mark.parametrize(("plan", "words", "how"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
-def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, how: str, tmp_path: Path) -> None:
+def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, how: Rule, tmp_path: Path) -> None:
     path, weights, moments = saved
     here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
-    if plan == "bf16":
-        here = {name: value.detach() for name, value in here.items()}
-    for state, said in run_ranks(3, into_session, path, plan, words, how, str(tmp_path)):
-        check(state, weights, here, how)
-        assert len(said) == 2 and said[0].startswith(
-            f"embed.weight: {OLD} rows in the checkpoint, {words} in the model"
-        )
+    model = Net(words, 2)
+    session = build(model, adamw(model), PLANS[plan])
+    restored = session.checkpoints.load(path, rows={"embed.weight": how, "head.bias": how})
+    check(session.module.state_dict(), weights, here, how)
+    assert restored is not None and len(restored.resized) == 2
+    assert restored.resized[0].startswith(f"embed.weight: {OLD} rows in the checkpoint, {words} in the model")
+    session.checkpoints.save(tmp_path, "again")
     again = moments_of(str(tmp_path / "again"))
     zeros = {name: torch.zeros_like(here[name]) for name in moments}
     expected = {n: expected_rows(v, zeros[n], "zero") if v.shape != zeros[n].shape else v for n, v in moments.items()}
     assert_close(again, expected, 0.0, "moments")
+    session.backward(session.module(torch.arange(words)).square().sum())
+    session.optimizer.step()  # and it can be trained
+    session.close()
 
 
 def test_tied_names_are_one_parameter(saved: Any) -> None:
@@ -173,34 +152,20 @@ def test_state_that_is_not_by_elements_starts_anew(words: int, tmp_path: Path) -
     assert optimizer.state[model.embed.weight]["row_var"].shape == (words, 1)
 
 
-def into_booster(path: str, kind: str, words: int) -> dict[str, Tensor]:
-    booster = Booster(plugin=PLUGINS[kind]())
-    plain = Net(words, 2)
+@on_ranks(2)
+@pytest.mark.parametrize("words", [17, *full(5)])
+def test_rows_under_a_plugin(saved: Any, words: int) -> None:
+    path, weights, _ = saved
+    here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
+    booster, plain = Booster(plugin=GeminiPlugin(precision="fp32")), Net(words, 2)
     model: Any
     model, optimizer, *_ = booster.boost(plain, adamw(plain))
     rows: Any = {"embed.weight": "keep", "head.bias": "keep"}
     raises(ValueError, r"embed\.weight.*rows=\{'embed\.weight': 'keep'\}", lambda: booster.load_model(model, path))
     booster.load_model(model, path, rows=rows)
-    assert optimizer is not None
-    booster.load_optimizer(optimizer, path, rows=rows)
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    booster.load_optimizer(optimizer, path, rows=rows)  # type: ignore[arg-type]
+    check({name: value.detach().cpu() for name, value in model.state_dict().items()}, weights, here, "keep")
     booster.close()
-    return state
-
-
-@pytest.mark.parametrize(
-    ("words", "kind"),
-    [
-        *((17, kind) for kind in PLUGINS if kind != "fsdp"),
-        (5, "fsdp"),
-        *full((17, "fsdp"), *((5, kind) for kind in PLUGINS if kind != "fsdp")),
-    ],
-)
-def test_rows_under_every_plugin(saved: Any, kind: str, words: int) -> None:
-    path, weights, _ = saved
-    here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
-    for state in run_ranks(2, into_booster, path, kind, words):
-        check({name: value.cpu() for name, value in state.items()}, weights, here, "keep")
 
 
 class Other(nn.Module):
@@ -220,22 +185,18 @@ RULES = {"embed.weight": "model.tokens.weight", r"^body\.(\w+)$": r"model.layer.
 NEW = {"embed.weight": "model.tokens.weight", "body.weight": "model.layer.weight", "body.bias": "model.layer.bias"}
 
 
-def under_other_names(path: str, folder: str) -> dict[str, Tensor]:
+@on_ranks(2)
+def test_other_names(saved: Any, tmp_path: Path) -> None:
+    path, weights, moments = saved
     model = Other()
     session = build(model, adamw(model), zero(3))
     session.checkpoints.load(path, rename=RULES)
-    session.checkpoints.save(folder, "again")
-    state = session.module.state_dict()
-    session.close()
-    return state
-
-
-def test_other_names(saved: Any, tmp_path: Path) -> None:
-    path, weights, moments = saved
-    for state in run_ranks(2, under_other_names, path, str(tmp_path)):
-        assert_close(state, {NEW.get(name, name): value for name, value in weights.items()}, 0.0, "renamed")
+    expected = {NEW.get(name, name): value for name, value in weights.items()}
+    assert_close(session.module.state_dict(), expected, 0.0, "renamed")
+    session.checkpoints.save(tmp_path, "again")
     expected = {NEW.get(name, name): value for name, value in moments.items()}
     assert_close(moments_of(str(tmp_path / "again")), expected, 0.0, "moments")
+    session.close()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from shardwise.core.checkpoint import Checkpointer, EngineRun, NativeSource, PortableFiles, verify
+from shardwise.core.checkpoint import Checkpointer, EngineRun, PortableFiles, verify
 from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats import write_huggingface, write_single_optimizer
 from shardwise.core.parallel.tensor import ShardSpec, TPPlan
@@ -21,6 +21,7 @@ from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import differences, everything
 from tests.support.cut_setup import made
 from tests.support.engine_setup import sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
 from tests.support.tensor_runs import flat, plan_of, train, training
 
@@ -124,7 +125,7 @@ def test_masters_of_half_parameters_come_back_under_other_layouts(tmp_path: Path
 
 
 def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
-    """Of matrices that are cut in their columns too; the file says how, and every reader has the whole."""
+    """Of matrices that are cut in their columns too; the file says how, and the documented reader has the whole."""
     root = str(tmp_path / "root")
     states = run_ranks(4, saved, root, "zero3 tp2", False, timeout=240.0)
     manifest = read_manifest(f"{root}/here")
@@ -137,55 +138,45 @@ def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.S)
     documented: dict[str, Any] = {}
     exec(code, documented)
-    with NativeSource(f"{root}/here") as source:
-        for name, fact in source.tensors().items():
-            if name.startswith("model/"):
-                value = source.read(name, 0, fact.numel).view(fact.shape)
-                assert torch.equal(value, states[0][0][name]), name
-                assert torch.equal(torch.from_numpy(documented["read"](f"{root}/here", name)), value), name
+    read = {n: documented["read"](f"{root}/here", n) for n in states[0][0] if n.startswith("model/")}
+    assert not differences({n: torch.from_numpy(v) for n, v in read.items()}, {n: states[0][0][n] for n in read})
 
 
 # ---- files of others
-
-
-def kept_files(root: str, name: str) -> None:
-    """Files in Hugging Face's names hold what the plain model's state has, and are taken over."""
-    with training(plan_of(name, directory(root)), True) as session:
-        run, files = EngineRun(session), PortableFiles()
-        train(session, 0, 2)
-        state = session.module.state_dict()
-        sizes = {"one": 5000.0, "several": 0.01}
-        for folder, megabytes in sizes.items():
-            files.save_model(run, partial(write_huggingface, path=f"{root}/{folder}", size_per_shard=megabytes), "save")
-            held: dict[str, Tensor] = {}
-            for file in sorted(Path(root, folder).glob("*.safetensors")):
-                held |= load_file(file)
-            assert not differences(held | {"head.weight": held["embedding.weight"]}, state), folder
-        assert len(list(Path(root, "several").glob("*.safetensors"))) > 2
-        train(session, 2, 3)
-        files.load_model(run, f"{root}/several", strict=True)
-        assert not differences(session.module.state_dict(), state)
-        assert session.optimizer is not None
-        optimizer_state = session.optimizer.state_dict()
-        files.save_optimizer(
-            run, 0, partial(write_single_optimizer, path=f"{root}/adam.safetensors"), "save", use_async=True
-        )
-        train(session, 3, 4)  # while it is written
-        files.load_optimizer(run, f"{root}/adam.safetensors")
-        assert not differences(tensors_of(session.optimizer.state_dict()), tensors_of(optimizer_state))
-        shapes = sorted(tuple(value.shape) for value in load_file(f"{root}/adam.safetensors").values() if value.dim())
-        moments = [v for n, v in tensors_of(optimizer_state).items() if not n.endswith("step")]
-        assert shapes == sorted(tuple(value.shape) for value in moments)
-        files.close()
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flat(state).items() if isinstance(value, Tensor)}
 
 
+@on_ranks(4, timeout=240.0)
 @pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4 small")])
 def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
-    assert run_ranks(4, kept_files, str(tmp_path), name, timeout=240.0) == [None] * 4
+    """Files in Hugging Face's names hold what the plain model's state has, and are taken over."""
+    with training(plan_of(name, directory(str(tmp_path))), True) as session:
+        run, files, adam = EngineRun(session), PortableFiles(), tmp_path / "adam.safetensors"
+        train(session, 0, 2)
+        state = session.module.state_dict()
+        for folder, megabytes in {"one": 5000.0, "several": 0.01}.items():
+            write = partial(write_huggingface, path=tmp_path / folder, size_per_shard=megabytes)
+            files.save_model(run, write, "save")
+            held: dict[str, Tensor] = {}
+            for file in sorted((tmp_path / folder).glob("*.safetensors")):
+                held |= load_file(file)
+            assert not differences(held | {"head.weight": held["embedding.weight"]}, state), folder
+        assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+        train(session, 2, 3)
+        files.load_model(run, f"{tmp_path}/several", strict=True)
+        assert not differences(session.module.state_dict(), state)
+        optimizer_state = session.optimizer.state_dict()
+        files.save_optimizer(run, 0, partial(write_single_optimizer, path=adam), "save", use_async=True)
+        train(session, 3, 4)  # while it is written
+        files.load_optimizer(run, str(adam))
+        assert not differences(tensors_of(session.optimizer.state_dict()), tensors_of(optimizer_state))
+        shapes = sorted(tuple(value.shape) for value in load_file(adam).values() if value.dim())
+        moments = [v for n, v in tensors_of(optimizer_state).items() if not n.endswith("step")]
+        assert shapes == sorted(tuple(value.shape) for value in moments)
+        files.close()
 
 
 # ---- what several ranks hold alike
@@ -209,24 +200,21 @@ class SharedParts:
         tp_plan.rows(model.columns, ShardSpec(1, 8, ranges))
 
 
-def shared(root: str, tp: int, save: bool) -> list[str]:
-    """Parameters that are not as they were saved on this rank: also where it is not the first to hold them."""
-    model, plain = Shared(1 if save else 2), Shared(1).state_dict()
-    plan = zero(3).but(tp=tp, tensor=TensorPlan(architecture=SharedParts()))
-    with sharded(model, None, plan) as session:
-        saver = Checkpointer(session)
-        saver.save(root, "one") if save else saver.load(root)
-        saver.close()
-        assert not differences(session.module.state_dict(), plain)
-        return parts_are_of(session, {f"model/{name}": value for name, value in plain.items()})
-
-
-def test_what_several_ranks_hold_is_stored_once_and_comes_back_to_all(tmp_path: Path) -> None:
-    for tp, others in ((4, (4, 2, 1)), (2, (4,))):
-        root = str(tmp_path / str(tp))
-        assert run_ranks(4, shared, root, tp, True) == [[]] * 4
-        assert verify(f"{root}/one") == []
-        for name, pieces in read_manifest(f"{root}/one").pieces.items():
-            assert all(a.start + a.numel == b.start for a, b in pairwise(pieces)), name
-        for other in others:
-            assert run_ranks(4, shared, root, other, False) == [[]] * 4, (tp, other)
+@on_ranks(4)
+@pytest.mark.parametrize(("tp", "others"), [(4, (4, 2, 1)), (2, (4,))])
+def test_what_several_ranks_hold_is_stored_once_and_comes_back_to_all(
+    tmp_path: Path, tp: int, others: tuple[int, ...]
+) -> None:
+    """Also to a rank that is not the first to hold it."""
+    plain = Shared(1).state_dict()
+    for seed, each in ((1, tp), *((2, other) for other in others)):
+        plan = zero(3).but(tp=each, tensor=TensorPlan(architecture=SharedParts()))
+        with sharded(Shared(seed), None, plan) as session:
+            saver = Checkpointer(session)
+            saver.save(tmp_path, "one") if seed == 1 else saver.load(tmp_path)
+            saver.close()
+            assert not differences(session.module.state_dict(), plain)
+            assert not parts_are_of(session, {f"model/{name}": value for name, value in plain.items()})
+    assert verify(tmp_path / "one") == []
+    for name, pieces in read_manifest(tmp_path / "one").pieces.items():
+        assert all(a.start + a.numel == b.start for a, b in pairwise(pieces)), name

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,15 +22,15 @@ from shardwise.core.checkpoint.formats.native import verify, write_native
 from shardwise.core.mesh import Mesh
 from shardwise.plan import zero
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
 from tests.support.checkpoint_setup import Held, Run, differences, everything, start
-from tests.support.engine_setup import PLANS, one_mesh
+from tests.support.engine_setup import PLANS, one_mesh, told
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 ROOT = "runs"
 
 
-@contextmanager
+@contextlib.contextmanager
 def inside(folder: str, host: int) -> Iterator[None]:
     """A relative path is one of that host's own."""
     before, place = os.getcwd(), os.path.join(folder, f"host-{host}")
@@ -52,76 +51,56 @@ def stop(run: Run) -> None:
     run.session.close()
 
 
-def apart(folder: str, of: list[int]) -> dict[str, Any]:
-    """What ranks that do not see one directory hear, and what is left of it."""
-    with one_mesh(PLANS["zero3"]) as mesh, inside(folder, of[mesh.rank]):
-        run = begin(mesh)
-        before, said = everything(run.session), []
-        files = PortableFiles()
+@on_ranks(4)
+@pytest.mark.parametrize("of", [[0, 1, 0, 1], *full([0, 0, 0, 1])])
+def test_ranks_that_do_not_see_the_directory_are_named_on_every_rank(tmp_path: Path, of: list[int]) -> None:
+    ranks = "ranks 1, 3 of 4 do" if sum(of) == 2 else "rank 3 of 4 does"
+    with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), of[mesh.rank]):
+        run, files = begin(mesh), PortableFiles()
+        run.saver.save(tmp_path / "host-0" / "kept", "one")
+        run.steps(0, 1)
+        before = everything(run.session)
         for act in (
             lambda: run.saver.save(ROOT, "one"),
             lambda: run.saver.load("kept", "one"),
             lambda: run.saver.load("kept", "auto"),
             lambda: files.load_model(EngineRun(run.session), "kept/one", strict=True),
         ):
-            try:
-                act()
-                said.append("done")
-            except CheckpointError as error:
-                said.append(str(error))
-        files.close()
-        left = os.listdir(ROOT) if os.path.isdir(ROOT) else []
-        changed = differences(everything(run.session), before)
-        run.steps(0, 1)
-        stop(run)
-        return {"said": said, "left": left, "changed": changed}
-
-
-@pytest.mark.parametrize("of", [[0, 1, 0, 1], *full([0, 0, 0, 1])])
-def test_ranks_that_do_not_see_the_directory_are_named_on_every_rank(tmp_path: Path, of: list[int]) -> None:
-    session = build(nn.Linear(3, 2), None, zero(3))
-    Checkpointer(session).save(tmp_path / "host-0" / "kept", "one")
-    session.close()
-    ranks = "ranks 1, 3 of 4 do" if sum(of) == 2 else "rank 3 of 4 does"
-    for row in run_ranks(4, apart, str(tmp_path), of):
-        assert len(row["said"]) == 4 and row["left"] == [] and row["changed"] == [], row
-        for said in row["said"]:
+            said = told(act, CheckpointError)
             assert f"{ranks} not see " in said and "on storage that all of them share" in said, said
+        files.close()
+        assert not os.path.isdir(ROOT) or os.listdir(ROOT) == []
+        assert not differences(everything(run.session), before)
+        run.steps(1, 2)
+        stop(run)
 
 
-def differ(folder: str, given: list[tuple[str, str | None, int | None]]) -> Any:
-    """Save as ``given``, then all the same: what was raised, what was returned, and what is there."""
-    with one_mesh(PLANS["zero3"]) as mesh, inside(folder, 0):
+A, B = ("one", "a", None), ("one", "b", None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ((A, B), "rank 0 could not .*tag='b' on rank 1 differs from 'a' on"),
+        ((A, ("two", "a", None)), ".*: rank 1 of 2 does not see "),
+        *full(((("one", None, 5), ("one", None, 6)), "rank 0 could not .*tag='step-6' on rank 1 differs")),
+    ],
+    ids=["tags", "roots", "steps"],
+)
+def test_ranks_that_name_different_checkpoints_save_none(
+    given: tuple[tuple[str, str | None, int | None], ...], wanted: str, tmp_path: Path
+) -> None:
+    with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0):
         run = begin(mesh)
         root, tag, step = given[mesh.rank]
-        said = path = ""
-        try:
-            path = run.saver.save(root, tag, step=step)
-        except (CheckpointError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}"
+        error = ValueError if given[0][0] == given[1][0] else CheckpointError
+        raises(error, wanted, run.saver.save, root, tag, step=step)
         mesh.mesh_group.exchange_object(0)  # rank 0 removes what it had made
         there = [name for each in ("one", "two") if os.path.isdir(each) for name in os.listdir(each)]
-        after = run.saver.save("all", "after")
+        assert set(there) <= {"latest"}
+        assert "manifest.json" in os.listdir(run.saver.save("all", "after"))
         stop(run)
-        return said, path, [name for name in there if name != "latest"], sorted(os.listdir(after))
-
-
-CASES: dict[str, tuple[list[tuple[str, str | None, int | None]], str]] = {
-    "tags": (
-        [("one", "a", None), ("one", "b", None)],
-        "ValueError: rank 0 could not .*tag='b' on rank 1 differs from 'a' on",
-    ),
-    "steps": ([("one", None, 5), ("one", None, 6)], "ValueError: rank 0 could not .*tag='step-6' on rank 1 differs"),
-    "roots": ([("one", "a", None), ("two", "a", None)], "CheckpointError: .*: rank 1 of 2 does not see "),
-}
-
-
-@pytest.mark.parametrize("case", ["tags", "roots", *full("steps")])
-def test_ranks_that_name_different_checkpoints_save_none(case: str, tmp_path: Path) -> None:
-    given, wanted = CASES[case]
-    for said, _, there, after in run_ranks(2, differ, str(tmp_path), given):
-        assert pytest.raises(AssertionError, match=wanted).matches(AssertionError(said)), said
-        assert there == [] and "manifest.json" in after, (there, after)
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -132,14 +111,12 @@ def test_a_second_save_into_the_directory_is_refused_while_one_is_written(tmp_pa
     saver = Checkpointer(first, files)
     saver.save(tmp_path, "one", use_async=True)
     for tag in ("one", "two"):
-        with pytest.raises(ValueError, match=r"\.one\.saving-.* is being written by another process"):
-            second.checkpoints.save(tmp_path, tag)
+        raises(
+            ValueError, r"\.one\.saving-.* is being written by another process", second.checkpoints.save, tmp_path, tag
+        )
     files.fail = fail
     files.go.set()
-    if fail:
-        with pytest.raises(CheckpointError, match="No space left"):
-            saver.wait_for_saves()
-    else:
+    with pytest.raises(CheckpointError, match="No space left") if fail else contextlib.nullcontext():
         saver.wait_for_saves()
     assert [each.tag for each in scan(str(tmp_path))] == ["one"] * (not fail)
     second.checkpoints.save(tmp_path, "two")
@@ -147,13 +124,6 @@ def test_a_second_save_into_the_directory_is_refused_while_one_is_written(tmp_pa
     saver.close()
     for each in (first, second):
         each.close()
-
-
-@pytest.fixture
-def session() -> Iterator[Session]:
-    made = build(nn.Linear(3, 2), None, zero(3))
-    yield made
-    made.close()
 
 
 def put(folder: Path) -> dict[str, bytes]:
@@ -302,15 +272,13 @@ def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(ses
     (best / "logs").mkdir()
     (best / "logs" / "mine").write_text("mine")
     files.link = _refusing  # type: ignore[method-assign]
-    with pytest.raises(
-        CheckpointError, match="best/logs/mine does not belong to the checkpoint and cannot be kept: EPERM"
-    ):
-        saver.save(tmp_path, "best", user_state=2)
+    words = "best/logs/mine does not belong to the checkpoint and cannot be kept: EPERM"
+    raises(CheckpointError, words, saver.save, tmp_path, "best", user_state=2)
     del files.link  # type: ignore[attr-defined]
     (best / "manifest.json").rename(best / "kept.json")
     (best / "manifest.json").mkdir()
-    with pytest.raises(ValueError, match=r"best/manifest\.json is a folder, and the checkpoint needs a file"):
-        saver.save(tmp_path, "best", user_state=2)
+    words = r"best/manifest\.json is a folder, and the checkpoint needs a file"
+    raises(ValueError, words, saver.save, tmp_path, "best", user_state=2)
     (best / "manifest.json").rmdir()
     (best / "kept.json").rename(best / "manifest.json")
     assert sorted(os.listdir(tmp_path)) == ["best", "latest"] and sorted(os.listdir(best / "logs")) == ["mine"]

@@ -5,7 +5,6 @@ torch DCP with real FSDP2 at two ranks: what it saves is read, and what is writt
 Checkpoints of other formats load into sharded sessions of any kind.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,11 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.cli.main import main
 from shardwise.core.checkpoint.formats import detect_format, open_checkpoint, write_dcp
+from shardwise.core.checkpoint.source import CheckpointSource
 from shardwise.plan import zero
 from shardwise.session import build
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 STEPS = 3
@@ -102,69 +103,55 @@ def plain(path: Path) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def resumed(path: str, stage: int, tag: str | None) -> tuple[dict[str, Tensor], int, str, Tensor]:
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "stage", "converted"), [(2, 3, False), (2, 3, True), *full((1, 2, False))])
+def test_a_trainers_directory_goes_on_as_in_torch(
+    trained: Path, tmp_path: Path, ranks: int, stage: int, converted: bool
+) -> None:
+    """Of itself, and in our own format, where it is still numbered."""
+    last, root = trained / "checkpoint-12", trained
+    if converted:
+        root = tmp_path / "step-12"
+        if dist.get_rank() == 0:
+            assert main(["checkpoint", "convert", str(trained), str(root), "--to", "native"]) == 0
+        dist.barrier()
     model = gpt2()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    optimizer = adamw(model)
-    session = build(model, optimizer, zero(stage))  # type: ignore[arg-type]
-    assert session.optimizer is not None
+    session = build(model, adamw(model), zero(stage))  # type: ignore[arg-type]
     scheduler = linear(session.optimizer)
-    restored = session.checkpoints.load(path, tag, lr_schedulers=[scheduler])
-    assert restored is not None and not restored.missing and not restored.unexpected
+    restored = session.checkpoints.load(root, lr_schedulers=[scheduler])
     drawn = torch.rand(3)
+    assert restored is not None and not restored.missing and not restored.unexpected and restored.step == 12
+    assert converted or restored.tag == "checkpoint-12"
     go_on(session.module, session.backward, session.optimizer, scheduler)
-    state = session.module.state_dict()
+    assert_close(session.module.state_dict(), plain(last), 0.0, f"stage {stage}, {ranks} ranks")
     session.close()
-    return state, restored.step, restored.tag, drawn
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), *full((1, 2))])
-def test_a_trainers_directory_goes_on_as_in_torch(trained: Path, ranks: int, stage: int) -> None:
-    last = trained / "checkpoint-12"
-    expected = plain(last)
     torch.set_rng_state(torch.load(last / "rng_state.pth", weights_only=False)["cpu"])
-    first = torch.rand(3)
-    for rank, (state, step, tag, drawn) in enumerate(run_ranks(ranks, resumed, str(trained), stage, None)):
-        assert_close(state, expected, 0.0, f"stage {stage}, {ranks} ranks")
-        assert (step, tag) == (12, "checkpoint-12")
-        assert torch.equal(drawn, first) == (rank == 0), "the saved generators are rank 0's"
+    assert torch.equal(drawn, torch.rand(3)) == (dist.get_rank() == 0), "the saved generators are rank 0's"
 
 
-def through_booster(path: str) -> dict[str, Tensor]:
-    model = gpt2()
-    optimizer = adamw(model)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
-    scheduler = linear(optimizer)
-    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-    booster.load_model(model, path)
-    booster.load_optimizer(optimizer, path)
-    booster.load_lr_scheduler(scheduler, path)
-    go_on(model, lambda loss: booster.backward(loss, optimizer), optimizer, scheduler)
-    full = {name: value.clone() for name, value in model.state_dict().items()}
-    booster.close()
-    return full
-
-
+@on_ranks(2)
 def test_the_parts_of_a_trainers_directory_one_by_one(trained: Path) -> None:
-    for state in run_ranks(2, through_booster, str(trained)):
-        assert_close(state, plain(trained / "checkpoint-12"), 1e-6, "Booster")
+    model: Any = gpt2()
+    optimizer: Any = adamw(model)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=linear(optimizer))
+    booster.load_model(model, trained)
+    booster.load_optimizer(optimizer, trained)
+    booster.load_lr_scheduler(scheduler, trained)
+    go_on(model, lambda loss: booster.backward(loss, optimizer), optimizer, scheduler)
+    assert_close(model.state_dict(), plain(trained / "checkpoint-12"), 1e-6, "Booster")
+    booster.close()
 
 
-def test_convert_and_inspect_of_a_trainers_directory(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_of_a_trainers_directory(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert detect_format(trained) == "trainer" == detect_format(trained / "checkpoint-4")
     assert main(["checkpoint", "inspect", str(trained)]) == 0
     said = capsys.readouterr()
     assert "optimizer 0 : groups of 10, 18 parameters" in said.out and "lr_schedulers" in said.out
     assert "training_args.bin" in said.err
-    target = tmp_path / "step-12"
-    assert main(["checkpoint", "convert", str(trained), str(target), "--to", "native"]) == 0
-    for state, step, *_ in run_ranks(2, resumed, str(target), 3, None):
-        assert_close(state, plain(trained / "checkpoint-12"), 0.0, "converted, still numbered")
-        assert step == 12
 
 
 # -- accelerate
@@ -217,28 +204,19 @@ def accelerated(
     return root, {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
-def resume_accelerated(path: str, stage: int) -> tuple[dict[str, Tensor], int]:
-    model = Net()
-    session = build(model, list(two_optimizers(model)), zero(stage))  # type: ignore[arg-type]
-    assert session.checkpoints.load(path) is not None
-    updates = session.checkpoints.steps
-    for number in range(50, 53):
-        update(session.module, session.backward, session.optimizers, number)
-    state = session.module.state_dict()
-    session.close()
-    return state, updates
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerates_directory_goes_on(accelerated: tuple[Path, dict[str, Tensor]], stage: int) -> None:
     root, expected = accelerated
     assert detect_format(root) == "accelerate" == detect_format(root / "checkpoints" / "checkpoint_3")
-    for state, updates in run_ranks(2, resume_accelerated, str(root), stage):
-        assert_close(state, expected, 1e-6, f"{os.fspath(root)} at stage {stage}")
-        assert updates == 11
-
-
-RANKS = 2
+    model = Net()
+    session = build(model, list(two_optimizers(model)), zero(stage))  # type: ignore[arg-type]
+    assert session.checkpoints.load(root) is not None
+    assert session.checkpoints.steps == 11
+    for number in range(50, 53):
+        update(session.module, session.backward, session.optimizers, number)
+    assert_close(session.module.state_dict(), expected, 1e-6, f"stage {stage}")
+    session.close()
 
 
 class Fsdp2Net(nn.Module):
@@ -284,112 +262,80 @@ def _full(value: Any) -> Any:
     return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
 
 
-def _save(folder: str, flat: bool) -> dict[str, torch.Tensor]:
-    model, optimizer = _built(1)
-    for _ in range(3):
-        _step(model, optimizer)
-    states, optimized = _states(model, optimizer, flat)
-    # torchtitan has the model's names at the top.
-    content = {**states, "optimizer": optimized} if flat else {"model": states, "optim": optimized}
-    if flat:
-        content["train_state"] = {"step": torch.tensor(3)}
-    dcp.save(content, checkpoint_id=folder)
-    truth = {f"model/{name}": _full(value) for name, value in states.items()}
-    nested = _states(model, optimizer, False)[1]
-    for name, entry in nested["state"].items():
-        truth |= {f"optimizer/0/{name}/{key}": _full(value) for key, value in entry.items()}
-    return truth
-
-
-def _load(folder: str, flat: bool) -> tuple[dict[str, Any], list[Any], float]:
-    model, optimizer = _built(2)
-    states, optimized = _states(model, optimizer, flat)
-    content = {**states, "optimizer": optimized} if flat else {"model": states, "optim": optimized}
-    dcp.load(content, checkpoint_id=folder)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    set_model_state_dict(model, {k: content[k] for k in states} if flat else content["model"])
-    loaded = content["optimizer" if flat else "optim"]
-    set_optimizer_state_dict(model, optimizer, loaded, options=options)
-    again = get_optimizer_state_dict(model, optimizer)
+def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Model and optimizer as our own formats name them."""
     found = {f"model/{name}": _full(value) for name, value in get_model_state_dict(model).items()}
-    for name, entry in again["state"].items():
+    for name, entry in get_optimizer_state_dict(model, optimizer)["state"].items():
         found |= {f"optimizer/0/{name}/{key}": _full(value) for key, value in entry.items()}
-    _step(model, optimizer)
-    loss = model(torch.arange(6).view(2, 3) % 7).item()
-    return found, again["param_groups"], loss
+    return found
 
 
-def _continued(folder: str) -> tuple[list[Any], float]:
-    model, optimizer = _built(1)
-    for _ in range(3):
-        _step(model, optimizer)
-    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
-    _step(model, optimizer)
-    dist.barrier()
-    return groups, model(torch.arange(6).view(2, 3) % 7).item()
+def _content(states: dict[str, Any], optimized: dict[str, Any], flat: bool) -> dict[str, Any]:
+    """torchtitan has the model's names at the top."""
+    return {**states, "optimizer": optimized} if flat else {"model": states, "optim": optimized}
 
 
+def _loss(model: nn.Module) -> float:
+    return model(torch.arange(6).view(2, 3) % 7).item()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("flat", [False, *full(True)], ids=["fsdp2", "torchtitan"])
 def test_fsdp2_comes_and_goes(flat: bool, tmp_path: Path) -> None:
-    truth = run_ranks(RANKS, _save, str(tmp_path / "theirs"), flat)[0]
-    source = open_checkpoint(tmp_path / "theirs")
-    small = source.state()["optimizers"][0]["small"]
-    tensors = source.tensors()
-    for name, expected in truth.items():
-        if name.endswith("/step"):
-            assert small[name.split("/")[2]] == {"step": {"dtype": "float32", "value": 3.0}}
-            continue
-        fact = tensors[name]
-        got = source.read(name, 0, fact.numel).reshape(fact.shape)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    model, optimizer = _built(1)
+    for _ in range(3):
+        _step(model, optimizer)
+    more = {"train_state": {"step": torch.tensor(3)}} if flat else {}
+    dcp.save(_content(*_states(model, optimizer, flat), flat) | more, checkpoint_id=theirs)
+    truth, groups = _flat(model, optimizer), get_optimizer_state_dict(model, optimizer)["param_groups"]
+    _step(model, optimizer)
+    next_loss = _loss(model)
+    if dist.get_rank() == 0:
+        with open_checkpoint(theirs) as source:
+            _holds(source, truth)
+            write_dcp(source, ours, "torchtitan" if flat else "fsdp2")
+    dist.barrier()
+    model, optimizer = _built(2)
+    states, optimized = _states(model, optimizer, flat)
+    content = _content(states, optimized, flat)
+    dcp.load(content, checkpoint_id=ours)
+    set_model_state_dict(model, {k: content[k] for k in states} if flat else content["model"])
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_optimizer_state_dict(model, optimizer, content["optimizer" if flat else "optim"], options=options)
+    assert_close(_flat(model, optimizer), truth, 0.0, "what they load")
+    assert get_optimizer_state_dict(model, optimizer)["param_groups"] == groups
+    _step(model, optimizer)
+    assert _loss(model) == next_loss, "the next step is the one that would have followed"
+
+
+def _holds(source: CheckpointSource, truth: dict[str, Tensor]) -> None:
+    small, tensors = source.state()["optimizers"][0]["small"], source.tensors()
+    counts = {name for name in truth if name.endswith("/step")}
+    assert all(small[name.split("/")[2]] == {"step": {"dtype": "float32", "value": 3.0}} for name in counts)
+    assert tensors.keys() == truth.keys() - counts
+    for name, fact in tensors.items():
+        got, expected = source.read(name, 0, fact.numel).reshape(fact.shape), truth[name]
         assert torch.equal(got, expected) and got.dtype == expected.dtype, name
         for start in range(0, fact.numel, 3):
             count = min(5, fact.numel - start)
             assert torch.equal(source.read(name, start, count), expected.reshape(-1)[start : start + count]), name
-    assert set(tensors) == {name for name in truth if not name.endswith("/step")}
-    write_dcp(source, tmp_path / "ours", "torchtitan" if flat else "fsdp2")
-    groups, loss = run_ranks(RANKS, _continued, "")[0]
-    for found, again, next_loss in run_ranks(RANKS, _load, str(tmp_path / "ours"), flat):
-        assert set(found) == set(truth)
-        wrong = [name for name in truth if not torch.equal(found[name], truth[name])]
-        assert not wrong
-        assert again == groups
-        assert next_loss == loss, "the next step is the one that would have followed"
 
 
 class Tied(nn.Module):
     """Embedding and head share a weight; a buffer and an odd size beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
+        torch.manual_seed(seed)
         self.embed = nn.Embedding(13, 6)
         self.body = nn.Linear(6, 6)
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("scale", torch.full((3,), float(seed)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.relu(self.body(self.embed(x)))) * self.scale[0]
-
-
-def reference(seed: int) -> dict[str, Tensor]:
-    torch.manual_seed(seed)
-    model = Tied()
-    model.scale.fill_(float(seed))
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def load(path: str, stage: int) -> dict[str, Tensor]:
-    torch.manual_seed(99)
-    model = Tied()
-    session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(stage))  # type: ignore[arg-type]
-    restored = session.checkpoints.load(path)
-    assert restored is not None and restored.missing == () and restored.unexpected == ()
-    state = session.module.state_dict()
-    session.backward(session.module(torch.tensor([1, 2, 3])).sum())
-    assert session.optimizer is not None
-    session.optimizer.step()  # and it can be trained
-    session.close()
-    return state
 
 
 RUNS = [(1, 2), (2, 3), (3, 1)]
@@ -397,34 +343,19 @@ QUICK = [(kind, *RUNS[number]) for number, kind in enumerate(("once", "twice", "
 CASES = [(kind, *run) for kind in ("once", "twice", "torch") for run in RUNS]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("kind", "ranks", "stage"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
 def test_weights_of_others(tmp_path: Path, kind: str, ranks: int, stage: int) -> None:
-    expected = reference(7)
-    if kind == "torch":
-        path = tmp_path / "model.pt"
-        torch.save(expected, path)
-    else:
-        path = tmp_path / "model.safetensors"
-        stored = {name: value.contiguous().clone() for name, value in expected.items()}
-        if kind == "once":
-            del stored["head.weight"]
-        save_file(stored, str(path))
-    for state in run_ranks(ranks, load, str(path), stage):
-        assert_close(state, expected, 0.0, f"{kind} into stage {stage}")
-
-
-def test_a_foreign_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    wrong = reference(7)
-    wrong["body.weight"] = torch.zeros(5, 6)
-    del wrong["head.weight"]
-    save_file(wrong, str(tmp_path / "model.safetensors"))
-    with pytest.raises(ValueError, match=r"body\.weight.*\(5, 6\).*\(6, 6\)"):
-        build_and_load(str(tmp_path))
-
-
-def build_and_load(path: str) -> None:
-    session = build(Tied(), None, zero(3))
-    try:
-        session.checkpoints.load(path)
-    finally:
-        session.close()
+    expected, path = Tied(7).state_dict(), tmp_path / ("model.pt" if kind == "torch" else "model.safetensors")
+    if dist.get_rank() == 0:
+        stored = {n: v.clone() for n, v in expected.items() if kind != "once" or n != "head.weight"}
+        torch.save(stored, path) if kind == "torch" else save_file(stored, path)
+    dist.barrier()
+    model = Tied(99)
+    session = build(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(stage))  # type: ignore[arg-type]
+    restored = session.checkpoints.load(path)
+    assert restored is not None and restored.missing == () and restored.unexpected == ()
+    assert_close(session.module.state_dict(), expected, 0.0, f"{kind} into stage {stage}")
+    session.backward(session.module(torch.tensor([1, 2, 3])).sum())
+    session.optimizer.step()  # and it can be trained
+    session.close()

@@ -26,6 +26,7 @@ from shardwise.strategies.saving import ModelOnly
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import SCALER, plans
 from tests.support.engine_setup import adam, one_mesh, sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 NAMES = ("zero1", "zero3", "host", "bf16", "bf16 disk", "fp16", "straddling", "mixed")
@@ -40,50 +41,41 @@ def model() -> nn.Module:
     return net
 
 
-def alone(name: str, directory: str) -> State:
-    """Trained a step, so that masters are not what 16 bits can hold; saved twice without the optimizer. The masters."""
-    net = model()
-    with sharded(net, adam(net), plans(f"{directory}/disk")[name]) as session:
-        for _ in range(2):
-            session.backward(session.module(torch.ones(3, 6)).float().square().mean())
-            session.optimizer.step()  # type: ignore[union-attr]
-        saver = Checkpointer(ModelOnly(session))
-        saver.save(directory, "all", use_async=name == "fp16")
-        saver.wait_for_saves()
-        Checkpointer(WithoutFrozen(ModelOnly(session))).save(directory, "trained")  # type: ignore[arg-type]
-        return session.module.state_dict()
-
-
-def loaded(name: str, directory: str, tag: str) -> State:
-    net = model()
-    with torch.no_grad():
-        for param in net.parameters():
-            param.zero_()
-    with sharded(net, adam(net), plans(f"{directory}/disk")[name]) as session:
-        Checkpointer(ModelOnly(session)).load(directory, tag, strict=tag == "all")
-        return session.module.state_dict()
-
-
 QUICK = [(name, 1 + number % 2) for number, name in enumerate(NAMES)]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("name", "ranks"), [*QUICK, *full(*((name, 3 - ranks) for name, ranks in QUICK))])
 def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path: Path) -> None:
-    masters = run_ranks(ranks, alone, name, str(tmp_path))[0]
-    half = name in ("bf16", "bf16 disk", "fp16")
+    """Trained two steps, so that masters are not what 16 bits can hold; saved twice without the optimizer."""
+    net, plan = model(), plans(f"{tmp_path}/disk")[name]
+    with sharded(net, adam(net), plan) as session:
+        for _ in range(2):
+            session.backward(session.module(torch.ones(3, 6)).float().square().mean())
+            session.optimizer.step()
+        saver = Checkpointer(ModelOnly(session))
+        saver.save(tmp_path, "all", use_async=name == "fp16")
+        saver.wait_for_saves()
+        Checkpointer(WithoutFrozen(ModelOnly(session))).save(tmp_path, "trained")  # type: ignore[arg-type]
+        masters = session.module.state_dict()
     kept = masters["2.weight"]
     assert kept.dtype == torch.float32
-    assert not half or not torch.equal(kept, kept.bfloat16().float()), "not what 16 bits hold"
+    assert name not in ("bf16", "bf16 disk", "fp16") or not torch.equal(kept, kept.bfloat16().float())
     for tag in ("all", "trained"):
-        frozen = {n for n in masters if n.startswith("0.") and tag == "trained"}
+        saved = {n: value for n, value in masters.items() if tag == "all" or not n.startswith("0.")}
         with open_checkpoint(tmp_path / tag) as source:
             facts = {n.removeprefix("model/"): fact for n, fact in source.tensors().items() if n.startswith("model/")}
-            assert facts.keys() == masters.keys() - frozen
-            for each, fact in facts.items():
-                read = source.read(f"model/{each}", 0, masters[each].numel()).view(masters[each].shape)
-                assert read.dtype == fact.dtype == masters[each].dtype and torch.equal(read, masters[each]), (tag, each)
-        for own in run_ranks(ranks, loaded, name, str(tmp_path), tag):
-            assert all(torch.equal(own[n], masters[n]) for n in facts), tag
+            read = {n: source.read(f"model/{n}", 0, saved[n].numel()).view(saved[n].shape) for n in facts}
+        assert_close(read, saved, 0.0, tag)
+        assert all(fact.dtype == saved[n].dtype for n, fact in facts.items())
+        net = model()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.zero_()
+        with sharded(net, adam(net), plan) as session:
+            Checkpointer(ModelOnly(session)).load(tmp_path, tag, strict=tag == "all")
+            state = session.module.state_dict()
+            assert_close({n: state[n] for n in saved}, saved, 0.0, tag)
 
 
 def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path: Path) -> None:
@@ -138,28 +130,32 @@ def net(seed: int = 0, **how: bool) -> Net:
     return Net(**how).double()
 
 
-def adamw(*modules: nn.Module, **how: Any) -> Optimizer:
-    return torch.optim.AdamW([p for m in modules for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, **how)
+def adamw(*modules: nn.Module) -> list[Optimizer]:
+    params = [p for m in modules for p in m.parameters() if p.requires_grad]
+    return [torch.optim.AdamW(params, lr=1e-2, eps=1e-3)]
 
 
-def halves(m: Net, first: ByName | None = None, second: ByName | None = None) -> Optimizer:
+def halves(m: Net) -> list[Optimizer]:
     groups = [
-        {"params": list(m.body.parameters()), **(first or {})},
-        {"params": list(m.last.parameters()), **(second or {})},
+        {"params": list(part.parameters()), "weight_decay": decay} for part, decay in ((m.body, 0.0), (m.last, 0.5))
     ]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    return [torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)]
+
+
+def turned(m: Net) -> list[Optimizer]:
+    return [torch.optim.AdamW([{"params": list(part.parameters())} for part in (m.last, m.body)], eps=1.0)]
 
 
 def two(m: Net) -> list[Optimizer]:
-    return [adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
+    return [*adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A run that saved, the one that goes on, what of its options is expected, and words of the warning."""
 
-    before: Callable[[Net], Any]
-    after: Callable[[Net], Any]
+    before: Callable[[Net], list[Optimizer]]
+    after: Callable[[Net], list[Optimizer]]
     options: tuple[ByName, ...]
     words: tuple[str, ...]
     net_before: ByName = dataclasses.field(default_factory=dict)
@@ -167,25 +163,20 @@ class Case:
 
 
 LATER = {"lr": 2e-3}  # what a schedule made of it until the save
+FROZEN = {"frozen": True}
 CASES = {
     "new layer": Case(adamw, adamw, (LATER,), ("start without state: head.weight, head.bias",), {}, {"head": True}),
-    "newly frozen": Case(
-        adamw, adamw, (LATER,), ("no optimizer has here: body.weight, body.bias",), {}, {"frozen": True}
-    ),
-    "newly trained": Case(
-        adamw, adamw, (LATER,), ("start without state: body.weight, body.bias",), {"frozen": True}, {}
-    ),
+    "newly frozen": Case(adamw, adamw, (LATER,), ("no optimizer has here: body.weight, body.bias",), {}, FROZEN),
+    "newly trained": Case(adamw, adamw, (LATER,), ("start without state: body.weight, body.bias",), FROZEN, {}),
     "split": Case(
         adamw,
-        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        halves,
         (LATER | {"weight_decay": 0.0}, LATER | {"weight_decay": 0.5}),
         ("weight_decay of group 0 stays 0.0, the checkpoint has 0.01",),
     ),
     "turned": Case(
-        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
-        lambda m: torch.optim.AdamW(
-            [{"params": list(m.last.parameters())}, {"params": list(m.body.parameters())}], eps=1.0
-        ),
+        halves,
+        turned,
         (LATER | {"weight_decay": 0.5, "eps": 1e-3}, LATER | {"weight_decay": 0.0, "eps": 1e-3}),
         (),
     ),
@@ -193,18 +184,11 @@ CASES = {
         adamw,
         two,
         (LATER,),
-        (
-            "optimizer 1 is SGD, but the checkpoint has the state of AdamW",
-            "these parameters start without state: last.weight, last.bias",
-        ),
+        ("optimizer 1 is SGD, but the checkpoint has the state of AdamW", "without state: last.weight, last.bias"),
     ),
 }
 ANEW = {"newly frozen": {"body.weight", "body.bias"}, "one becomes two": {"last.weight", "last.bias"}}
 """Of which no state is handed on, although there is some."""
-
-
-def several(made: Any) -> list[Optimizer]:
-    return made if isinstance(made, list) else [made]
 
 
 def rows(step: int) -> Tensor:
@@ -233,12 +217,12 @@ def expected(name: str, steps: int) -> tuple[ByName, ByName]:
     """Plain torch: values, and state by name, right after the load (``steps=0``) or later."""
     case = CASES[name]
     model = net(**case.net_before)
-    optimizers = several(case.before(model))
+    optimizers = case.before(model)
     plain_steps(model, optimizers, 0, 2)
     old, values = named_state(model, optimizers), model.state_dict()
     model = net(seed=5, **case.net_after)
     model.load_state_dict(values, strict=False)
-    optimizers = several(case.after(model))
+    optimizers = case.after(model)
     for group, options in zip(optimizers[0].param_groups, case.options, strict=True):
         group.update(options)
     for found, parameter in model.named_parameters():
@@ -282,50 +266,34 @@ def save(root: str, names: list[str]) -> None:
             session.close()
 
 
-def go_on(root: str, name: str, plan: Plan, mesh: Mesh, form: str) -> tuple[list[str], ByName, ByName, ByName]:
+def as_one(state: ByName) -> dict[str, Tensor]:
+    return {f"{name}/{key}": value.double() for name, entry in state.items() for key, value in entry.items()}
+
+
+def go_on(root: Path, name: str, plan: Plan, mesh: Mesh, form: str, rtol: float) -> None:
+    """With the warning on the first rank."""
     model = net(seed=5, **CASES[name].net_after)
     made = CASES[name].after(model)
-    listed = numbered(model, several(made))
+    listed = numbered(model, made)
     session = build(model, made, plan, mesh)
     if name != "new layer":
         steps_of(session, 50, 51)  # what is there goes
-    path = f"{root}/{name}" if form == "native" else f"{root}/{form} {name}"
+    path = root / f"{form}{name}"
     with pytest.raises(ValueError, match="does not fit"):
         session.checkpoints.load(path)
     with warnings.catch_warnings(record=True, action="always") as caught:
         session.checkpoints.load(path, strict=False)
     told = [str(each.message) for each in caught if "loaded partially" in str(each.message)]
-    now = copy.deepcopy(sharded_state(session, listed))
-    steps_of(session, 2, 4)
-    values = dict(session.module.state_dict())
-    later = sharded_state(session, listed)
-    session.close()
-    return told, now, values, later
-
-
-def go_on_all(root: str, names: list[str], plan: str, form: str) -> list[tuple[list[str], ByName, ByName, ByName]]:
-    own = {**plans(root + "-disk"), "backward": zero(2).but(update="backward")}[plan]
-    with one_mesh(own) as mesh:
-        return [go_on(root, name, own, mesh, form) for name in names]
-
-
-def as_one(state: ByName) -> dict[str, Tensor]:
-    return {f"{name}/{key}": value.double() for name, entry in state.items() for key, value in entry.items()}
-
-
-def check(name: str, found: list[tuple[list[str], ByName, ByName, ByName]], rtol: float) -> None:
-    """On every rank, with the warning on the first."""
+    assert len(told) == (mesh.rank == 0 and bool(CASES[name].words)), (name, told)
+    assert all(words in text for text in told for words in CASES[name].words), (name, told)
     _, state = expected(name, 0)
-    values, later = expected(name, 2)
-    for rank, (told, now, reached, then) in enumerate(found):
-        assert len(told) == (rank == 0 and bool(CASES[name].words)), (name, told)
-        assert all(words in text for text in told for words in CASES[name].words), (name, told)
-        assert now.keys() == state.keys(), name
-        assert_close(as_one(now), as_one(state), rtol, name)
-        if rtol < 1e-9:
-            assert_close(reached, values, rtol, name)
-            assert then.keys() == later.keys()
-            assert_close(as_one(then), as_one(later), rtol, name)
+    assert_close(as_one(sharded_state(session, listed)), as_one(state), rtol, name)
+    steps_of(session, 2, 4)
+    if rtol < 1e-9:
+        values, later = expected(name, 2)
+        assert_close(session.module.state_dict(), values, rtol, name)
+        assert_close(as_one(sharded_state(session, listed)), as_one(later), rtol, name)
+    session.close()
 
 
 @pytest.fixture(scope="module")
@@ -343,15 +311,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PLANS = [("zero3", 2, 1e-11), ("zero1", 3, 1e-11), ("mixed", 2, 1e-11), ("backward", 2, 1e-11), ("bf16", 2, 1e-6)]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("plan", "ranks", "rtol"), [PLANS[0], *full(*PLANS[1:])], ids=[plan for plan, *_ in PLANS])
 def test_state_goes_by_name_and_the_rest_starts_anew(saved: Path, plan: str, ranks: int, rtol: float) -> None:
-    found = run_ranks(ranks, go_on_all, str(saved), list(CASES), plan, "native")
-    for index, name in enumerate(CASES):
-        check(name, [each[index] for each in found], rtol)
+    own = {**plans(f"{saved}-disk"), "backward": zero(2).but(update="backward")}[plan]
+    with one_mesh(own) as mesh:
+        for name in CASES:
+            go_on(saved, name, own, mesh, "", rtol)
 
 
+@on_ranks(2)
 def test_formats_that_keep_no_classes_go_by_names_and_forms(saved: Path) -> None:
-    names = [name for name in CASES if "two" not in name]  # several optimizers become one in DCP
-    found = run_ranks(2, go_on_all, str(saved), names, "zero3", "dcp")
-    for index, name in enumerate(names):
-        check(name, [each[index] for each in found], 1e-11)
+    with one_mesh(zero(3)) as mesh:
+        for name in CASES:
+            if "two" not in name:  # several optimizers become one in DCP
+                go_on(saved, name, zero(3), mesh, "dcp ", 1e-11)

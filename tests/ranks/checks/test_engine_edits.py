@@ -5,20 +5,40 @@ Versions of parameters that move without a write, as by ``p.set_(p)``: no edits,
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
-from shardwise.plan import Plan, zero
+from shardwise.core.mesh import Mesh
+from shardwise.plan import ByTensor, Plan, zero
 from shardwise.session import Session
-from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, data, loss_of, one_mesh, seeded, sgd, sharded, told
+from shardwise.testing import assert_close
+from tests.support.engine_setup import (
+    PLANS,
+    adam,
+    data,
+    loss_of,
+    mean_square,
+    one_mesh,
+    plain_steps,
+    seeded,
+    sgd,
+    sharded,
+    tanh_net,
+    told,
+)
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 State = dict[str, Tensor]
-KEPT = ["zero1", "zero2"]
+SHARDED_SETS = ["zero3", *full("zero3_gloo", "zero3_tensor")]
 
 
 class One(nn.Module):
@@ -36,12 +56,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), One(), nn.Linear(6, 6))
 
 
-def frozen_net() -> nn.Module:
-    model = net()
-    model[2].requires_grad_(False)
-    return model
-
-
 def train(session: Session, steps: int = 1) -> None:
     for index in range(steps):
         session.backward(loss_of(session, index))
@@ -55,14 +69,8 @@ def assigned(model: nn.Module) -> None:
     model[2].weight.data = torch.ones(6, 6, dtype=torch.float64)
 
 
-def assigned_frozen(model: nn.Module) -> None:
-    model[2].requires_grad_(False)
-    assigned(model)
-
-
 def reinterpreted(model: nn.Module) -> None:
     """Where it lies is not changed, only what the bits mean."""
-    model[2].requires_grad_(False)
     model[2].weight.data = model[2].weight.data.view(torch.int64)
 
 
@@ -89,81 +97,52 @@ LOST: list[tuple[Callable[[nn.Module], None], str]] = [
 ]
 
 
-def lost(plan: Plan) -> list[tuple[str, list[str], State]]:
-    """By edit: the messages of a forward pass, a step and a state after it, and the state when training went on."""
-    found = []
-    with one_mesh(plan) as mesh:
-        for edit, _ in LOST:
-            messages = []
-            model = seeded(net)
-            with sharded(model, sgd(model), plan, mesh) as session:
-                train(session)
-                edit(model)
-                messages.append(told(lambda: loss_of(session)))
-                edit(model)
-                messages.append(told(session.module.state_dict))
-                session.backward(loss_of(session, 1))
-                edit(model)
-                messages.append(told(session.optimizer.step))
-                session.optimizer.step()
-                found.append((edit.__name__, messages, session.module.state_dict()))
-    return found
+def written_by_data(model: nn.Module) -> None:
+    model[2].weight.data.zero_()
 
 
-def undisturbed(plan: Plan, make: Callable[[], nn.Module]) -> State:
-    model = seeded(make)
-    with sharded(model, sgd(model), plan) as session:
-        train(session, 2)
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero3_gloo", "zero3_tensor")])
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHARDED_SETS)
 def test_what_is_written_to_parameters_that_are_not_gathered_is_refused(name: str) -> None:
-    expected = run_ranks(2, undisturbed, PLANS[name], net)[0]
-    for results in run_ranks(2, lost, PLANS[name]):
-        for (edit, messages, state), (_, parameter) in zip(results, LOST, strict=True):
-            assert all(parameter in each and "gathered(write_back=True)" in each for each in messages), (edit, messages)
-            assert_close(state, expected, 0.0, f"after {edit} was refused")
-
-
-def replaced_data(plan: Plan) -> list[str]:
-    messages = []
-    with one_mesh(plan) as mesh:
-        for edit in (assigned, assigned_frozen, reinterpreted):
-            model = seeded(net if edit is assigned else frozen_net)
-            with sharded(model, sgd(model), plan, mesh) as session:
+    """What is written through ``.data`` is seen by the step alone. Training goes on as if nothing had been written."""
+    with one_mesh(PLANS[name]) as mesh:
+        undisturbed = seeded(net)
+        with sharded(undisturbed, sgd(undisturbed), PLANS[name], mesh) as session:
+            train(session, 2)
+            expected = session.module.state_dict()
+        for edit, parameter in [*LOST, (written_by_data, "2.weight")]:
+            model = seeded(net)
+            with sharded(model, sgd(model), PLANS[name], mesh) as session:
+                train(session)
+                messages = []
                 edit(model)
-                messages.append(told(lambda: loss_of(session)))
+                if edit is not written_by_data:
+                    messages.append(told(partial(loss_of, session)))
+                    edit(model)
+                    messages.append(told(session.module.state_dict))
+                session.backward(loss_of(session, 1))
+                if edit is not written_by_data:
+                    edit(model)
+                messages.append(told(session.optimizer.step))
+                assert all(parameter in each and "gathered(write_back=True)" in each for each in messages), messages
+                session.optimizer.step()
+                assert_close(session.module.state_dict(), expected, 0.0, f"after {edit.__name__} was refused")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["zero2", "zero3", *full("zero1", "zero3_gloo", "zero3_tensor")])
+def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
+    with one_mesh(PLANS[name]) as mesh:
+        for edit, frozen in ((assigned, False), (assigned, True), (reinterpreted, True)):
+            model = seeded(net)
+            model[2].requires_grad_(not frozen)
+            with sharded(model, sgd(model), PLANS[name], mesh) as session:
+                edit(model)
+                message = told(lambda session=session: loss_of(session))
+                assert "2.weight" in message and "other data" in message, message
                 with pytest.raises(RuntimeError, match=r"2\.weight"), session.module.gathered():
                     edit(model)
                 train(session)
-    return messages
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3", *full("zero1", "zero3_gloo", "zero3_tensor")])
-def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
-    for messages in run_ranks(2, replaced_data, PLANS[name]):
-        assert all("2.weight" in each and "other data" in each for each in messages), messages
-
-
-def by_data(plan: Plan) -> tuple[str, State]:
-    """What a step says of a write through ``.data``, and the state when training went on."""
-    model = seeded(net)
-    with sharded(model, sgd(model), plan) as session:
-        train(session)
-        model[2].weight.data.zero_()
-        session.backward(loss_of(session, 1))
-        message = told(session.optimizer.step)
-        session.optimizer.step()
-        return message, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero3_gloo")])
-def test_what_is_written_through_data_of_absent_parameters_is_refused_by_the_step(name: str) -> None:
-    expected = run_ranks(2, undisturbed, PLANS[name], net)[0]
-    for message, state in run_ranks(2, by_data, PLANS[name]):
-        assert "2.weight" in message and "gathered(write_back=True)" in message
-        assert_close(state, expected, 0.0, "after it was refused")
 
 
 # ---- edits between steps, with and without masters
@@ -181,7 +160,6 @@ def reset(model: nn.Module) -> None:
     model[0].weight.zero_()
 
 
-EDITS = [clamp, reset]
 PRECISIONS = {"fp64": zero(2).precision, "bf16": zero(2, torch.bfloat16).precision}
 
 
@@ -189,35 +167,36 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 1031), nn.Linear(1031, 6))
 
 
-def edited(plan: Plan) -> list[tuple[State, State, State, State]]:
-    """By edit: what the parameters are after it, the state, the gradient and the state after one step of SGD."""
-    found = []
-    with one_mesh(plan) as mesh:
-        for edit in EDITS:
-            model = seeded(wide)
-            with sharded(model, torch.optim.SGD(model.parameters(), lr=0.25), plan, mesh) as session:
-                train(session, 2)
-                torch.manual_seed(7)
-                with session.module.gathered():
-                    edit(model)
-                values = {name: p.detach().clone() for name, p in model.named_parameters()}
-                state = session.module.state_dict() if edit is not reset else {}
-                session.backward(loss_of(session, 2))
-                if plan.grad.update == "step":
-                    gradients = session.full_gradients()
-                    session.optimizer.step()
-                    found.append((values, state, gradients, session.module.state_dict()))
-                else:
-                    session.optimizer.step()
-                    found.append((values, state, {}, session.module.state_dict()))
-    return found
+def edited(plan: Plan, edit: Callable[[nn.Module], None], mesh: Mesh) -> State:
+    """The state after an edit and one step of SGD, which starts from what was written."""
+    model = seeded(wide)
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.25), plan, mesh) as session:
+        train(session, 2)
+        torch.manual_seed(7)
+        with session.module.gathered():
+            edit(model)
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        if edit is not reset:  # as written, or the master that rounds to it
+            state = session.module.state_dict()
+            assert_close({name: state[name].to(v.dtype) for name, v in values.items()}, values, 0.0, "as written")
+        session.backward(loss_of(session, 2))
+        gradients = session.full_gradients() if plan.grad.update == "step" else {}
+        session.optimizer.step()
+        after = session.module.state_dict()
+    for name, gradient in gradients.items():
+        value = values[name]
+        off = 2.0**-8 if value.dtype == torch.bfloat16 else 1e-12
+        want = {name: value.double() - 0.25 * gradient.double()}
+        assert_close({name: after[name].double()}, want, off, f"after {edit.__name__}")
+    assert plan.grad.update == "backward" or gradients.keys() == values.keys()
+    return after
 
 
 def edit_plans() -> dict[str, Plan]:
     half = {"precision": PRECISIONS["bf16"]}
     return {
-        **{f"{name}-fp64": PLANS[name] for name in KEPT},
-        **{f"{name}-bf16": PLANS[name].but(**half) for name in [*KEPT, "ddp"]},
+        **{f"{name}-fp64": PLANS[name] for name in ("zero1", "zero2")},
+        **{f"{name}-bf16": PLANS[name].but(**half) for name in ("zero1", "zero2", "ddp")},
         "zero2-host-bf16": PLANS["zero2"].but(state_host_fraction=1.0, **half),
         "zero2-early-bf16": PLANS["zero2"].but(update="backward", **half),
     }
@@ -226,24 +205,16 @@ def edit_plans() -> dict[str, Plan]:
 QUICK_EDITS = ("zero1-fp64", "zero2-bf16", "zero2-early-bf16")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK_EDITS, *full(*(name for name in edit_plans() if name not in QUICK_EDITS))])
 def test_an_update_starts_from_what_was_written_to_parameters(name: str) -> None:
     plan = edit_plans()[name]
-    results = run_ranks(2, edited, plan)
-    if plan.grad.update == "backward":  # the same bits as without
-        expected = run_ranks(2, edited, edit_plans()["zero2-bf16"])
-        for rank, steps in enumerate(results):
-            for edit, now, then in zip(EDITS, steps, expected[rank], strict=True):
-                assert_close(now[3], then[3], 0.0, f"{name} after {edit.__name__}")
-        return
-    for steps in results:
-        for edit, (values, state, gradients, after) in zip(EDITS, steps, strict=True):
-            for key, value in values.items():
-                if state:  # as written, or the master that rounds to it
-                    assert torch.equal(state[key].to(value.dtype), value), (edit.__name__, key)
-                want = {key: value.double() - 0.25 * gradients[key].double()}
-                off = 2.0**-8 if value.dtype == torch.bfloat16 else 1e-12
-                assert_close({key: after[key].double()}, want, off, f"{name} after {edit.__name__}")
+    with one_mesh(plan) as mesh:
+        for edit in (clamp, reset):
+            after = edited(plan, edit, mesh)
+            if plan.grad.update == "backward":  # the same bits as without
+                expected = edited(edit_plans()["zero2-bf16"], edit, mesh)
+                assert_close(after, expected, 0.0, f"{name} after {edit.__name__}")
 
 
 def test_untouched_masters_keep_their_precision() -> None:
@@ -259,9 +230,6 @@ def test_untouched_masters_keep_their_precision() -> None:
     changed[0, 0] = 2.0
     assert not torch.equal(before["0.weight"], before["0.weight"].bfloat16().float())
     assert_close(after, {**before, "0.weight": changed}, 0.0, "one element was written")
-
-
-SHARDED_SETS = ["zero3", *full("zero3_gloo", "zero3_tensor")]
 
 
 class Codebook(nn.Module):
@@ -301,62 +269,36 @@ def writing(kind: type[nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 6)).double()
 
 
-WRITERS: list[tuple[type[nn.Module], str]] = [
-    (Codebook, "1.codes"),
-    (Replacing, "1.codes"),
-    (Bounded, "1.words.weight"),
-]
-
-
-def write_in_forward(plan: Plan) -> list[str]:
-    messages = []
-    with one_mesh(plan) as mesh:
-        for kind, _ in WRITERS:
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHARDED_SETS)
+def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> None:
+    with one_mesh(PLANS[name]) as mesh:
+        for kind, parameter in ((Codebook, "1.codes"), (Replacing, "1.codes"), (Bounded, "1.words.weight")):
             model = writing(kind)
-            with sharded(model, sgd(model), plan, mesh) as session:
-                messages.append(told(lambda: loss_of(session)))
+            with sharded(model, sgd(model), PLANS[name], mesh) as session:
+                message = told(lambda session=session: loss_of(session))
+                assert parameter in message and "gathered(write_back=True)" in message, message
                 if kind is not Bounded:
                     model.eval()
                     train(session)
-    return messages
 
 
-@pytest.mark.parametrize("name", SHARDED_SETS)
-def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> None:
-    for messages in run_ranks(2, write_in_forward, PLANS[name]):
-        for message, (_, parameter) in zip(messages, WRITERS, strict=True):
-            assert parameter in message and "gathered(write_back=True)" in message, message
+def alike(model: nn.Module, _rank: int, step: int) -> Tensor:
+    """The same on every rank."""
+    return model(data(0, 0, step)).square().mean()
 
 
-def write_where_kept(plan: Plan) -> list[State]:
-    states = []
-    with one_mesh(plan) as mesh:
-        for kind in (Codebook, Bounded):
-            model = writing(kind)
-            with sharded(model, sgd(model), plan, mesh) as session:
-                for index in range(3):
-                    session.backward(session.module(data(0, 0, index)).square().mean())  # the same on every rank
-                    session.optimizer.step()
-                states.append(session.module.state_dict())
-    return states
-
-
-def plainly(kind: type[nn.Module]) -> State:
-    model = writing(kind)
-    optimizer = sgd(model)
-    for index in range(3):
-        model(data(0, 0, index)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1")])
 def test_where_parameters_stay_gathered_modules_write_as_in_plain_torch(name: str) -> None:
-    expected = [plainly(kind) for kind in (Codebook, Bounded)]
-    for states in run_ranks(2, write_where_kept, PLANS[name]):
-        for state, want in zip(states, expected, strict=True):
-            assert_close(state, want, 1e-12, name)
+    with one_mesh(PLANS[name]) as mesh:
+        for kind in (Codebook, Bounded):
+            plain, model = writing(kind), writing(kind)
+            with sharded(model, sgd(model), PLANS[name], mesh) as session:
+                for step in range(3):
+                    session.backward(alike(session.module, mesh.rank, step))
+                    session.optimizer.step()
+                assert_close(session.module.state_dict(), plain_steps(plain, sgd(plain), 3, alike, 1), 1e-12, name)
 
 
 class Doubled(nn.Module):
@@ -381,39 +323,16 @@ class Parametrized(nn.Module):
         return out
 
 
-def parametrized() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), Parametrized(), nn.Linear(6, 6))
+def parametrized(unsafe: bool) -> nn.Module:
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), Parametrized(), nn.Linear(6, 6)))
+    model[1].unsafe = unsafe
+    return model
 
 
 def set_to_itself(model: nn.Module) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.set_(param)
-
-
-def trained_plainly(unsafe: bool) -> State:
-    model = seeded(parametrized)
-    model[1].unsafe = unsafe
-    optimizer = sgd(model)
-    for index in range(2):
-        sum(model(data(rank, 0, index)).square().mean() for rank in range(2)).div(2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
-def trained_parametrized(plan: Plan, unsafe: bool) -> State:
-    model = seeded(parametrized)
-    model[1].unsafe = unsafe
-    with sharded(model, sgd(model), plan) as session:
-        for index in range(2):
-            with torch.no_grad():
-                loss_of(session, index)
-            session.backward(loss_of(session, index))
-            set_to_itself(model)
-            session.optimizer.step()
-            set_to_itself(model)
-        return session.module.state_dict()
 
 
 def moved_plans() -> dict[str, Plan]:
@@ -428,9 +347,83 @@ def moved_plans() -> dict[str, Plan]:
 QUICK_MOVES = ("zero2-host", "zero3")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK_MOVES, *full(*(name for name in moved_plans() if name not in QUICK_MOVES))])
 def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
-    for unsafe in (False, True):
-        expected = trained_plainly(unsafe)
-        for state in run_ranks(2, trained_parametrized, moved_plans()[name], unsafe):
-            assert_close(state, expected, 1e-11, name)
+    with one_mesh(moved_plans()[name]) as mesh:
+        for unsafe in (False, True):
+            plain, model = parametrized(unsafe), parametrized(unsafe)
+            with sharded(model, sgd(model), moved_plans()[name], mesh) as session:
+                for step in range(2):
+                    with torch.no_grad():
+                        mean_square(session.module, mesh.rank, step)
+                    session.backward(mean_square(session.module, mesh.rank, step))
+                    set_to_itself(model)
+                    session.optimizer.step()
+                    set_to_itself(model)
+                assert_close(session.module.state_dict(), plain_steps(plain, sgd(plain), 2), 1e-11, name)
+
+
+Way = Callable[[nn.Module], object]
+SENT: list[object] = []
+"""What a queue would hold: torch.multiprocessing says how."""
+
+
+def send(model: nn.Module) -> None:
+    """What ``put`` of a ``torch.multiprocessing.Queue`` does."""
+    SENT.append(ForkingPickler.dumps({name: param.detach() for name, param in model.named_parameters()}))
+
+
+WAYS: dict[str, Way] = {
+    "nothing": lambda model: None,
+    "share_memory() of the model": lambda model: model.share_memory(),
+    "share_memory_() of one": lambda model: model[0].weight.share_memory_(),
+    "share_memory_() on rank 1": lambda model: model[0].weight.share_memory_() if dist.get_rank() else None,
+    "sent": send,
+}
+
+
+SHARED = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero2_gloo", "zero3", "zero3_gloo")}
+SHARED["late"] = zero(2).but(gather_on_use=True)
+SHARED["biases stay"] = zero(3).but(packing=ByTensor(persist_numel=8))
+
+
+QUICK = ("zero2", "zero3", "zero3_gloo")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [*QUICK, *full(*(name for name in SHARED if name not in QUICK))])
+def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
+    """Storages are exchanged after the first step and, with gradients, in the second one."""
+    plain = seeded(tanh_net)
+    expected = plain_steps(plain, adam(plain), 3)
+    with one_mesh(SHARED[name]) as mesh:
+        for way, act in WAYS.items():
+            model = seeded(tanh_net)
+
+            def share(session: Session, act: Way = act, model: nn.Module = model) -> None:
+                with session.module.gathered() if name.startswith(("zero3", "biases")) else nullcontext():
+                    act(model)
+
+            with sharded(model, adam(model), SHARED[name], mesh) as session:
+                for step in range(3):
+                    session.backward(mean_square(session.module, mesh.rank, step))
+                    if step == 1:
+                        share(session)
+                    session.optimizer.step()
+                    session.optimizer.zero_grad()
+                    if step == 0:
+                        share(session)
+                assert_close(session.module.state_dict(), expected, 1e-11, f"{name}, {way}")
+    SENT.clear()
+
+
+@on_ranks(2)
+def test_what_was_sent_of_parameters_that_stay_gathered_is_trained() -> None:
+    model = seeded(tanh_net)
+    with sharded(model, adam(model), PLANS["zero2"]) as session:
+        sent = ForkingPickler.loads(ForkingPickler.dumps(model[0].weight.detach()))
+        before = sent.clone()
+        session.backward(session.module(data(session.mesh.rank, 0)).square().mean())
+        session.optimizer.step()
+        assert torch.equal(sent, model[0].weight) and not torch.equal(before, sent)

@@ -1,37 +1,34 @@
 """States that one rank alone has, or that differ between ranks: an error on every rank, and nothing has changed."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.comm import PeerError
 from shardwise.plan import zero
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
+from tests.support.checkpoint_setup import differences, everything
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, scaler, seeded, sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
 
 State = dict[str, Any]
+Change = Callable[[State, int], State]
 ALL = ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"]
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """With a buffer that is each rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(x)))
+    return nn.Sequential(OrderedDict(first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 3)))
 
 
 def trained(plan: str, mesh: Any, steps: int = 1) -> Session:
-    model = seeded(Net)
+    model = seeded(net)
     session = build(model, adam(model), PLANS[plan], mesh)
     for step in range(steps):
         one_step(session, step)
@@ -44,20 +41,10 @@ def one_step(session: Session, step: int) -> None:
     session.optimizer.zero_grad()
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(torch.equal(one, other)) if isinstance(one, Tensor) else bool(one == other)
-
-
 def refused(call: Callable[[], object]) -> str:
-    try:
+    with pytest.raises((ValueError, RuntimeError, PeerError)) as error:
         call()
-    except (ValueError, RuntimeError, PeerError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
+    return f"{error.typename}: {error.value}"
 
 
 # ---- the model
@@ -83,7 +70,7 @@ def other_shape(state: State, rank: int) -> State:
     return state if rank == 0 else state | {"last.weight": torch.zeros(4, 6)}
 
 
-MODELS: dict[Callable[[State, int], State], tuple[str, str]] = {
+MODELS: dict[Change, tuple[str, str]] = {
     alone: ("first.weight in the state is on rank 0 and not on rank 1",) * 2,
     part: ("last.weight in the state is on rank 0 and not on rank 1",) * 2,
     other_values: ("a sample of the values of last.weight in the state is ",) * 2,
@@ -93,29 +80,6 @@ MODELS: dict[Callable[[State, int], State], tuple[str, str]] = {
         "RuntimeError: the state does not fit the model",
     ),
 }
-
-
-def into_model(plan: str, change: Callable[[State, int], State], strict: bool, own: bool) -> tuple[str, str, bool]:
-    """What is said, by the sharded module or the user's ``own``; and a state that is the same everywhere is taken."""
-    with one_mesh(PLANS[plan]) as mesh:
-        session = trained(plan, mesh)
-        whole = seeded(Net, 7).state_dict()
-        before = session.module.state_dict()
-        module = session.model if own else session.module
-        given = change(whole, mesh.rank)
-        said = refused(lambda: module.load_state_dict(given, strict=strict))
-        assert same(before, session.module.state_dict()), "something was written"
-        inside = ""
-        if own:
-            with session.module.gathered(write_back=True):
-                inside = refused(lambda: session.model.load_state_dict(given, strict=strict))
-            assert same(before, session.module.state_dict()), "something was written inside gathered()"
-        one_step(session, 1)
-        module.load_state_dict(whole)
-        taken = same(dict(whole), session.module.state_dict())
-        one_step(session, 2)
-        session.close()
-        return said, inside, taken
 
 
 CASES = [
@@ -128,47 +92,39 @@ CASES = [
 QUICK = {("ddp", other_values), ("zero1", other_shape), ("zero2", part), ("zero3", alone), ("zero3_gloo", other_dtype)}
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("plan", "change", "strict", "own"),
     [*(case for case in CASES if case[:2] in QUICK), *full(*(case for case in CASES if case[:2] not in QUICK))],
 )
-def test_weights_that_one_rank_has_otherwise(
-    plan: str, change: Callable[[State, int], State], strict: bool, own: bool
-) -> None:
-    found = run_ranks(2, into_model, plan, change, strict, own)
-    lacks = strict and change in (alone, part)
-    for rank, (said, inside, taken) in enumerate(found):
-        assert taken
-        if lacks:
-            assert said.startswith("PeerError" if rank == 0 else "RuntimeError") and "does not fit the model" in said
-        else:
-            assert MODELS[change][rank] in said, said
-            assert said.startswith("ValueError") or change is other_shape
-        # There the module itself says what does not fit, after all ranks have given the same.
-        assert not own or inside.startswith("ValueError: the ranks disagree on loading the model")
-
-
-def own_buffers(plan: str) -> bool:
-    """Each rank's own state, with its own statistics, goes back; and what is in no file stays."""
+def test_weights_that_one_rank_has_otherwise(plan: str, change: Change, strict: bool, own: bool) -> None:
+    """Given to the sharded module, or to the user's ``own``; and a state that is the same everywhere is taken."""
     with one_mesh(PLANS[plan]) as mesh:
-        session = trained(plan, mesh, 2)
-        best = {name: value.clone() for name, value in session.module.state_dict().items()}
+        session = trained(plan, mesh)
+        whole = seeded(net, 7).state_dict()
+        before = session.module.state_dict()
+        module = session.model if own else session.module
+        given = change(whole, mesh.rank)
+        said = refused(lambda: module.load_state_dict(given, strict=strict))
+        if strict and change in (alone, part):
+            assert said.startswith("RuntimeError" if mesh.rank else "PeerError") and "does not fit the model" in said
+        else:
+            assert MODELS[change][mesh.rank] in said, said
+            assert said.startswith("ValueError") or change is other_shape
+        assert not differences(before, session.module.state_dict()), "something was written"
+        if own:  # there the module itself says what does not fit, after all ranks have given the same
+            with session.module.gathered(write_back=True):
+                said = refused(lambda: session.model.load_state_dict(given, strict=strict))
+            assert said.startswith("ValueError: the ranks disagree on loading the model")
+            assert not differences(before, session.module.state_dict()), "something was written inside gathered()"
+        one_step(session, 1)
+        module.load_state_dict(whole)
+        assert not differences(dict(whole), session.module.state_dict())
         one_step(session, 2)
-        assert not same(best, session.module.state_dict())
-        session.module.load_state_dict(best)
-        back = same(best, session.module.state_dict())
-        found = session.module.load_state_dict({"last.bias": best["last.bias"] + 1.0, "more": rank_of(mesh)}, False)
-        assert "first.weight" in found.missing_keys and found.unexpected_keys == ["more"]
-        changed = session.module.state_dict()
         session.close()
-        only = {name for name in best if not torch.equal(best[name], changed[name])}
-        return back and only == {"last.bias"}
 
 
-def rank_of(mesh: Any) -> Tensor:
-    return torch.tensor(float(mesh.rank))
-
-
+@on_ranks()
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -179,7 +135,19 @@ def rank_of(mesh: Any) -> Tensor:
     ],
 )
 def test_what_each_rank_has_for_itself_may_differ(plan: str, ranks: int) -> None:
-    assert all(run_ranks(ranks, own_buffers, plan))
+    """Each rank's own state, with its own statistics, goes back; and what is in no file stays."""
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh, 2)
+        best = {name: value.clone() for name, value in session.module.state_dict().items()}
+        one_step(session, 2)
+        assert differences(best, session.module.state_dict())
+        session.module.load_state_dict(best)
+        assert not differences(best, session.module.state_dict())
+        given = {"last.bias": best["last.bias"] + 1.0, "more": torch.tensor(float(mesh.rank))}
+        found = session.module.load_state_dict(given, False)
+        assert "first.weight" in found.missing_keys and found.unexpected_keys == ["more"]
+        assert differences(best, session.module.state_dict()) == ["last.bias"]
+        session.close()
 
 
 # ---- the optimizer
@@ -210,7 +178,7 @@ def other_groups(state: State, rank: int) -> State:
     return state
 
 
-OPTIMIZERS: dict[Callable[[State, int], State], tuple[str, str]] = {
+OPTIMIZERS: dict[Change, tuple[str, str]] = {
     empty: ("exp_avg of first.weight in the state is on rank 0 and not on rank 1",) * 2,
     other_rate: ("lr of group 0 in the state is 1.25 on rank 1 and 0.25 on rank 0",) * 2,
     other_moments: ("a sample of the values of exp_avg of first.weight in the state is ",) * 2,
@@ -222,20 +190,8 @@ OPTIMIZERS: dict[Callable[[State, int], State], tuple[str, str]] = {
 }
 
 
-def into_optimizer(plan: str, change: Callable[[State, int], State]) -> tuple[str, bool]:
-    with one_mesh(PLANS[plan]) as mesh:
-        session = trained(plan, mesh)
-        saved = session.optimizer.state_dict()
-        one_step(session, 1)
-        before = session.optimizer.state_dict()
-        given = change(copy.deepcopy(saved), mesh.rank)
-        said = refused(lambda: session.optimizer.load_state_dict(given))  # type: ignore[union-attr]
-        assert (said == "accepted") != same(before, session.optimizer.state_dict()), said
-        session.optimizer.load_state_dict(saved)
-        taken = same(saved, session.optimizer.state_dict())
-        one_step(session, 2)
-        session.close()
-        return said, taken
+def moments(session: Session) -> State:
+    return {name: value for name, value in everything(session).items() if name.startswith("0/")}
 
 
 QUICK_MOMENTS = [("ddp", empty), ("zero2", other_rate), ("zero3_gloo", other_moments), ("zero2", other_step)]
@@ -243,12 +199,23 @@ QUICK_MOMENTS += [("ddp", other_groups)]
 MOMENTS = [(plan, change) for plan in ("ddp", "zero2", "zero3_gloo") for change in OPTIMIZERS]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("plan", "change"), [*QUICK_MOMENTS, *full(*(case for case in MOMENTS if case not in QUICK_MOMENTS))]
 )
-def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Callable[[State, int], State]) -> None:
-    for (said, taken), expected in zip(run_ranks(2, into_optimizer, plan, change), OPTIMIZERS[change], strict=True):
-        assert expected in said and taken, said
+def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Change) -> None:
+    with one_mesh(PLANS[plan]) as mesh:
+        session = trained(plan, mesh)
+        saved, as_saved = session.optimizer.state_dict(), moments(session)
+        one_step(session, 1)
+        before = everything(session)
+        given = change(copy.deepcopy(saved), mesh.rank)
+        assert OPTIMIZERS[change][mesh.rank] in refused(lambda: session.optimizer.load_state_dict(given))
+        assert not differences(before, everything(session))
+        session.optimizer.load_state_dict(saved)
+        assert not differences(as_saved, moments(session))
+        one_step(session, 2)
+        session.close()
 
 
 # ---- the loss scale
@@ -257,24 +224,21 @@ def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Calla
 SCALER = scaler(hysteresis=2)
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).sum(-1).float().mean()
+LOADED = "ValueError: the ranks disagree on "
+HAD = "RuntimeError: the ranks hold different gradients: loss scale of the gradients"
 
 
-def scales(stage: int, by_state: bool) -> tuple[str, float]:
-    """One rank loads, or has, another loss scale; what is said, and the scale after the same was loaded on all."""
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "by_state"), [(3, True), (1, False), *full((2, True), (3, False))])
+def test_a_loss_scale_that_one_rank_has_otherwise(stage: int, by_state: bool) -> None:
+    """One rank loads, or has, another loss scale."""
+    model = nn.Linear(4, 3)
     plan = zero(stage, torch.float16).but(scaler=SCALER)
-    model = Pair()
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.125), plan) as session:
         own, scaler = session.optimizer, session.optimizer.scaler
 
         def train() -> None:
-            session.backward(session.module(torch.ones(2, 4)))
+            session.backward(session.module(torch.ones(2, 4)).float().mean())
             own.step()
             own.zero_grad()
 
@@ -288,18 +252,9 @@ def scales(stage: int, by_state: bool) -> tuple[str, float]:
             scaler.load_state_dict(other)
             said = refused(train)
             own.zero_grad()
-            assert same(before, session.module.state_dict())
+            assert not differences(before, session.module.state_dict())
+        assert said.startswith(LOADED if by_state else HAD), said
+        assert "is 1024.0 on rank 1 and 512.0 on rank 0" in said, said
         own.load_state_dict(saved)
         train()
-        return said, scaler.scale / scale
-
-
-LOADED = "ValueError: the ranks disagree on "
-HAD = "RuntimeError: the ranks hold different gradients: loss scale of the gradients"
-
-
-@pytest.mark.parametrize(("stage", "by_state"), [(3, True), (1, False), *full((2, True), (3, False))])
-def test_a_loss_scale_that_one_rank_has_otherwise(stage: int, by_state: bool) -> None:
-    for said, left in run_ranks(2, scales, stage, by_state):
-        assert said.startswith(LOADED if by_state else HAD), said
-        assert "is 1024.0 on rank 1 and 512.0 on rank 0" in said and left == 1.0, said
+        assert scaler.scale == scale

@@ -17,10 +17,11 @@ from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded
 from tests.support.engine_setup import two_layers as net
 from tests.support.groups_setup import waits_at_most
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 WAITS_S = 600.0
@@ -28,43 +29,13 @@ WAITS_S = 600.0
 Call = Callable[[Session, str], object]
 
 
-def save(session: Session, folder: str) -> object:
-    return session.checkpoints.save(folder, "alone")
-
-
-def load(session: Session, folder: str) -> object:
-    return session.checkpoints.load(folder, "before")
-
-
-def model_state(session: Session, _: str) -> object:
-    return session.module.state_dict()
-
-
-def optimizer_state(session: Session, _: str) -> object:
-    return session.optimizer.state_dict()
+def gathered(session: Session, _: str) -> None:
+    with session.module.gathered(write_back=True):
+        pass
 
 
 def load_weights(session: Session, _: str) -> object:
     return session.module.load_state_dict(seeded(net).state_dict())
-
-
-def load_moments(session: Session, _: str) -> object:
-    model = seeded(net)
-    plain = adam(model)
-    model(data(0, 0)).sum().backward()
-    plain.step()
-    return session.optimizer.load_state_dict(plain.state_dict())
-
-
-def one_value(session: Session, _: str) -> object:
-    found = session.one(session.params[0])
-    assert found is not None
-    return found.value()
-
-
-def gathered(session: Session, _: str) -> None:
-    with session.module.gathered(write_back=True):
-        pass
 
 
 def train(session: Session, _: str) -> None:
@@ -72,23 +43,24 @@ def train(session: Session, _: str) -> None:
     session.optimizer.step()  # type: ignore[union-attr]
 
 
-def nothing(session: Session, _: str) -> None:
-    pass
-
-
-CALLS: dict[Call, str] = {
-    save: "saving checkpoint 'alone' in ",
-    load: "loading checkpoint 'before' of ",
-    model_state: "state_dict() of the model",
-    optimizer_state: "state_dict() of an optimizer",
-    load_weights: "load_state_dict() of the model",
-    load_moments: "load_state_dict() of an optimizer",
-    one_value: "reading a parameter",
-    gathered: "gathered(",
+CALLS: dict[str, tuple[Call, str]] = {
+    "save": (lambda session, folder: session.checkpoints.save(folder, "alone"), "saving checkpoint 'alone' in "),
+    "load": (lambda session, folder: session.checkpoints.load(folder, "before"), "loading checkpoint 'before' of "),
+    "state": (lambda session, _: session.module.state_dict(), "state_dict() of the model"),
+    "moments": (lambda session, _: session.optimizer.state_dict(), "state_dict() of an optimizer"),
+    "load weights": (load_weights, "load_state_dict() of the model"),
+    "load moments": (
+        lambda session, _: session.optimizer.load_state_dict(adam(seeded(net)).state_dict()),
+        "load_state_dict() of an optimizer",
+    ),
+    "one value": (lambda session, _: session.one(session.params[0]).value(), "reading a parameter"),
+    "gathered": (gathered, "gathered("),
+    "train": (train, ""),
+    "nothing": (lambda session, _: None, ""),
 }
 
 
-def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = False) -> str:
+def alone(plan: str, first: str, second: str, folder: str, in_vain: bool = False) -> str:
     """Rank 0 makes the first call, rank 1 the second; ``in_vain``: rank 0 waits a second for it."""
     group = dist.new_group(timeout=timedelta(seconds=WAITS_S), backend="gloo")
     chosen = PLANS[plan].but(same_order=False)  # in program order who trains over gloo waits for a gather
@@ -101,7 +73,7 @@ def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = Fal
     told = ""
     with waits_at_most(1.0) if in_vain and mesh.rank == 0 else nullcontext():
         try:
-            (first if mesh.rank == 0 else second)(session, folder)
+            CALLS[second if mesh.rank else first][0](session, folder)
         except PeerError as error:
             told = str(error)
     dist.barrier()
@@ -109,21 +81,21 @@ def alone(plan: str, first: Call, second: Call, folder: str, in_vain: bool = Fal
 
 
 TWO = ("zero3", "zero3_gloo")
-QUICK = [(call, "zero3" if call is gathered else TWO[number % 2]) for number, call in enumerate(CALLS)]
-CASES = [(call, plan) for call in CALLS for plan in TWO if (call, plan) != (gathered, "zero3_gloo")]
+EACH = list(CALLS)[:-2]
+QUICK = [(call, "zero3" if call == "gathered" else TWO[number % 2]) for number, call in enumerate(EACH)]
+CASES = [(call, plan) for call in EACH for plan in TWO if (call, plan) != ("gathered", "zero3_gloo")]
 
 
 @pytest.mark.parametrize(("call", "plan"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
 def test_a_rank_that_trains_on_and_one_that_is_alone_in_a_call_are_told_at_once(
-    call: Call, plan: str, tmp_path: object
+    call: str, plan: str, tmp_path: object
 ) -> None:
-    first, second = run_ranks(2, alone, plan, call, train, str(tmp_path))
-    assert CALLS[call] in first, first
-    assert CALLS[call] in second, second
+    for told in run_ranks(2, alone, plan, call, "train", str(tmp_path)):
+        assert CALLS[call][1] in told, told
 
 
 def test_two_different_calls_are_told_of_each_other(tmp_path: object) -> None:
-    for told in run_ranks(2, alone, "zero3", save, load, str(tmp_path)):
+    for told in run_ranks(2, alone, "zero3", "save", "load", str(tmp_path)):
         assert "rank 0: what saving needs (1 values) while saving checkpoint 'alone' in " in told
         assert "rank 1: what loading needs (1 values) while loading checkpoint 'before' of " in told
         assert "every rank has to make such a call" in told
@@ -131,7 +103,7 @@ def test_two_different_calls_are_told_of_each_other(tmp_path: object) -> None:
 
 @pytest.mark.parametrize("plan", ["zero3", *full("zero3_gloo")])
 def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path: object) -> None:
-    told, _ = run_ranks(2, alone, plan, save, nothing, str(tmp_path), True)
+    told, _ = run_ranks(2, alone, plan, "save", "nothing", str(tmp_path), True)
     assert "rank 0 is in: saving checkpoint 'alone' in " in told, told
     assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
 
@@ -141,80 +113,61 @@ def pair(mesh: Mesh, plan: Plan) -> list[Session]:
     return [build(model, adam(model), plan, mesh) for model in models]
 
 
-def astray(name: str, way: str) -> str:
-    plan = PLANS[name]
-    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
-    sessions = pair(mesh, plan)
-    order = sessions if mesh.rank == 0 else sessions[::-1]
-    x = data(mesh.rank, 0)
-    told = ""
-    try:
-        if way == "one loss":
-            # The last to be used is the first to be reached in backward.
-            sum(session.module(x).square().sum() for session in order).backward()  # type: ignore[union-attr]
-        elif way == "plain":
-            for loss in [session.module(x).square().sum() for session in order]:
-                loss.backward()
-        else:
-            losses = [session.module(x).square().sum() for session in sessions]
-            for index in range(2) if mesh.rank == 0 else (1, 0):
-                sessions[index].backward(losses[index])
-    except PeerError as error:
-        told = str(error)
-    dist.barrier()
-    return told
-
-
 WAYS = ("passes", "plain", "one loss")
 ASTRAY_QUICK = [("ddp", "one loss"), ("zero1", "plain"), ("zero2", "passes"), ("zero2_gloo", "one loss")]
 ASTRAY_QUICK += [("zero3_gloo", "passes")]
 ASTRAY = [(name, way) for name in ("ddp", "zero1", "zero2", "zero2_gloo") for way in WAYS]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("name", "way"), [*ASTRAY_QUICK, *full(*(case for case in ASTRAY if case not in ASTRAY_QUICK))]
 )
 def test_passes_in_another_order_are_told(name: str, way: str) -> None:
-    for told in run_ranks(2, astray, name, way):
-        first, second = "of model 1 of the mesh (Sequential)", "of model 2 of the mesh (Sequential)"
-        assert first in told and second in told and "of several models in the same order" in told, told
+    plan = PLANS[name]
+    mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
+    sessions = pair(mesh, plan)
+    order = sessions if mesh.rank == 0 else sessions[::-1]
+    with pytest.raises(PeerError) as error:
+        # The last to be used is the first to be reached in backward.
+        used = order if way != "passes" else sessions
+        losses = [session.module(data(mesh.rank, 0)).square().sum() for session in used]
+        if way == "one loss":
+            sum(losses).backward()
+        for session in order if way != "one loss" else ():
+            session.backward(losses[used.index(session)])
+    for model in (1, 2):
+        assert f"of model {model} of the mesh (Sequential)" in str(error.value)
+    assert "of several models in the same order" in str(error.value)
+    dist.barrier()
 
 
-def in_order(name: str) -> bool:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
+def test_passes_in_one_order_train_each_model(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
-        sessions = pair(mesh, PLANS[name])
+        together, alone = pair(mesh, PLANS[name]), pair(mesh, PLANS[name])
         for step in range(2):
-            losses = [session.module(data(mesh.rank, step, i)).square().sum() for i, session in enumerate(sessions)]
-            (losses[0] + losses[1]).backward()
-            for session in sessions:
-                session.optimizer.step()  # type: ignore[union-attr]
-        together = [session.module.state_dict() for session in sessions]
-        for session in sessions:
-            session.close()
-        alone = pair(mesh, PLANS[name])
+            sum(
+                session.module(data(mesh.rank, step, i)).square().sum() for i, session in enumerate(together)
+            ).backward()
+            for session in together:
+                session.optimizer.step()
         for i, session in enumerate(alone):
             for step in range(2):
                 session.backward(session.module(data(mesh.rank, step, i)).square().sum())
-                session.optimizer.step()  # type: ignore[union-attr]
-        states = [session.module.state_dict() for session in alone]
-        for session in alone:
+                session.optimizer.step()
+            assert_close(session.module.state_dict(), together[i].module.state_dict(), 0.0, f"model {i}")
+        for session in (*together, *alone):
             session.close()
-    return all(torch.equal(a[n], b[n]) for a, b in zip(together, states, strict=True) for n in a)
 
 
-@pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
-def test_passes_in_one_order_train_each_model(name: str) -> None:
-    assert all(run_ranks(2, in_order, name))
-
-
-def forked() -> list[object]:
-    """A child that closes its copies of session and mesh; its parent goes on."""
-    found: list[object] = []
+@on_ranks(2)
+def test_a_forked_child_closes_nothing_of_its_parent() -> None:
     for name in ("zero2", "zero2_gloo"):
         with one_mesh(PLANS[name]) as mesh:
             session = pair(mesh, PLANS[name])[0]
-            session.backward(session.module(data(mesh.rank, 0)).square().sum())
-            session.optimizer.step()  # type: ignore[union-attr]
+            train(session, "")
             dist.barrier()
             child = os.fork()
             if child == 0:
@@ -225,14 +178,7 @@ def forked() -> list[object]:
                     os._exit(0)
                 finally:
                     os._exit(1)
-            found.append(os.waitpid(child, 0)[1])
+            assert os.waitpid(child, 0)[1] == 0
             dist.barrier()
-            session.backward(session.module(data(mesh.rank, 1)).square().sum())
-            session.optimizer.step()  # type: ignore[union-attr]
+            train(session, "")
             session.close()
-    return found
-
-
-def test_a_forked_child_closes_nothing_of_its_parent() -> None:
-    for found in run_ranks(2, forked):
-        assert found == [0, 0]

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import foreign_pages
 import hybrid_pages
-import native_pages
 import torch
 import torch.distributed as dist
 from guide_pages import GUIDE
-from page_blocks import ROOT, Block
+from page_blocks import ROOT, Block, shown
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardwise
+from shardwise.booster import Booster
+from shardwise.booster.plugin import LowLevelZeroPlugin
+from shardwise.nn.optimizer import HybridAdam
+from shardwise.plan import replicated, zero
+from shardwise.session import build
 
 Names = dict[str, Any]
 TRAINS = "it trains for minutes; tests/ranks/cli/test_demo.py runs the demo with smaller numbers"
@@ -30,13 +33,8 @@ def _deep(names: Names) -> None:
     """A model of equal layers, so that a share of it can be seen."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    names.update(
-        shardwise=shardwise,
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        inputs=torch.randn(4, 16),
-        print=lambda said, read=0: names.update(said=said, read=read),
-    )
+    names.update(shardwise=shardwise, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    names.update(inputs=torch.randn(4, 16), print=lambda said, read=0: names.update(said=said, read=read))
 
 
 def _all_on_the_host(names: Names) -> None:
@@ -56,12 +54,12 @@ def _on_the_disk(names: Names) -> None:
 
 
 MEMORY: dict[str, list[Block]] = {
-    "docs/disk.md": [Block(first="session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
-    "docs/inside/disk.md": [Block(first="<directory>/", how="shown", why="a picture of files")],
+    "docs/disk.md": [Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
+    "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
     "docs/offload.md": [
-        Block(first="session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
-        Block(first="from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
-        Block(first='make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
+        Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
+        Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
+        Block('make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
     ],
 }
 """By page, its blocks in their order."""
@@ -101,17 +99,13 @@ class _Words(nn.Module):
 
 
 def _other_names(names: Names) -> None:
-    from shardwise.plan import zero
-    from shardwise.session import build
-
-    old = _Words(8, "wte", "transformer.h")
+    old, model = _Words(8, "wte", "transformer.h"), _Words(10, "embed", "layers")
     names["rows then"] = old.head.weight.detach().clone()
     saved = build(old, torch.optim.AdamW(old.parameters()), zero(2))
     if saved.mesh.rank == 0:
         shutil.rmtree("runs")
     saved.mesh.world.barrier()
     saved.checkpoints.save("runs")
-    model = _Words(10, "embed", "layers")
     names["session"] = build(model, torch.optim.AdamW(model.parameters()), zero(2))
 
 
@@ -123,10 +117,6 @@ def _renamed(names: Names) -> None:
 
 
 def _two_models(names: Names) -> None:
-    from shardwise.booster import Booster
-    from shardwise.booster.plugin import LowLevelZeroPlugin
-    from shardwise.nn.optimizer import HybridAdam
-
     booster = names["booster"] = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
     for model, optimizer in (("generator", "its_optimizer"), ("discriminator", "other_optimizer")):
         net = _net()
@@ -180,8 +170,6 @@ def _exists(*paths: str) -> Callable[[Names], None]:
 
 
 def _deferred(names: Names) -> None:
-    from shardwise.core.optim import HybridAdam
-
     names.update(build_model=_net, HybridAdam=HybridAdam, torch=torch)
 
 
@@ -191,10 +179,9 @@ def _blocks(names: Names) -> None:
 
 
 def _trained_in_half(names: Names) -> None:
-    plan, session = names["plan"], names["session"]
+    plan = names["plan"]
     assert plan.precision.param_dtype is torch.bfloat16 and plan.shard.packing.unit_names == ("0",)
-    state = session.module.state_dict()
-    assert any(not torch.equal(state[name], value) for name, value in _net().state_dict().items())
+    _changed({"model": names["session"].module})
 
 
 def _in_dcp(names: Names) -> None:
@@ -233,9 +220,6 @@ def _written(names: Names) -> None:
 
 def _converted(_names: Names) -> None:
     """One run of ours under ``runs``, and the one of DeepSpeed."""
-    from shardwise.plan import replicated
-    from shardwise.session import build
-
     model = _net()
     session = build(model, torch.optim.AdamW(model.parameters()), replicated())
     session.backward(session.module(torch.ones(2, WIDTH)).square().mean())
@@ -248,9 +232,6 @@ def _converted(_names: Names) -> None:
 
 def _lm_head(names: Names) -> None:
     """A model with a head and a configuration, in a directory that is opened by its format's own reader."""
-    from shardwise.plan import zero
-    from shardwise.session import build
-
     model = nn.ModuleDict({"lm_head": nn.Linear(64, 64)})
     session = build(model, None, zero(1))
     session.checkpoints.save("deepspeed-run", "step-1")
@@ -266,6 +247,10 @@ def _configuration(names: Names) -> None:
     Path(f"ds_config{dist.get_rank()}.json").write_text(json.dumps(config))
     Path(f"ds_config{dist.get_rank()}.json").rename("ds_config.json")
     dist.barrier()
+
+
+def _muon(names: Names) -> None:
+    names["config"] = {"train_batch_size": 2}
 
 
 def _muon_trains(names: Names) -> None:
@@ -295,10 +280,6 @@ def _trainer(names: Names) -> None:
     names.update(model=gpt2(), args=arguments("trained", 4, **options), data=rows()[:8])
 
 
-def _accelerate(names: Names) -> None:
-    _training(names)
-
-
 def _lightning(names: Names) -> None:
     from tests.support.lightning_setup import data, quiet, toy
 
@@ -318,9 +299,6 @@ def _groups(names: Names) -> None:
 
 
 def _read_by_itself(names: Names) -> None:
-    from shardwise.plan import zero
-    from shardwise.session import build
-
     model = _net()
     session = build(model, None, zero(2))
     path = session.checkpoints.save("runs", "one")
@@ -329,165 +307,114 @@ def _read_by_itself(names: Names) -> None:
     session.close()
 
 
-def _loads(names: Names) -> None:
-    assert names["expected"].norms[-1] > 0.0
-
-
-def _fixture(names: Names) -> None:
-    assert callable(names["rank_pools"])
-
-
 # ---- the pages
 
+CPU = "devices=2, accelerator='cpu'"
+IN_FABRIC = (("devices=4", f"{CPU}, plugins=environment()"),)
+IN_LIGHTNING = (("devices=4", f"{CPU}, max_epochs=1, logger=False, plugins=environment()"),)
 PICTURE = "a picture of packages and files"
 OTHER_VERSIONS = "it needs other versions of Lightning than the environment has; the page says what they gave"
 BITSANDBYTES = "it needs bitsandbytes; tests/ranks/huggingface/test_qlora.py runs it where that is installed"
+LONG = "a program of several minutes; tests/ranks/huggingface/test_deepspeed_programs.py starts a small one"
 AN_ERROR = "what an error looks like; tests/unit/test_sets.py and test_pool.py ask for its parts"
 
 PAGES: dict[str, list[Block]] = {
     **GUIDE,
     **MEMORY,
     "README.md": [
-        Block(first="pip install .", how="shown", why="it installs; the tests run in what `make dev` installed"),
-        Block(first="import torch", how="shown", why="tests/ranks/docs/test_examples.py runs both sides of it"),
-        Block(
-            first="import shardwise.deepspeed as deepspeed",
-            before=_configuration,
-            after=lambda names: names["engine"].destroy(),
-        ),
-        Block(
-            first="import lightning.pytorch as pl",
-            instead=(("devices=4", "devices=2, accelerator='cpu', logger=False"),),
-        ),
-        Block(first="from shardwise.booster import Booster", before=_training),
-        Block(first="make demo    # train", how="make"),
+        *shown("it installs; the tests run in what `make dev` installed", "pip install ."),
+        *shown("tests/ranks/docs/test_examples.py runs both sides of it", "import torch"),
+        Block("import shardwise.deepspeed", before=_configuration, after=lambda names: names["engine"].destroy()),
+        Block("import lightning.pytorch as pl", instead=(("devices=4", f"{CPU}, logger=False"),)),
+        Block("from shardwise.booster import Booster", before=_training),
+        Block("make demo    # train", how="make"),
     ],
-    "docs/architecture.md": [Block(first="shardwise/", how="shown", why=PICTURE)],
+    "docs/architecture.md": [*shown(PICTURE, "shardwise/")],
     "docs/booster.md": [
-        Block(first="from shardwise.booster import Booster", before=_training, after=_changed),
-        Block(first="booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block(first="model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
-        Block(first="from shardwise import deferred_init", before=_deferred),
+        Block("from shardwise.booster import Booster", before=_training, after=_changed),
+        Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
+        Block("model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
+        Block("from shardwise import deferred_init", before=_deferred),
     ],
-    "docs/checkpoint-format.md": [Block(first="import json", after=_read_by_itself)],
+    "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
-        Block(first="from shardwise import build", before=_training, after=_restored),
-        Block(first="from torchdata", how="shown", why="torchdata is not installed with the package"),
-        Block(first="from pathlib import Path", alone=True, after=_copied_back),
-        Block(first="session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block("from shardwise import build", before=_training, after=_restored),
+        *shown("torchdata is not installed with the package", "from torchdata"),
+        Block("from pathlib import Path", alone=True, after=_copied_back),
+        Block("session.checkpoints.load(", before=_other_names, after=_renamed),
+        Block('booster.save_checkpoint("runs/gen', before=_two_models, after=_exists("runs/discriminator/step-3")),
+        Block("from shardwise import open_ch", alone=True, before=_lm_head, after=_exists("out/model.safetensors")),
         Block(
-            first='booster.save_checkpoint("runs/generator"',
-            before=_two_models,
-            after=_exists("runs/discriminator/step-3"),
-        ),
-        Block(
-            first="from shardwise import open_checkpoint, write_huggingface",
-            alone=True,
-            before=_lm_head,
-            after=_exists("out/model.safetensors"),
-        ),
-        Block(
-            first="shardwise checkpoint inspect runs/step-1000",
+            "shardwise checkpoint inspect runs/step-1000",
             how="shell",
             before=_converted,
-            left_out=(
-                (
-                    "shardwise checkpoint convert runs/step-1000 adapter --to peft",
-                    "it is for a run with an adapter: tests/unit/test_formats_peft.py converts one",
-                ),
-            ),
+            # Of a run with an adapter, as tests/unit/test_formats_peft.py converts one.
+            left_out="shardwise checkpoint convert runs/step-1000 adapter --to peft",
         ),
     ],
     "docs/deepspeed.md": [
+        Block("import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")),
         Block(
-            first="import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")
-        ),
-        Block(
-            first="plan, report = deepspeed.to_plan(",
+            "plan, report = deepspeed.to_plan(",
             after=lambda names: _is("zero_optimization.stage" in names["report"].used, True),
         ),
-        Block(
-            first='config["optimizer"] = {"type": "Muon"',
-            before=lambda names: names.update(config={"train_batch_size": 2}),
-            after=_muon_trains,
-        ),
-        Block(first="from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
-        Block(first="x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
+        Block('config["optimizer"] = {"type": "Muon"', before=_muon, after=_muon_trains),
+        Block("from shardwise.deepspeed.utils import safe_get_full_fp32_param"),
+        Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
-    "docs/porting.md": [Block(first="shardwise port train.py", how="shell", before=_written)],
+    "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
     "docs/native.md": [
-        Block(first="import torch", before=native_pages.language),
-        Block(first="chunks", how="shown", why="a table, whose form tests/unit/test_placement.py compares"),
-        Block(first="from shardwise.metrics", after=native_pages.recorded),
-        Block(first="session = shardwise.shard", before=native_pages.staged),
-        Block(first="from shardwise.session", before=native_pages.planned, after=native_pages.ended),
-        Block(first='plan = Settings(stage=3, precision="bf16")', before=native_pages.filed, after=native_pages.read),
-        Block(first="stage = 3", how="shown", why="a plan's file, which tests/unit/test_plan.py reads"),
+        Block("import torch", before=hybrid_pages.language),
+        *shown("a table, whose form tests/unit/test_placement.py compares", "chunks"),
+        Block("from shardwise.metrics", after=hybrid_pages.recorded),
+        Block("session = shardwise.shard", before=hybrid_pages.staged),
+        Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
+        Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
+        *shown("a plan's file, which tests/unit/test_plan.py reads", "stage = 3"),
     ],
     "docs/hybrid-parallel.md": [
-        Block(first="from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
-        Block(first="plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
-        Block(first="plugin = HybridParallelPlugin(", before=hybrid_pages.llama, after=hybrid_pages.llama_shared),
-        Block(first="from shardwise.shardformer import Mod", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
-        Block(first="from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
+        Block("from shardwise.booster import Booster", before=hybrid_pages.llama, after=hybrid_pages.llama_cut),
+        Block("plugin = Hybrid", before=hybrid_pages.deeper, after=hybrid_pages.llama_staged),
+        Block("plugin = HybridParallelPlugin(", before=hybrid_pages.llama, after=hybrid_pages.llama_shared),
+        Block("from shardwise.shardformer import Mod", before=hybrid_pages.mlp, after=hybrid_pages.mlp_cut),
+        Block("from shardwise.shardformer import Shard", before=hybrid_pages.alone, after=hybrid_pages.alone_cut),
     ],
     "docs/huggingface.md": [
-        Block(
-            first="from shardwise.huggingface import ShardwiseTrainer",
-            before=_trainer,
-            after=_exists("model/model.safetensors"),
-        ),
-        Block(first="from shardwise.huggingface import ShardwiseAccelerator", before=_accelerate, after=_changed),
-        Block(first="import torch", how="shown", why=BITSANDBYTES),
-        Block(
-            first="shardwise run --as deepspeed",
-            how="shown",
-            why="a program of several minutes; tests/ranks/huggingface/test_deepspeed_programs.py starts a small one",
-        ),
+        Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),
+        Block("from shardwise.huggingface import ShardwiseAccelerator", before=_training, after=_changed),
+        *shown(BITSANDBYTES, "import torch"),
+        *shown(LONG, "shardwise run --as deepspeed"),
     ],
     "docs/from-torch.md": [
-        Block(first="import torch", how="shown", why="test_examples.py runs both sides of it"),
-        Block(first="import torch", before=_blocks, after=_trained_in_half),
-        Block(first="import torch.distributed", after=_in_dcp),
+        *shown("test_examples.py runs both sides of it", "import torch"),
+        Block("import torch", before=_blocks, after=_trained_in_half),
+        Block("import torch.distributed", after=_in_dcp),
     ],
-    "docs/lightning.md": [
-        Block(
-            first="import lightning.pytorch as pl",
-            before=_lightning,
-            instead=(("devices=4", "devices=2, max_epochs=1, logger=False, accelerator='cpu', plugins=environment()"),),
-        )
-    ],
+    "docs/lightning.md": [Block("import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING)],
     "docs/fabric.md": [
-        Block(
-            first="import torch",
-            before=foreign_pages.fabric,
-            instead=(("devices=4", "devices=2, accelerator='cpu', plugins=environment()"),),
-            after=foreign_pages.in_fabric,
-        )
+        Block("import torch", before=hybrid_pages.fabric, instead=IN_FABRIC, after=hybrid_pages.in_fabric)
     ],
     "docs/memory-profiling.md": [
-        Block(first="$ shardwise trace examples/trace_memory.py:build", how="shell"),
-        Block(first="import torch"),
+        Block("$ shardwise trace examples/trace_memory.py:build", how="shell"),
+        Block("import torch"),
     ],
-    "docs/optim.md": [Block(first="from shardwise.nn.optimizer import HybridAdam", before=_training)],
+    "docs/optim.md": [Block("from shardwise.nn.optimizer import HybridAdam", before=_training)],
     "docs/sharded-model.md": [
-        Block(first="from shardwise.nn.optimizer import CPUAdam", before=_sharded),
-        Block(first="with ZeroInitContext(", before=_groups),
+        Block("from shardwise.nn.optimizer import CPUAdam", before=_sharded),
+        Block("with ZeroInitContext(", before=_groups),
     ],
     "docs/checking-correctness.md": [
-        Block(first="# ranks.py", how="main"),
-        Block(first="from operator import add", how="main"),
-        Block(first="shardwise.testing.pool.RankError:", how="shown", why=AN_ERROR),
-        Block(first="# parity.py", how="main", after=_loads),
-        Block(first="parameters after 5 steps:", how="shown", why=AN_ERROR),
-        Block(first="# traffic.py", how="main"),
-        Block(first="# conftest.py", how="main", after=_fixture),
+        Block("# ranks.py", how="main"),
+        Block("from operator import add", how="main"),
+        *shown(AN_ERROR, "shardwise.testing.pool.RankError:"),
+        Block("# parity.py", how="main", after=lambda names: _is(names["expected"].norms[-1] > 0.0, True)),
+        *shown(AN_ERROR, "parameters after 5 steps:"),
+        Block("# traffic.py", how="main"),
+        Block("# conftest.py", how="main", after=lambda names: _is(callable(names["rank_pools"]), True)),
     ],
-    "docs/inside/lightning.md": [
-        Block(first="python -m pip install --no-deps --target old", how="shown", why=OTHER_VERSIONS)
-    ],
-    "docs/inside/tests.md": [Block(first="make gpu ", how="make")],
-    "docs/inside/versions.md": [Block(first="make matrix  ", how="make")],
+    "docs/inside/lightning.md": [*shown(OTHER_VERSIONS, "python -m pip install --no-deps --target old")],
+    "docs/inside/tests.md": [Block("make gpu ", how="make")],
+    "docs/inside/versions.md": [Block("make matrix  ", how="make")],
 }
 """By page, its blocks in their order."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_blocks import Block
+from page_blocks import Block, shown
 from safetensors.torch import load_file
 from torch import nn
 
@@ -71,6 +71,7 @@ AN_ERROR = "what an error looks like; tests/ranks/memory/test_auto.py asks for i
 CLUSTER = "it needs a cluster; test_choosing_page.py runs it, with stand-ins for what only a cluster has"
 MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
 FINETUNE = "test_examples.py runs the program, and compares the page with it"
+STARTS = "shardwise run --nproc 2 examples/finetune.py"
 EXCERPTS = ("sampler =", "model.activation", "session.backward", "losses =", "restored =", "state =")
 
 
@@ -103,8 +104,7 @@ def _tokens(names: Names) -> None:
 
 def _trained(names: Names) -> None:
     """The session's model is another one than before."""
-    state = names["session"].module.state_dict()
-    assert any(not torch.equal(state[name], value) for name, value in _layer().state_dict().items())
+    assert not torch.equal(names["session"].module.state_dict()["weight"], _layer().weight)
 
 
 def _overflown(names: Names) -> None:
@@ -122,48 +122,39 @@ def _named(names: Names) -> None:
 
 GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
-        Block(first="def device_gb", before=listening, after=computed),
-        Block(
-            first="$ shardwise estimate",
-            how="shown",
-            why="test_engine_memory.py compares its numbers",
-        ),
-        Block(first="session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
+        Block("def device_gb", before=listening, after=computed),
+        *shown("test_engine_memory.py compares its numbers", "$ shardwise estimate"),
+        Block("session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
     ],
     "docs/finetune.md": [
-        Block(first="shardwise run --nproc 2 examples/finetune.py", how="shown", why=FINETUNE),
-        *(Block(first=first, how="shown", why=FINETUNE) for first in EXCERPTS),
-        Block(first="shardwise run --nproc 2 examples/finetune.py --lora", how="shown", why=FINETUNE),
+        *shown(FINETUNE, STARTS, *EXCERPTS, f"{STARTS} --lora"),
     ],
     "docs/multi-node.md": [
-        Block(first="shardwise run --nproc 8", how="shown", why=CLUSTER),
-        Block(first="torchrun --nnodes 2", how="shown", why=CLUSTER),
-        Block(first="shardwise run --nnodes 2", how="shown", why=CLUSTER),
-        Block(first="ValueError: rank 0 on node-0", how="shown", why="tests/unit/test_site.py compares it"),
-        Block(first="export GLOO_SOCKET_IFNAME", how="shown", why="tests/ranks/mesh/test_mesh.py sets it"),
-        Block(first="#!/bin/bash", how="shown", why=CLUSTER),
-        Block(first="#!/bin/bash", how="shown", why=CLUSTER),
-        Block(first="apiVersion: v1", how="shown", why=MANIFEST),
-        Block(first="mpirun -np 16", how="shown", why=CLUSTER),
+        *shown(CLUSTER, "shardwise run --nproc 8", "torchrun --nnodes 2", "shardwise run --nnodes 2"),
+        *shown("tests/unit/test_site.py compares it", "ValueError: rank 0 on node-0"),
+        *shown("tests/ranks/mesh/test_mesh.py sets it", "export GLOO_SOCKET_IFNAME"),
+        *shown(CLUSTER, "#!/bin/bash", "#!/bin/bash"),
+        *shown(MANIFEST, "apiVersion: v1"),
+        *shown(CLUSTER, "mpirun -np 16"),
     ],
     "docs/index.md": [
-        Block(first="pip install .", how="shown", why="it installs; make venv does the same into .venv"),
-        Block(first="session = shardwise.shard(model", before=_given, after=_trained),
+        *shown("it installs; make venv does the same into .venv", "pip install ."),
+        Block("session = shardwise.shard(model", before=_given, after=_trained),
     ],
-    "docs/differences.md": [Block(first="session = shardwise.shard(", before=_tokens, after=_trained)],
-    "docs/troubleshooting.md": [Block(first="if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
+    "docs/differences.md": [Block("session = shardwise.shard(", before=_tokens, after=_trained)],
+    "docs/troubleshooting.md": [Block("if session.optimizer.last_step_skipped", before=_overflown, after=_named)],
     "docs/quickstart.md": [
-        Block(first="shardwise run --nproc 2", how="shown", why="the blocks below are that program, run as one here"),
-        Block(first="import torch"),
-        Block(first="from pathlib import Path", after=written),
-        Block(first="from shardwise import", after=described),
-        Block(first="import shardwise", after=too_large),
-        Block(first="session.checkpoints.load(", after=loaded),
-        Block(first="from torch.utils.data import", before=listening, after=learnt),
-        Block(first="DeviceMemoryError:", how="shown", why=AN_ERROR),
-        Block(first="from shardwise import tiers_text", after=on_the_host),
-        Block(first="epoch 3: loss", how="shown", why="test_examples.py starts the joined program twice"),
-        Block(first="from shardwise import", after=exported),
+        *shown("the blocks below are that program, run as one here", "shardwise run --nproc 2"),
+        Block("import torch"),
+        Block("from pathlib import Path", after=written),
+        Block("from shardwise import", after=described),
+        Block("import shardwise", after=too_large),
+        Block("session.checkpoints.load(", after=loaded),
+        Block("from torch.utils.data import", before=listening, after=learnt),
+        *shown(AN_ERROR, "DeviceMemoryError:"),
+        Block("from shardwise import tiers_text", after=on_the_host),
+        *shown("test_examples.py starts the joined program twice", "epoch 3: loss"),
+        Block("from shardwise import", after=exported),
     ],
 }
 """By page, its blocks in their order."""

@@ -1,12 +1,15 @@
-"""What the blocks of docs/hybrid-parallel.md need, and what they must have done."""
+"""What the blocks of docs/hybrid-parallel.md, docs/native.md and docs/fabric.md need, and what they must have done."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support import lightning_setup
 
 WIDTH, VOCABULARY = 8, 32
 Names = dict[str, Any]
@@ -98,3 +101,68 @@ def alone_cut(names: Names) -> None:
     model = names["model"]
     assert model.up.weight.shape == (WIDTH, WIDTH) and names["shared_params"] == []
     torch.testing.assert_close(model(inputs), Mlp()(inputs))
+
+
+def language(names: Names, layers: int = 1) -> None:
+    llama(names, layers)
+    names["dataset"] = names["train_dataset"]
+
+
+def staged(names: Names) -> None:
+    ended(names)
+    language(names, 2)
+    names["loader"] = DataLoader(names["dataset"], 8)
+
+
+def planned(names: Names) -> None:
+    ended(names)
+    language(names)
+
+
+def ended(names: Names) -> None:
+    """A step was made, or at least a session that has the plan."""
+    session = names["session"]
+    assert session.data_ranks * session.mesh.pipeline.size == session.mesh.mesh_group.size
+    if "plan" in names:
+        assert session.plan == names["plan"].but(overlap=False, reduce_dtype=names["torch"].float32)
+    session.close()
+
+
+def recorded(names: Names) -> None:
+    """Rank 0 has written a row, with a number for each column."""
+    if names["session"].mesh.is_rank0:
+        columns, row = Path("metrics.csv").read_text("utf-8").splitlines()
+        assert columns.endswith("tokens_per_second,mfu") and all(float(each) >= 0 for each in row.split(","))
+
+
+def read(names: Names) -> None:
+    """The session has what the file says."""
+    session = names["session"]
+    assert session.plan == names["plan"] and session.plan.precision.param_dtype is names["torch"].bfloat16
+    session.close()
+
+
+def _loader(names: Names) -> None:
+    torch.manual_seed(0)
+    names["loader"] = DataLoader(
+        TensorDataset(torch.randn(16, lightning_setup.WIDTH), torch.randn(16, lightning_setup.OUT)), batch_size=4
+    )
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(lightning_setup.WIDTH, 8), nn.Tanh(), nn.Linear(8, lightning_setup.OUT))
+
+
+def fabric(names: Names) -> None:
+    lightning_setup.quiet()
+    _loader(names)
+    names["MyModel"] = _model
+
+
+def in_fabric(names: Names) -> None:
+    """It trained in bf16 over fp32 masters, and saved."""
+    moved = names["model"].state_dict()["0.weight"] - _model()[0].weight
+    assert moved.dtype is torch.float32 and 0 < float(moved.detach().abs().max()) < 0.01
+    assert Path("checkpoint").is_dir()
+    names["fabric"].strategy.unshard()

@@ -24,7 +24,7 @@ class Fence:
         return self.text.lstrip("\n").partition("\n")[0].strip()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Block:
     """What becomes of the block whose first line begins with ``first``.
 
@@ -37,7 +37,7 @@ class Block:
         before, after: called with the page's names.
         instead: texts of the block that are replaced, and by what: what only a larger machine has.
         alone: of ``"run"``: what one process does, so rank 0 alone.
-        left_out: of ``"shell"``: how commands begin that are not run, with the reason.
+        left_out: of ``"shell"``: how the command begins that is not run.
     """
 
     first: str
@@ -46,8 +46,13 @@ class Block:
     before: Callable[[Names], None] = lambda names: None
     after: Callable[[Names], None] = lambda names: None
     instead: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()
+    left_out: str | None = None
     alone: bool = False
+
+
+def shown(why: str, *firsts: str) -> list[Block]:
+    """Blocks that are not run, for one reason."""
+    return [Block(first, how="shown", why=why) for first in firsts]
 
 
 def fences(page: str) -> list[Fence]:

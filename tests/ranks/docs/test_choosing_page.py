@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from torch import nn
 
 import shardwise
 from shardwise.core.mesh.launch import LaunchFacts
-from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
+from tests.support.on_ranks import on_ranks
 
 RANKS, WORDS, WIDTH = 2, 2048, 64
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "choosing.md"
@@ -49,37 +50,31 @@ def held(precision: str | None, stage: int, where: str) -> tuple[int, int, int]:
         session.optimizer.zero_grad()
     session.close()
     device, host = memory.by_tier["device"], memory.by_tier["host"].get("update scratch", 0)
-    return (
-        memory.tier_bytes("device") - device.get("update scratch", 0),
-        sum(device.get(kind, 0) for kind in OTHER),
-        memory.tier_bytes("host") - host,
-    )
-
-
-def every_case() -> list[tuple[int, int, int]]:
-    return [held(*case) for case in CASES]
+    other = sum(device.get(kind, 0) for kind in OTHER)
+    return memory.tier_bytes("device") - device.get("update scratch", 0), other, memory.tier_bytes("host") - host
 
 
 def _bytes(cell: str, numel: int) -> float:
     return sum(int(each) * numel / (RANKS if divided else 1) for each, divided in re.findall(r"(\d+) P(/N)?", cell))
 
 
+@on_ranks(RANKS)
 @pytest.mark.full
 def test_the_table_is_what_is_held() -> None:
     rows = [line.strip("|").split("|") for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `stage=")]
     table = {cells[0].strip(): cells[1:] for cells in rows if len(cells) == 4}
     numel = sum(param.numel() for param in made().parameters())
-    for found in run_ranks(RANKS, every_case):
-        for (precision, stage, where), (device, other, host) in zip(CASES, found, strict=True):
-            mixed, single, beside = table[f'`stage={stage}, offload="host"`' if where else f"`stage={stage}`"]
-            element = 1 if precision else 2  # as many times 16 bits
-            exchanged = int((re.findall(r"(\d+) bytes x the largest layer", beside) or [0])[0]) * element * LARGEST
-            state = 0.0 if where else _bytes(mixed if precision else single, numel)
-            # Two small layers have buffers, too, and chunks pads.
-            case = (precision, stage, where)
-            assert device - other == pytest.approx(state + exchanged, abs=0.04 * element * 2 * numel), case
-            assert other <= (3 * 2 * element * LARGEST if stage == 3 else 0), case
-            assert host == pytest.approx(_bytes(mixed, numel) if where else 0, rel=0.01, abs=1000), case
+    for case in CASES:
+        precision, stage, where = case
+        device, other, host = held(*case)
+        mixed, single, beside = table[f'`stage={stage}, offload="host"`' if where else f"`stage={stage}`"]
+        element = 1 if precision else 2  # as many times 16 bits
+        exchanged = int((re.findall(r"(\d+) bytes x the largest layer", beside) or [0])[0]) * element * LARGEST
+        state = 0.0 if where else _bytes(mixed if precision else single, numel)
+        # Two small layers have buffers, too, and chunks pads.
+        assert device - other == pytest.approx(state + exchanged, abs=0.04 * element * 2 * numel), case
+        assert other <= (3 * 2 * element * LARGEST if stage == 3 else 0), case
+        assert host == pytest.approx(_bytes(mixed, numel) if where else 0, rel=0.01, abs=1000), case
 
 
 PROGRAM = """
@@ -90,34 +85,26 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
     json.dump(found, file)
 """
 PYTHON = f'exec "{sys.executable}" -W ignore'
-SRUN = """
+LAUNCHER = """
 import os, subprocess, sys
-count, each = int(os.environ["TASKS"]), int(os.environ["TASKS_PER_NODE"])
-nodes = count // each
-common = {"SLURM_NTASKS": str(count), "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})"}
-tasks = [
-    subprocess.Popen(sys.argv[1:], env={**os.environ, **common, "SLURM_PROCID": str(task),
-                     "SLURM_LOCALID": str(task % each), "SLURM_NODEID": str(task // each)})
-    for task in range(count)
-]
-sys.exit(max(task.wait() for task in tasks))
-"""
-MPIRUN = """
-import os, subprocess, sys
-words, given = sys.argv[1:], {}
-while words[0].startswith("-"):
+kind, *words = sys.argv[1:]
+given, count, each = {}, int(os.environ.get("TASKS", "0")), int(os.environ.get("TASKS_PER_NODE", "1"))
+while words[0].startswith("-"):  # of mpirun
     option, value, *words = words
     if option == "-x":
         given.update([value.split("=", 1)])
     else:
         assert option == "-np", option
         count = int(value)
-names = ("COMM_WORLD_RANK", "COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_RANK", "COMM_WORLD_LOCAL_SIZE")
-tasks = [
-    subprocess.Popen(words, env={**os.environ, **given, **{f"OMPI_{name}": str(value) for name, value in
-                     zip(names, (task, count, task, count))}})
-    for task in range(count)
-]
+def names(task):
+    if kind == "mpirun":
+        world = {"RANK": task, "SIZE": count, "LOCAL_RANK": task, "LOCAL_SIZE": count}
+        return {f"OMPI_COMM_WORLD_{name}": value for name, value in world.items()}
+    place = {"PROCID": task, "LOCALID": task % each, "NODEID": task // each, "NTASKS": count}
+    return {f"SLURM_{name}": value for name, value in place.items()} | {
+        "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{count // each})"}
+variables = [{name: str(value) for name, value in names(task).items()} for task in range(count)]
+tasks = [subprocess.Popen(words, env={**os.environ, **given, **own}) for own in variables]
 sys.exit(max(task.wait() for task in tasks))
 """
 STAND_INS = {
@@ -125,8 +112,7 @@ STAND_INS = {
     "shardwise": f'{PYTHON} -m shardwise "$@"',
     "torchrun": f'{PYTHON} -m torch.distributed.run "$@"',
     "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
-    "srun": f'{PYTHON} "$(dirname "$0")/srun.py" "$@"',
-    "mpirun": f'{PYTHON} "$(dirname "$0")/mpirun.py" "$@"',
+    **{kind: f'{PYTHON} "$(dirname "$0")/launcher.py" {kind} "$@"' for kind in ("srun", "mpirun")},
 }
 SMALLER = (("node-0", "127.0.0.1"), ("--nproc 8", "--nproc 2"), ("per-node 8", "per-node 1"), ("-np 16", "-np 2"))
 
@@ -137,8 +123,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     folder = tmp_path / "bin"
     folder.mkdir()
     (tmp_path / "finetune.py").write_text(PROGRAM, "utf-8")
-    for name, text in (("srun.py", SRUN), ("mpirun.py", MPIRUN)):
-        (folder / name).write_text(text, "utf-8")
+    (folder / "launcher.py").write_text(LAUNCHER, "utf-8")
     for name, text in STAND_INS.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n", "utf-8")
         (folder / name).chmod(stat.S_IRWXU)
@@ -159,18 +144,9 @@ def block(first: str, number: int = 0) -> str:
 
 def run(texts: list[str], cluster: dict[str, str], folder: Path, **variables: str) -> list[dict[str, str]]:
     """Run texts of a shell at the same time; what each rank's environment was, by rank."""
-    shells = [
-        subprocess.Popen(
-            ["bash", "-e", "-c", text],
-            cwd=folder,
-            env=cluster | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        )
-        for text in texts
-    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pipes |= {"encoding": "utf-8", "errors": "replace", "cwd": folder, "env": cluster | variables}
+    shells = [subprocess.Popen(["bash", "-e", "-c", text], **pipes) for text in texts]
     for text, shell in zip(texts, shells, strict=True):
         said, _ = shell.communicate(timeout=300)
         assert shell.returncode == 0, f"{text}\n{said}"

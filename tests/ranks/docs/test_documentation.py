@@ -83,8 +83,7 @@ def run_page(page: str) -> list[str]:
     done = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         if page == "docs/huggingface.md":
             from tests.support.huggingface_setup import launched
 
@@ -181,7 +180,7 @@ def test_commands_run_as_they_are_printed(
         for line in _commands(fence.text):
             words = shlex.split(line, comments=True)
             assert words[0] == "shardwise", f"{page}:{fence.line}: {line}"
-            if any(line.startswith(begins) for begins, _ in block.left_out):
+            if block.left_out is not None and line.startswith(block.left_out):
                 continue
             capsys.readouterr()
             assert main.main(words[1:]) == 0, f"{page}:{fence.line}: {line}\n{capsys.readouterr().err}"

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, mse_loss
 
 from shardwise.testing import assert_close, run_ranks
+from tests.support.on_ranks import on_ranks
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
@@ -70,19 +71,18 @@ def test_the_program_of_the_readme_trains_as_the_plain_one() -> None:
     assert any(not torch.equal(first[name], plain[name]) for name in plain)
 
 
-def _from_ddp(sign: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
-    names: dict[str, Any] = {"model": torch.nn.Linear(8, 8), "loader": batches, "criterion": mse_loss}
-    exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # ranks have one
-    dist.barrier()
-    return dict(names["session"].module.state_dict() if sign == "+" else torch.load("weights.pt"))
-
-
+@on_ranks(RANKS)
 def test_the_ddp_program_trains_as_before() -> None:
-    before, after = run_ranks(RANKS, _from_ddp, "-"), run_ranks(RANKS, _from_ddp, "+")
-    assert_close(after[0], before[0], rtol=1e-5, what="parameters")
+    found = []
+    for sign in "-+":
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        batches = [(torch.randn(4, 8, generator=generator), torch.ones(4, 8)) for _ in range(3)]
+        names: dict[str, Any] = {"model": torch.nn.Linear(8, 8), "loader": batches, "criterion": mse_loss}
+        exec(_side(sign, "docs/from-torch.md").replace("dist.init_process_group()", ""), names)  # ranks have one
+        dist.barrier()
+        found.append(dict(names["session"].module.state_dict() if sign == "+" else torch.load("weights.pt")))
+    assert_close(found[1], found[0], rtol=1e-5, what="parameters")
 
 
 def _quickstart(epochs: int) -> list[str]:
@@ -102,18 +102,14 @@ def test_the_quickstart_resumes_when_it_is_started_again() -> None:
     assert run_ranks(RANKS, _quickstart, 5) == [["3", "4"], []]
 
 
-def _notebook() -> str:
+@on_ranks(1)
+@pytest.mark.full
+def test_the_cells_of_notebook_run_in_their_order(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text("utf-8"))["cells"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {})
-    return out.getvalue()
-
-
-@pytest.mark.full
-def test_the_cells_of_notebook_run_in_their_order(tmp_path: Path) -> None:
-    (text,) = run_ranks(1, _notebook)
     records = [json.loads(line) for line in (tmp_path / "notebook.jsonl").read_text("utf-8").splitlines()]
-    last = float(text.splitlines()[-1])  # of the model after unshard()
+    last = float(out.getvalue().splitlines()[-1])  # of the model after unshard()
     assert len(records) == 50 and last < records[-1]["loss"] < records[0]["loss"] / 2
 
 
@@ -135,17 +131,14 @@ def test_libraries_start_their_ranks(package: str, name: str, epochs: int, tmp_p
     assert list(tmp_path.glob("*-checkpoint/**/manifest.json"))
 
 
-def _accelerated() -> list[float]:
+@on_ranks(RANKS)
+@pytest.mark.full
+def test_accelerate_learns_and_saves_its_state(tmp_path: Path) -> None:
     from tests.support.huggingface_setup import launched
 
     with launched():
-        return _losses(printed("huggingface_accelerate.py")[0])
-
-
-@pytest.mark.full
-def test_accelerate_learns_and_saves_its_state(tmp_path: Path) -> None:
-    losses, others = run_ranks(RANKS, _accelerated)
-    assert len(losses) == 4 and losses[-1] < losses[0] / 2 and others == []
+        losses = _losses(printed("huggingface_accelerate.py")[0])
+    assert losses == [] if dist.get_rank() else len(losses) == 4 and losses[-1] < losses[0] / 2
     assert any((tmp_path / "accelerate-state").iterdir())
 
 
@@ -156,23 +149,16 @@ def test_every_example_is_run_by_a_test() -> None:
     assert len(names) > 8 and [name for name in names if f'"{name}"' not in tests] == []
 
 
-def _gpt() -> tuple[list[float], dict[str, torch.Tensor]]:
-    text, names = printed("booster_gpt.py")
-    return _losses(text), names["model"].state_dict()
-
-
+@on_ranks(RANKS)
 def test_booster_gpt_learns_and_saves_what_it_learnt(tmp_path: Path) -> None:
-    (losses, state), (others, _) = run_ranks(RANKS, _gpt)
-    assert len(losses) == 10 and others == []  # rank 0 speaks for all
-    assert losses[-1] < 1.5 < 2.4 < losses[0]
+    text, names = printed("booster_gpt.py")
+    losses, state = _losses(text), names["model"].state_dict()
+    # Rank 0 speaks for all.
+    assert losses == [] if dist.get_rank() else len(losses) == 10 and losses[-1] < 1.5 < 2.4 < losses[0]
+    dist.barrier()
     (saved,) = tmp_path.iterdir()
     assert saved.name == "booster_gpt.safetensors"
     assert_close(load_file(saved), state, rtol=0.0, what="the saved model")
-
-
-def _offload() -> tuple[str, dict[str, dict[str, int]], int]:
-    text, names = printed("offload.py")
-    return text, names["held"].by_tier, names["held"].device_capacity_bytes
 
 
 def _plain_offload() -> tuple[float, int]:
@@ -189,24 +175,26 @@ def _plain_offload() -> tuple[float, int]:
     return loss.item(), 16 * sum(parameter.numel() for parameter in model.parameters())
 
 
+@on_ranks(RANKS)
 @pytest.mark.full
 def test_offload_trains_as_without_on_a_third_of_the_memory() -> None:
-    (shown, tiers, capacity), (silent, *_) = run_ranks(RANKS, _offload)
-    ((loss, unsharded_bytes),) = run_ranks(1, _plain_offload)  # a rank has imported what an optimizer brings
-    assert float(shown.split()[1]) == pytest.approx(loss, abs=1e-3) and loss < 4.0  # printed to three places
-    assert silent == ""
+    text, names = printed("offload.py")
+    tiers, capacity = names["held"].by_tier, names["held"].device_capacity_bytes
+    loss, unsharded_bytes = _plain_offload()
     assert capacity == 32 * 2**20 and round(unsharded_bytes / 2**20) == 97  # as its comment says
     assert 0 < sum(tiers["device"].values()) <= capacity
-    assert sum(tiers["host"].values()) > 0.45 * unsharded_bytes and f"of {capacity >> 20}" in shown
+    assert sum(tiers["host"].values()) > 0.45 * unsharded_bytes
+    if dist.get_rank() == 0:
+        assert float(text.split()[1]) == pytest.approx(loss, abs=1e-3) and loss < 4.0  # printed to three places
+        assert f"of {capacity >> 20}" in text
+    else:
+        assert text == ""
 
 
-def _trace() -> str:
-    return printed("trace_memory.py")[0]
-
-
+@on_ranks(1)
 @pytest.mark.full
 def test_trace_memory_draws_and_checkpointing_lowers_the_peak(tmp_path: Path) -> None:
-    (text,) = run_ranks(1, _trace)
+    text, _ = printed("trace_memory.py")
     found = re.search(r"^peak (\S+) MiB, with checkpointing (\S+) MiB$", text, re.MULTILINE)
     assert found is not None, text
     plain, frugal = map(float, found.groups())

@@ -1,23 +1,28 @@
-"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, every plan, tied weights."""
+"""Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, plans, tied weights."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_pipeline_stages import criterion, with_layers
+from test_pipeline_stages import criterion
 from torch import Tensor
 
 from shardwise.core.parallel.pipeline import make_schedule, split_batch
 from shardwise.plan import PipelinePlan, Plan
 from shardwise.session import build
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import run_ranks
+from tests.parity.hybrid import with_layers
 from tests.support import tensor_cases
 from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
+from tests.support.step_checks import assert_numbers, assert_parts
 from tests.support.tensor_setup import PAD, Case, Exact, loss_of
+from tests.support.tier_setup import with_tiers
 
 STEPS, LR, MAX_NORM, ROWS, LENGTH = 3, 0.01, 0.5, 5, 6
 
@@ -64,10 +69,6 @@ def plain(name: str, index: int, layers: int, replicas: int, microbatches: int) 
     return found
 
 
-def wide(**numbers: float) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
-
-
 def train(ranks: int, plan: Plan, name: str, index: int, microbatches: int, timeout: float = 60.0) -> None:
     """Ranks against plain PyTorch."""
     layers, replicas = sum(plan.pipeline.layers or (5,)), ranks // plan.mesh.pp // plan.mesh.tp
@@ -80,29 +81,20 @@ def trained(plan: Plan, name: str, index: int, expected: Steps) -> None:
     names = {id(param): name for name, param in model.named_parameters()}
     with sharded(model, adam(model, LR), plan) as session:
         mesh, optimizer, pipeline = session.mesh, session.optimizer, session.pipeline
-        assert optimizer is not None and pipeline is not None and mesh.pipeline.size == plan.mesh.pp
+        assert mesh.pipeline.size == plan.mesh.pp
         if plan.pipeline.orders is not None:
             assert pipeline._schedule(3).orders[0][-6:] != make_schedule("zbv", 2, 2, 3).orders[0][-6:]
             assert pipeline._schedule(2) == make_schedule("zbv", 2, 2, 2)  # it is for steps of three alone
-        facts = session.engine.shards.layout.facts
         for step, (losses, norm, values) in enumerate(expected):
             assert len(losses) == mesh.size
             with Exact():
                 outcome = pipeline.step(batch_of(mesh.rank, step), criterion, train=True)
             assert (outcome.loss is not None) == pipeline.last
             if outcome.loss is not None:
-                assert_close(wide(loss=outcome.loss.item()), wide(loss=losses[mesh.rank]), 1e-11, f"step {step}")
+                assert_numbers({"loss": outcome.loss.item()}, {"loss": losses[mesh.rank]}, 1e-11, f"step {step}")
             optimizer.step()
-            found = optimizer.get_grad_norm()
-            assert found is not None
-            assert_close(wide(norm=found), wide(norm=norm), 1e-10, f"step {step}")
-            with session.module.gathered():
-                held = {names[id(p)]: p.detach() for p in session.params}
-                parts = {
-                    names[id(p)]: values[names[id(p)]] if f.part is None else f.part.of(values[names[id(p)]])
-                    for p, f in zip(session.params, facts, strict=True)
-                }
-                assert_close(held, parts, 1e-9, f"parameters after step {step}")
+            assert_numbers({"norm": optimizer.get_grad_norm()}, {"norm": norm}, 1e-10, f"step {step}")
+            held = assert_parts(session, values, f"parameters after step {step}", lambda param: names[id(param)])
         everywhere = {name for post in mesh.pipeline.exchange_object(sorted(held)) for name in post}
         assert everywhere == set(values)
 
@@ -163,32 +155,25 @@ def test_training_equals_plain_pytorch(
     train(ranks, plan, model, index, microbatches)
 
 
-def refused() -> list[str]:
-    """What would be wrong in silence."""
+@on_ranks(2)
+def test_what_a_pipeline_cannot_do_is_refused() -> None:
+    """Clipping of a stage alone, which would be wrong in silence; settings that stages cannot have."""
+    for changes, words in (({"output_dtype": torch.float32}, "output_dtype"), ({"average": "mean"}, "average='mean'")):
+        model = case_of("llama", 0).made()
+        plan = PLANS["zero1"].but(pp=2, **changes)
+        raises((ValueError, NotImplementedError), words, build, model, adam(model), plan)
     model = case_of("llama", 0).made()
-    told = []
     with sharded(model, adam(model, LR), PLANS["zero2"].but(pp=2, pipeline=ONE)) as session:
-        pipeline, batch = session.pipeline, batch_of(0, 0)
         with Exact():
-            pipeline.step(batch, criterion, train=True)
-        with pytest.raises(RuntimeError, match="stages only") as error:
-            torch.nn.utils.clip_grad_norm_(session.params, 1.0)
-        told.append(str(error.value))
-    return told
+            session.pipeline.step(batch_of(0, 0), criterion, train=True)
+        words = "stages only(.|\n)*2 pipeline ranks|2 pipeline ranks(.|\n)*stages only"
+        raises(RuntimeError, words, torch.nn.utils.clip_grad_norm_, session.params, 1.0)
 
 
-def test_clipping_of_a_stage_alone_is_refused() -> None:
-    assert all("2 pipeline ranks" in told[0] for told in run_ranks(2, refused))
-
-
-def test_what_stages_cannot_have_is_refused() -> None:
-    for changes, told in (({"output_dtype": torch.float32}, "output_dtype"), ({"average": "mean"}, "average='mean'")):
-        for message in run_ranks(2, unbuilt, PLANS["zero1"].but(pp=2, **changes)):
-            assert told in message, message
-
-
-def unbuilt(plan: Plan) -> str:
-    model = case_of("llama", 0).made()
-    with pytest.raises((ValueError, NotImplementedError)) as error:
-        build(model, adam(model), plan)
-    return str(error.value)
+@pytest.mark.parametrize(
+    ("name", "mix", "pipeline", "tp"),
+    [("zero3", "all_disk", ONE, 1), *full(("zero2", "thirds", ZBV, 1), ("zero1", "thirds", ONE, 2))],
+)
+def test_tiers_change_nothing(name: str, mix: str, pipeline: PipelinePlan, tp: int, tmp_path: Path) -> None:
+    plan = with_tiers(PLANS[name], mix, str(tmp_path)).but(pp=2, tp=tp, max_norm=MAX_NORM, pipeline=pipeline)
+    train(4, plan, "llama", 1, pipeline.microbatches, timeout=240)

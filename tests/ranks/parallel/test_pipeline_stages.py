@@ -1,8 +1,10 @@
-"""Models of transformers in stages against the same models whole: fp64, every schedule, tied weights, odd sizes."""
+"""Models of transformers in stages against the same models whole: fp64, every schedule, tied weights, odd sizes.
+
+What a rank of each layout holds, against its formula.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -11,11 +13,16 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.core.comm import GroupMaker
 from shardwise.core.parallel.pipeline import Passes, StageRun, make_schedule, split_batch, stage_model
+from shardwise.plan import PipelinePlan, TensorPlan
 from shardwise.testing import assert_close, run_ranks
+from tests.parity.hybrid import with_layers
 from tests.support import tensor_cases
+from tests.support.engine_setup import PLANS, adam, sharded
+from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import campaign, full
 from tests.support.tensor_setup import Case, Exact, loss_of
 
@@ -23,16 +30,6 @@ CPU = torch.device("cpu")
 ARCHITECTURES = ["llama", "gpt2", "bert"]
 LAYERS = 5
 SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "interleaved", 2), (1, "interleaved", 2), (2, "zbv", 2)]
-
-
-def with_layers(case: Case, layers: int) -> Case:
-    config = copy.deepcopy(case.config)
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        if name in vars(config):
-            setattr(config, name, layers)
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = (config.layer_types * layers)[:layers]
-    return Case(case.kind, config, case.inputs, case.padded)
 
 
 def criterion(outputs: Any, _inputs: Any) -> Tensor:
@@ -59,11 +56,6 @@ def _plain(case: Case, microbatches: int) -> Plain:
         loss += own.detach()
     grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
     return loss, grads
-
-
-def stage(ranks: int, name: str, schedule: str, chunks: int, heads: int | None = None) -> None:
-    """Three rows in three micro-batches, fewer than there are stages in some; of all cases, or the first ``heads``."""
-    run_ranks(ranks, staged, name, schedule, chunks, 3, plain(name, heads, 3))
 
 
 def staged(name: str, schedule_name: str, chunks: int, microbatches: int, whole: list[Plain]) -> None:
@@ -112,81 +104,102 @@ def staged(name: str, schedule_name: str, chunks: int, microbatches: int, whole:
     maker.close()
 
 
-def by_turns() -> list[object]:
-    """Each schedule with two architectures; the third in the campaign."""
-    rows: list[object] = []
+OTHERS = [(2, "zbv", 2, name) for name in ("bloom", "gemma2", "gpt_neox", "mixtral", "qwen3_moe")]
+OTHERS += [(2, "1f1b", 1, name) for name in ("falcon", "gemma3", "gptj", "opt")]
+
+
+def rows() -> list[object]:
+    """Each schedule with the first two heads of one architecture (tied embeddings and not), with every head of two, of
+    the third in the campaign; the first heads of other architectures."""
+    found: list[object] = []
     for at, schedule in enumerate(SCHEDULES):
+        found.append((*schedule, ARCHITECTURES[at % 3], 2))
         for kind, name in enumerate(ARCHITECTURES):
-            rows += (campaign if (at + kind) % 3 == 2 else full)((*schedule, name))
-    return rows
+            found += (campaign if (at + kind) % 3 == 2 else full)((*schedule, name, None))
+    return [*found, *full(*((*row, 2) for row in OTHERS))]
 
 
-@pytest.mark.parametrize(("ranks", "schedule", "chunks", "name"), by_turns())
-def test_stages_are_the_whole_model(name: str, ranks: int, schedule: str, chunks: int) -> None:
-    """Every head."""
-    stage(ranks, name, schedule, chunks)
+@pytest.mark.parametrize(("ranks", "schedule", "chunks", "name", "heads"), rows())
+def test_stages_are_the_whole_model(ranks: int, schedule: str, chunks: int, name: str, heads: int | None) -> None:
+    """Three rows in three micro-batches, fewer than there are stages in some."""
+    run_ranks(ranks, staged, name, schedule, chunks, 3, plain(name, heads, 3))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "chunks", "name"), [(*each, ARCHITECTURES[at % 3]) for at, each in enumerate(SCHEDULES)]
-)
-def test_stages_of_the_first_heads_are_the_whole_model(ranks: int, schedule: str, chunks: int, name: str) -> None:
-    """The first two of an architecture: with tied embeddings and without."""
-    stage(ranks, name, schedule, chunks, 2)
-
-
-OTHERS = pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("bloom", "zbv"),
-        ("falcon", "1f1b"),
-        ("gemma2", "zbv"),
-        ("gemma3", "1f1b"),
-        ("gpt_neox", "zbv"),
-        ("gptj", "1f1b"),
-        ("mixtral", "zbv"),
-        ("opt", "1f1b"),
-        ("qwen3_moe", "zbv"),
-    ],
-)
-
-
-@pytest.mark.full
-@OTHERS
-def test_other_architectures(name: str, schedule: str) -> None:
-    """Their first heads."""
-    stage(2, name, schedule, 1 if schedule == "1f1b" else 2, 2)
-
-
-def dropped(checkpointing: bool) -> tuple[list[bool], bool]:
-    """Which elements of a layer's output dropout hit on this rank, and whether all ranks' generators are equal then."""
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
+    """Which elements of a layer's output dropout hits; all ranks' generators are equal afterwards."""
     torch.manual_seed(7)
     config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=2, vocab_size=29, n_positions=16, resid_pdrop=0.5)
     model = transformers.GPT2LMHeadModel(config).double().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     maker = GroupMaker(CPU, None, 60.0)
-    staging = stage_model(model, rank, ranks)
+    staging = stage_model(model, dist.get_rank(), 2)
     staging.install()
-    run = StageRun(staging, maker.make_wire("pp", [list(range(ranks))]))
+    run = StageRun(staging, maker.make_wire("pp", [[0, 1]]))
     hits: list[list[bool]] = []
-    model.transformer.h[rank].attn.resid_dropout.register_forward_hook(
+    model.transformer.h[dist.get_rank()].attn.resid_dropout.register_forward_hook(
         lambda _module, _inputs, output: hits.append((output == 0).flatten().tolist())
     )
     ids = torch.arange(12).view(2, 6)
     parts = split_batch({"input_ids": ids, "labels": ids}, 2, None)
-    schedule = make_schedule("1f1b", ranks, 1, 2)
-    run.step(schedule, parts, criterion, Passes())
+    run.step(make_schedule("1f1b", 2, 1, 2), parts, criterion, Passes())
     assert len({tuple(each) for each in hits}) == 2, "two micro-batches dropped the same, or recomputation another"
     assert len(hits) == (4 if checkpointing else 2) and all(hits.count(each) == len(hits) // 2 for each in hits)
-    states = [None] * ranks
-    dist.all_gather_object(states, torch.get_rng_state().tolist())
+    first, second = everywhere(hits[0])
+    assert first != second and 0.3 < sum(first) / len(first) < 0.7
+    one, other = everywhere(torch.get_rng_state().tolist())
+    assert one == other
     maker.close()
-    return hits[0], states[0] == states[1]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_layers_of_different_stages_draw_different_numbers(checkpointing: bool) -> None:
-    (first, same), (second, _) = run_ranks(2, dropped, checkpointing)
-    assert first != second and 0.3 < sum(first) / len(first) < 0.7 and same
+VOCABULARY, WIDTH, INNER, DEPTH = 32, 16, 24, 4
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": DEPTH}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, tie_word_embeddings=False))
+
+
+ZBV = PipelinePlan(schedule="zbv", chunks=2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("tp", "pp", "pipeline"),
+    [
+        (1, 1, PipelinePlan()),
+        *full(*((tp, pp, PipelinePlan()) for tp, pp in ((2, 1), (1, 2)))),
+        (2, 2, PipelinePlan()),
+        *full(*((tp, pp, PipelinePlan()) for tp, pp in ((4, 1), (1, 4)))),
+        (1, 2, ZBV),
+        *full((2, 2, ZBV)),
+    ],
+)
+def test_a_rank_holds_its_share_and_the_norms_of_its_layers(tp: int, pp: int, pipeline: PipelinePlan) -> None:
+    """Matrices, embedding and head divide by tp and pp; norms by pp, with the last one where the last stage is, which
+    under zbv is the first rank."""
+    plan = PLANS["zero1"].but(tp=tp, pp=pp, tensor=TensorPlan(vocabulary_multiple=1), pipeline=pipeline)
+    matrices = DEPTH * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
+    stage, last = dist.get_rank() * pp // 4, 0 if pipeline == ZBV else pp - 1
+    norms = 2 * DEPTH // pp * WIDTH + (WIDTH if stage == last else 0)
+    ends = (stage == 0) + (stage == last)
+    model = llama()
+    with sharded(model, adam(model), plan) as session:
+        ids = torch.arange(2 * 6).view(2, 6) % VOCABULARY
+        batch = {"input_ids": ids, "labels": ids}
+        if session.pipeline is not None:
+            session.pipeline.step(batch, criterion, train=True)
+        else:
+            session.backward(session.module(**batch).loss)
+        session.optimizer.step()
+        facts = session.engine.shards.layout.facts
+        numel, whole = sum(fact.numel for fact in facts), [fact.numel for fact in facts if fact.part is None]
+        assert sum(whole) == (norms if tp > 1 else numel)
+        assert numel == matrices // (tp * pp) + ends * VOCABULARY * WIDTH // tp + norms
+        assert 0 <= session.memory().parameters_bytes - numel * 4 < 64 * len(whole) * 4 + 4096
+        moments = [t.numel() for entry in session.optimizer.state.values() for t in entry.values() if t.numel() > 1]
+        assert sum(session.mesh.world.exchange_object(sum(moments))) == 2 * numel

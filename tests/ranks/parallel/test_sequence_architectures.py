@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardwise.core.parallel.sequence import known_sequences, share_sequences
 from shardwise.plan import SequencePlan
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 from tests.support.sequence_setup import ROWS, Ring, batch_of, compare, ring_of_all
 from tests.support.sets import campaign, full
 from tests.support.tensor_cases import CASES, adapted, decoder
@@ -42,7 +43,17 @@ CHOSEN: dict[str, tuple[int, ...]] = {
 }
 
 
-def shared(mode: str, heads: int | None = None) -> int:
+@on_ranks(timeout=400.0)
+@pytest.mark.parametrize(
+    ("ranks", "mode", "heads"),
+    [
+        (2, "all_to_all", 1),
+        *full((2, "ring_attn", 1), (4, "ring_attn", None)),
+        *campaign((2, "all_to_all", None)),
+    ],
+)
+def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str, heads: int | None) -> None:
+    """All of its cases, or the first ``heads``."""
     count = 0
     with ring_of_all() as ring:
         for name, chosen in CHOSEN.items():
@@ -54,34 +65,6 @@ def shared(mode: str, heads: int | None = None) -> int:
                 plan = SequencePlan(mode=mode, inner_ring=inner, parallel_output=count % 3 > 0)  # type: ignore[arg-type]
                 compare(cases[at], batch, plan, ring)
                 count += 1
-    return count
-
-
-@pytest.mark.parametrize("mode", ["all_to_all", *full("ring_attn")])
-def test_the_first_head_of_an_architecture_of_parts_is_the_whole_one(mode: str) -> None:
-    assert set(run_ranks(2, shared, mode, 1, timeout=400.0)) == {len(CHOSEN)}
-
-
-@pytest.mark.parametrize(("ranks", "mode"), [*campaign((2, "all_to_all")), *full((4, "ring_attn"))])
-def test_an_architecture_of_parts_is_the_whole_one(ranks: int, mode: str) -> None:
-    assert set(run_ranks(ranks, shared, mode, timeout=400.0)) == {sum(map(len, CHOSEN.values()))}
-
-
-def llamas(mode: str, heads: int | None = None) -> int:
-    """Every head, or the first ``heads``, with and without padding, packed; what else models are given; adapters
-    (LoRA)."""
-    count = 0
-    with ring_of_all() as ring:
-        for at, case in enumerate(CASES["llama"]()[:heads]):
-            for options in ({}, {"padded": "both"}, {"packed": True}):
-                plan = SequencePlan(mode=mode, parallel_output=at % 2 == 0)  # type: ignore[arg-type]
-                compare(case, batch_of(case, **options), plan, ring, passes=2)  # type: ignore[arg-type]
-                count += 1
-        for case, batch in [*others(), *((case, batch_of(case, padded="both")) for case in adapted())]:
-            compare(case, batch, SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
-            count += 1
-        outputs(CASES["llama"]()[0], ring, mode)
-    return count
 
 
 def others() -> list[tuple[Case, dict[str, Tensor]]]:
@@ -130,38 +113,41 @@ def outputs(case: Case, ring: Ring, mode: str) -> None:
     assert torch.equal(made, tokens)
 
 
-def test_what_a_llama_may_be_given() -> None:
-    assert set(run_ranks(2, llamas, "ring_attn", 1, timeout=400.0)) == {3 * 1 + 9 + 2}
+@on_ranks(timeout=400.0)
+@pytest.mark.parametrize(
+    ("ranks", "mode", "heads"),
+    [(2, "ring_attn", 1), *full((4, "all_to_all", None), (2, "ring_attn", None))],
+)
+def test_what_a_llama_may_be_given(ranks: int, mode: str, heads: int | None) -> None:
+    """Every head, or the first ``heads``, with and without padding, packed; what else models are given; adapters
+    (LoRA)."""
+    with ring_of_all() as ring:
+        for at, case in enumerate(CASES["llama"]()[:heads]):
+            for options in ({}, {"padded": "both"}, {"packed": True}):
+                plan = SequencePlan(mode=mode, parallel_output=at % 2 == 0)  # type: ignore[arg-type]
+                compare(case, batch_of(case, **options), plan, ring, passes=2)  # type: ignore[arg-type]
+        for case, batch in [*others(), *((case, batch_of(case, padded="both")) for case in adapted())]:
+            compare(case, batch, SequencePlan(mode=mode), ring)  # type: ignore[arg-type]
+        outputs(CASES["llama"]()[0], ring, mode)
 
 
-def cached() -> list[int]:
-    """How many warnings about the cache packed rows cause: with a cache, without one, and rows of one document."""
-    counts = []
+@on_ranks(2)
+def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
+    """With a cache; none without one, nor of rows of one document."""
     with ring_of_all() as ring:
         case = CASES["llama"]()[0]
-        for use_cache, packed in ((True, True), (False, True), (True, False)):
+        for use_cache, packed, count in ((True, True, 1), (False, True, 0), (True, False, 0)):
             model = case.made().train()
             model.config.use_cache = use_cache
             share = share_sequences(model, SequencePlan(), ring.group, ring.wire)
             share.install()
             batch = batch_of(case, padded="", packed=packed)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("default")  # other tests of this process may have changed it
+            # Other tests of this process may have changed the filters.
+            with warnings.catch_warnings(record=True, action="default") as caught:
                 for _ in range(2):
                     model(**batch)
             share.remove()
-            counts.append(sum("set model.config.use_cache = False" in str(each.message) for each in caught))
-    return counts
-
-
-def test_packed_rows_that_transformers_would_mask_as_one_document_cause_one_warning() -> None:
-    assert run_ranks(2, cached) == [[1, 0, 0]] * 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("ranks", "mode"), [(4, "all_to_all"), (2, "ring_attn")])
-def test_every_head_of_llama_and_what_it_may_be_given(ranks: int, mode: str) -> None:
-    assert set(run_ranks(ranks, llamas, mode, timeout=400.0)) == {3 * 7 + 9 + 2}
+            assert sum("set model.config.use_cache = False" in str(each.message) for each in caught) == count
 
 
 def test_every_known_class_is_compared() -> None:

@@ -15,7 +15,8 @@ from shardwise.core.parallel.sequence.attention import attend_by_heads
 from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
+from tests.support.on_ranks import on_ranks
 from tests.support.sequence_setup import Ring, ring_of_all
 from tests.support.sets import full
 
@@ -70,40 +71,38 @@ def values(kv_heads: int, v_size: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def check(
-    ring: Ring, parts: Parts, mask: SequenceMask, attend: Callable[..., Tensor], what: str, **options: object
+    ring: Ring, parts: Parts, mask: SequenceMask, attend: Callable[..., Tensor], what: str, **options: Any
 ) -> None:
     """``attend`` of this rank's part against :func:`plain`."""
-    kv_heads, v_size, dtype = options.get("kv_heads", 2), options.get("v_size", SIZE), options.get("dtype")
-    whole = values(kv_heads, v_size, dtype or torch.float64)  # type: ignore[arg-type]
+    dtype = options.get("dtype", torch.float64)
+    whole = values(options.get("kv_heads", 2), options.get("v_size", SIZE), dtype)
     leaves = [x.double().requires_grad_() for x in whole[:3]]
     seen = mask.tile(0, LENGTH, 0, LENGTH, torch.device("cpu"))
-    out = plain(*leaves, seen, 0.4, options.get("softcap"), options.get("bias"))  # type: ignore[arg-type]
+    out = plain(*leaves, seen, 0.4, options.get("softcap"), options.get("bias"))
     expected = torch.autograd.grad((out * whole[3].double()).sum(), leaves)
     own = [parts.take(x, 2, ring.group.rank).requires_grad_() for x in whole[:3]]
     found = attend(*own)
     grads = torch.autograd.grad((found * parts.take(whole[3], 2, ring.group.rank)).sum(), own)
-    together = [parts.gather(x.detach(), 2, ring.axis) for x in (found, *grads)]
+    together = [parts.gather(x.detach(), 2, ring.axis).double() for x in (found, *grads)]
     names = ("out", "q", "k", "v")
-    rtol = 1e-12 if dtype is None else {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]  # type: ignore[index]
-    found_by_name = dict(zip(names, (x.double() for x in together), strict=True))
-    assert_close(found_by_name, dict(zip(names, (out.detach(), *expected), strict=True)), rtol, what)
+    rtol = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    by_name = dict(zip(names, (out.detach(), *expected), strict=True))
+    assert_close(dict(zip(names, together, strict=True)), by_name, rtol, what)
 
 
-def rings(ranks: int) -> int:
-    count = 0
+@on_ranks(timeout=300.0)
+@pytest.mark.parametrize("ranks", [2, *full(4)])
+def test_keys_and_values_go_around(ranks: int) -> None:
     with ring_of_all() as ring:
         parts = Parts(LENGTH, ranks, zigzag=True)
         alibi = torch.linspace(0, 1, HEADS)[:, None] * torch.arange(parts.padded)
         bias = alibi.double().expand(ROWS, -1, -1).unsqueeze(2)
 
-        def compared(mask: SequenceMask, rotation: Rotation, what: str, **options: object) -> None:
-            nonlocal count
-            count += 1
-            softcap, wide = options.get("softcap"), options.get("bias")
-
+        def compared(mask: SequenceMask, rotation: Rotation, what: str, **options: Any) -> None:
             def attend(*qkv: Tensor) -> Tensor:
-                given = bias if wide is not None else None
-                return ring_attention(rotation, qkv, mask, 0.4, softcap, given)  # type: ignore[arg-type]
+                return ring_attention(
+                    rotation, qkv, mask, 0.4, options.get("softcap"), bias if "bias" in options else None
+                )
 
             check(ring, parts, mask, attend, what, **options)
 
@@ -112,20 +111,19 @@ def rings(ranks: int) -> int:
             for kernel, tile in ((True, 512), (True, 3), (False, 4)):
                 rotation = Rotation(ring.axis, parts, inner[at % len(inner)], kernel, tile)
                 compared(mask, rotation, f"{name}, kernel={kernel}, tile={tile}, inner={rotation.inner}")
-        for (name, mask), size in product(list(masks())[:3], inner):
-            rotation = Rotation(ring.axis, parts, size, tile=5)
-            compared(mask, rotation, f"{name}, softcap", softcap=1.5)
-            compared(mask, rotation, f"{name}, bias", bias=bias[..., :LENGTH])
-            compared(mask, rotation, f"{name}, softcap and bias", bias=bias[..., :LENGTH], softcap=1.5)
-            compared(mask, rotation, f"{name}, larger values", v_size=11, kv_heads=1)
-            compared(mask, rotation, f"{name}, fp32", dtype=torch.float32, kv_heads=HEADS)
-            compared(mask, rotation, f"{name}, bf16", dtype=torch.bfloat16)
-    return count
-
-
-@pytest.mark.parametrize("ranks", [2, *full(4)])
-def test_keys_and_values_go_around(ranks: int) -> None:
-    assert min(run_ranks(ranks, rings, ranks, timeout=300.0)) >= 27 + 3 * 2 * 6
+        for (name, mask), size, options in product(
+            list(masks())[:3],
+            inner,
+            (
+                {"softcap": 1.5},
+                {"bias": bias[..., :LENGTH]},
+                {"bias": bias[..., :LENGTH], "softcap": 1.5},
+                {"v_size": 11, "kv_heads": 1},
+                {"dtype": torch.float32, "kv_heads": HEADS},
+                {"dtype": torch.bfloat16},
+            ),
+        ):
+            compared(mask, Rotation(ring.axis, parts, size, tile=5), f"{name}, {options.keys()}", **options)
 
 
 class Largest(TorchDispatchMode):
@@ -141,27 +139,24 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def largest(length: int) -> int:
+@on_ranks(2)
+@pytest.mark.parametrize("length", [256, 512])
+def test_memory_grows_with_a_part_and_not_with_its_square(length: int) -> None:
     """Forward and backward, where masks leave nothing to torch's own attention."""
     with ring_of_all() as ring:
-        parts = Parts(length, ring.group.size, zigzag=True)
+        parts = Parts(length, 2, zigzag=True)
         packed = (torch.arange(length) // 37).expand(1, -1)
         mask = SequenceMask(length, True, lambda *at: window(90, *at), packed=packed)
-        rotation = Rotation(ring.axis, parts, ring.group.size, tile=32)
+        rotation = Rotation(ring.axis, parts, 2, tile=32)
         qkv = tuple(torch.randn(1, 2, parts.local, 4, dtype=torch.float64).requires_grad_() for _ in range(3))
         with Largest() as seen:
             ring_attention(rotation, qkv, mask, 0.5).sum().backward()  # type: ignore[arg-type]
-        return seen.numel
+    assert seen.numel <= 2 * 2 * (length // 2) * 4  # keys and values of two heads
 
 
-def test_memory_grows_with_a_part_and_not_with_its_square() -> None:
-    for length in (256, 512):
-        part = length // 2
-        assert max(run_ranks(2, largest, length)) <= 2 * 2 * part * 4  # keys and values of two heads
-
-
-def by_heads(ranks: int) -> int:
-    count = 0
+@on_ranks()
+@pytest.mark.parametrize("ranks", [3, *full(4)])
+def test_heads_are_exchanged(ranks: int) -> None:
     with ring_of_all() as ring:
         parts = Parts(LENGTH, ranks, zigzag=False)
         for (name, mask), kv_heads in product(masks(), (1, 2, HEADS)):
@@ -174,13 +169,6 @@ def by_heads(ranks: int) -> int:
                 return attend_by_heads(qkv, whole, parts, ring.axis).transpose(1, 2)  # type: ignore[arg-type]
 
             check(ring, parts, mask, attend, f"{name}, {kv_heads} key/value heads", kv_heads=kv_heads, v_size=5)
-            count += 1
-    return count
-
-
-@pytest.mark.parametrize("ranks", [3, *full(4)])
-def test_heads_are_exchanged(ranks: int) -> None:
-    assert set(run_ranks(ranks, by_heads, ranks)) == {27}
 
 
 def test_every_rank_has_as_much_to_do_under_a_causal_mask() -> None:

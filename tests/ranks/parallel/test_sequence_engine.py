@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, SequencePlan, TensorPlan, zero
-from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import sharded
+from tests.support.engine_setup import adam, sharded
 from tests.support.sequence_setup import batch_of
 from tests.support.sets import full
+from tests.support.step_checks import assert_numbers
 from tests.support.tensor_cases import CASES
 from tests.support.tensor_setup import Case, Exact, loss_of
 
@@ -39,16 +39,12 @@ def batch(case: Case, step: int, which: int) -> dict[str, Tensor]:
     return given | {"input_ids": torch.where(given["input_ids"] == 27, 27, ids)}
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.02, eps=0.02)
-
-
 def many_heads() -> Case:
     case = CASES["llama"]()[1]
     return replace(case, config=case.config.__class__(**(case.config.to_dict() | {"num_attention_heads": 8})))
 
 
-Steps = tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]
+Steps = tuple[list[float], list[list[float]], dict[str, Tensor]]
 
 
 @functools.cache
@@ -57,7 +53,7 @@ def plain_steps(groups: int) -> Steps:
     ranks."""
     case = many_heads()
     model = case.made()
-    optimizer = adam(model)
+    optimizer = adam(model, 0.02)
     norms, losses = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -65,23 +61,11 @@ def plain_steps(groups: int) -> Steps:
         for which in range(groups):
             with Exact():
                 loss = loss_of(model(**batch(case, step, which)))
-            losses[-1].append(loss.detach())
+            losses[-1].append(loss.item())
             (loss / groups).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
     return norms, losses, {name: param.detach() for name, param in model.named_parameters()}
-
-
-def steps(case: Case, session: Session, norms: list[Tensor], losses: list[list[Tensor]]) -> None:
-    which = session.mesh.rank // session.mesh.sequence.size
-    for step in range(STEPS):
-        with Exact():
-            loss = loss_of(session.module(**batch(case, step, which)))
-        session.backward(loss)
-        session.optimizer.step()
-        assert_close({"loss": loss.detach()}, {"loss": losses[step][which]}, 1e-11, f"step {step}")
-        norm = torch.tensor(session.optimizer.get_grad_norm(), dtype=torch.float64)
-        assert_close({"norm": norm}, {"norm": norms[step]}, 1e-11, f"step {step}")
 
 
 def trained(plan: Plan, mode: str, steps_of_plain: Steps) -> None:
@@ -90,10 +74,17 @@ def trained(plan: Plan, mode: str, steps_of_plain: Steps) -> None:
     tensor = TensorPlan(vocabulary_multiple=4)
     plan = plan.but(max_norm=MAX_NORM, sequence=SequencePlan(mode=mode), tensor=tensor)  # type: ignore[arg-type]
     model = case.made()
-    with sharded(model, adam(model), plan) as session:
-        steps(case, session, norms, losses)
-        found = session.module.state_dict()
-        assert_close({name: found[name] for name in expected}, expected, 1e-11, mode)
+    with sharded(model, adam(model, 0.02), plan) as session:
+        which = session.mesh.rank // session.mesh.sequence.size
+        for step in range(STEPS):
+            with Exact():
+                loss = loss_of(session.module(**batch(case, step, which)))
+            session.backward(loss)
+            session.optimizer.step()
+            found = {"loss": loss.item(), "norm": session.optimizer.get_grad_norm()}
+            assert_numbers(found, {"loss": losses[step][which], "norm": norms[step]}, 1e-11, f"step {step}")
+        state = session.module.state_dict()
+        assert_close({name: state[name] for name in expected}, expected, 1e-11, mode)
         session.unshard()
         with Exact():  # what is left is the model, on this rank alone
             alone = loss_of(model(**batch(case, 0, session.mesh.rank)))

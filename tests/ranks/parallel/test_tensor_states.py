@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +11,31 @@ from torch import Tensor, nn
 from shardwise.core.parallel.float8 import linear
 from shardwise.core.parallel.tensor.layers import CutLayer
 from shardwise.session import build
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.checkpoint_setup import differences, everything
 from tests.support.cut_setup import VOCABULARY, WIDTH, Block, made
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 from tests.support.tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
 
 
-def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+def plain_steps(steps: int) -> dict[str, Tensor]:
+    """Adam's state after some steps of the plain model."""
+    model = made(True)
+    optimizer = adam(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for index in range(BATCHES):
+            (loss_of(model, step, index) / BATCHES).backward()
+        optimizer.step()
+    return {n: v for n, v in flat(optimizer.state_dict()).items() if isinstance(v, Tensor)}
+
+
+@on_ranks(4, timeout=240.0)
+@pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
+def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
     """States on all ranks are whole, and come back."""
-    with training(plan_of(name, root), True) as session:
+    with training(plan_of(name, str(tmp_path / "disk")), True) as session:
         train(session, 0, 2)
         state, optimizer_state = session.module.state_dict(), session.optimizer.state_dict()
         full = dict(session.module.full_state())
@@ -39,32 +53,19 @@ def kept(root: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | Non
         assert not differences({n: found[n] for n in found if n[0] == "0"}, flat(optimizer_state))
         with pytest.raises(RuntimeError, match=r"embedding.weight: \(32, 24\) instead of \(29, 24\)"):
             session.module.load_state_dict(state | {"embedding.weight": torch.zeros(32, 24)})
-        return (state, optimizer_state) if session.mesh.is_rank0 else None
-
-
-@pytest.mark.parametrize("name", [*full("zero1 tp2"), "zero3 tp4", *full("zero3 tp2 small disk")])
-def test_states_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
-    found = run_ranks(4, kept, str(tmp_path / "disk"), name, timeout=240.0)
-    assert found[0] is not None and found[1:] == [None] * 3
-    state, optimizer_state = found[0]
     model = made(True)
     model.load_state_dict(state)
     optimizer = adam(model)
     optimizer.load_state_dict(optimizer_state)
     shapes = [p.shape for group in optimizer.param_groups for p in group["params"]]
     assert [entry["exp_avg"].shape for _, entry in sorted(optimizer_state["state"].items())] == shapes
-    reference = made(True)
-    plain = adam(reference)
-    for step in range(2):
-        plain.zero_grad()
-        for index in range(BATCHES):
-            (loss_of(reference, step, index) / BATCHES).backward()
-        plain.step()
-    tensors = {n: v for n, v in flat(plain.state_dict()).items() if isinstance(v, Tensor)}
+    tensors = plain_steps(2)
     assert_close({n: flat(optimizer_state)[n] for n in tensors}, tensors, 1e-9, "Adam's state")
 
 
-def unsharded(name: str, root: str) -> dict[str, Any]:
+@on_ranks(4, timeout=240.0)
+@pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4", "zero2 tp2 small")])
+def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) -> None:
     """Gradients as the plain model has them, a prior state that moves along, and the model plain again at the end."""
     plain, model = made(False), made(False)
     reference, optimizer = adam(plain), adam(model)
@@ -76,7 +77,7 @@ def unsharded(name: str, root: str) -> dict[str, Any]:
             reference.step()
             model.load_state_dict(plain.state_dict())
             optimizer.load_state_dict(reference.state_dict())
-    session = build(model, optimizer, plan_of(name, root))
+    session = build(model, optimizer, plan_of(name, str(tmp_path / "disk")))
     before = everything(session)
     assert not differences({n: v for n, v in before.items() if n[0] == "0"}, flat(reference.state_dict()))
     passes(session, 1)
@@ -98,10 +99,3 @@ def unsharded(name: str, root: str) -> dict[str, Any]:
     assert model.head.out_features == VOCABULARY
     ids = torch.arange(6).view(1, 6)
     assert_close({"logits": model(ids)}, {"logits": plain(ids)}, 1e-9, "the plain model again")
-    return state
-
-
-@pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4", "zero2 tp2 small")])
-def test_gradients_prior_state_and_unshard_are_whole(tmp_path: Path, name: str) -> None:
-    states = run_ranks(4, unsharded, name, str(tmp_path / "disk"), timeout=240.0)
-    assert all(not differences(state, states[0]) for state in states)

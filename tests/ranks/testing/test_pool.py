@@ -6,11 +6,13 @@ The pool of ranks for real: results, failures of every kind, reuse, and nothing 
 """
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +25,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool_processes import gone
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,6 +154,22 @@ def test_it_asks_for_what_a_real_rank_asks_for(ranks: int, name: str, transport:
     assert len(log) > STEPS
 
 
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def gone(pids: tuple[int, ...]) -> bool:
+    """Whether they end; a busy machine may need a while to tell."""
+    end = time.monotonic() + 60.0
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids)
+
+
 class Unpicklable(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
@@ -180,16 +197,10 @@ def raise_unpicklable() -> None:
     raise Unpicklable(1, 2)
 
 
-def kill_on(rank: int) -> None:
+def end_by(number: int, rank: int) -> None:
     if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.all_reduce(torch.ones(1))
-
-
-def crash_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    dist.barrier()
 
 
 def hang_on(rank: int, folder: str) -> int:
@@ -214,10 +225,6 @@ def nothing() -> None:
     pass
 
 
-def own_pid() -> int:
-    return os.getpid()
-
-
 def disturb() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
@@ -233,14 +240,6 @@ def observe() -> tuple[torch.Tensor, float, bool, int]:
 def load_batches() -> tuple[str | None, list[float]]:
     loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2, num_workers=2)  # type: ignore[arg-type]
     return multiprocessing.get_start_method(allow_none=True), [batch[0].item() for batch in loader]
-
-
-def leave_group() -> None:
-    dist.destroy_process_group()
-
-
-def echo(value: object) -> object:
-    return value
 
 
 def bad_result() -> object:
@@ -300,8 +299,8 @@ def test_results_come_by_rank(world_size: int) -> None:
 
 
 def test_processes_are_kept_between_tasks(pool: RankPool) -> None:
-    first = pool.run(own_pid)
-    assert pool.run(own_pid) == first == list(pool.pids)
+    first = pool.run(os.getpid)
+    assert pool.run(os.getpid) == first == list(pool.pids)
     assert len(set(first)) == 2
 
 
@@ -330,20 +329,20 @@ def test_all_ranks_raising_are_all_shown(pool: RankPool, patient: None) -> None:
 def test_killed_rank_is_reported_at_once(pool: RankPool) -> None:
     pids = pool.pids
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL") as caught:
-        pool.run(kill_on, 1, timeout=3600)
+        pool.run(end_by, signal.SIGKILL, 1, timeout=3600)
     assert (caught.value.rank, caught.value.exit_code, caught.value.timed_out) == (1, -9, False)
     assert gone(pids)
 
 
 def test_crash_shows_where(pool: RankPool) -> None:
-    caught = raises(RankError, "killed by SIGSEGV", lambda: pool.run(crash_on, 0))
-    assert "crash_on" in caught
+    caught = raises(RankError, "killed by SIGSEGV", lambda: pool.run(end_by, signal.SIGSEGV, 0))
+    assert "end_by" in caught
 
 
 def test_rank_killed_while_idle_is_replaced(pool: RankPool) -> None:
     os.kill(pool.pids[0], signal.SIGKILL)
     assert wait([pool._ranks[0].process.sentinel], 60), "its end is known a moment after the signal"
-    assert pool.run(echo, 5) == [5, 5]
+    assert pool.run(copy.copy, 5) == [5, 5]
 
 
 def test_hang_ends_with_stacks(pool: RankPool, tmp_path: Path) -> None:
@@ -384,7 +383,7 @@ def test_data_loaders_start_workers_as_in_the_caller(pool: RankPool, method: str
 
 
 def test_lost_process_group_is_made_again(pool: RankPool) -> None:
-    pool.run(leave_group)
+    pool.run(dist.destroy_process_group)
     assert pool.run(sum_over_ranks, torch.zeros(1))[1][1].item() == 1
 
 
@@ -403,7 +402,7 @@ def test_values_travel_by_copy(pool: RankPool) -> None:
         "class": Box,
         "frozen": torch.nn.Parameter(torch.ones(1), requires_grad=False),
     }
-    for got in pool.run(echo, sent):
+    for got in pool.run(copy.copy, sent):
         assert isinstance(got, dict)
         for name in ("transposed", "strided", "scalar", "empty", "flags", "frozen"):
             assert type(got[name]) is type(sent[name])
@@ -429,7 +428,98 @@ def test_nothing_is_left_after_close() -> None:
     assert pool.pids == ()
     assert gone(pids)
     assert not Path(directory).exists()
-    assert pool.run(echo, 1) == [1, 1], "a closed pool starts again"
+    assert pool.run(copy.copy, 1) == [1, 1], "a closed pool starts again"
     pids = pool.pids
     pool.close()
     assert gone(pids)
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from dataclasses import dataclass
+from shardwise.testing import RankPool, run_ranks
+
+@dataclass
+class Answer:
+    rank: int
+
+def ask(answer):
+    print("rank", dist.get_rank(), flush=True)
+    return Answer(dist.get_rank() + answer.rank)
+
+{guard}
+    results = run_ranks(2, ask, Answer(10))
+    assert all(type(result) is Answer for result in results)
+    print([result.rank for result in results], RankPool)
+"""
+
+
+ROOT = str(Path(__file__).parents[3])
+
+
+def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path.write_text(text, "utf-8")
+    environment = {**os.environ, "PYTHONPATH": ROOT, "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, env=environment)
+
+
+@pytest.mark.full
+def test_functions_of_a_script(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "script.py", SCRIPT.format(guard="if __name__ == '__main__':"))
+    assert done.returncode == 0, done.stderr
+    assert "[10, 11]" in done.stdout
+    assert "rank 0" in done.stdout and "rank 1" in done.stdout, "the ranks' output passes through"
+
+
+BY_ITS_FILE = """
+import sys
+import pytest
+from shardwise.testing import run_ranks
+
+def name():
+    return __name__
+
+def test_ranks():
+    assert "." in name() and run_ranks(2, name) == [name()] * 2 == run_ranks(2, name)
+
+if __name__ == "__main__":
+    folder = sys.path.pop(0)
+    raise SystemExit(pytest.main(["--import-mode=importlib", f"--rootdir={folder}/..", __file__]))
+"""
+
+
+@pytest.mark.full
+def test_a_module_that_pytest_imports_by_its_file(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "test_itself.py", BY_ITS_FILE)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
+KILLED = """
+import os, signal, subprocess, threading, time
+from shardwise.testing import RankPool
+
+def pids():
+    child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return f"{os.getpid()} {child.pid}"
+
+def hang():
+    time.sleep(300)
+
+if __name__ == "__main__":
+    pool = RankPool(2)
+    print(*pool.run(pids), pool._directory, sep="\\n", flush=True)
+    threading.Thread(target=pool.run, args=(hang,), daemon=True).start()
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.full
+def test_ranks_leave_when_the_caller_is_killed(tmp_path: Path) -> None:
+    done = run_script(tmp_path / "killed.py", KILLED)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    *pids, directory = done.stdout.splitlines()
+    assert gone(tuple(map(int, " ".join(pids).split()))), "ranks, and what their tasks started"
+    assert not Path(directory).exists()
