@@ -6,9 +6,8 @@ A declared device capacity with fixed homes: who does not fit is told so, on eve
 """
 
 import contextlib
-import dataclasses
 import json
-import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +33,7 @@ from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 from tests.support.engine_setup import one_mesh, sharded
+from tests.support.on_ranks import raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import digest
 
@@ -91,12 +91,10 @@ class Found:
     """One training run on a rank; lists by step."""
 
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
     state: str = ""
     moved: list[int] = field(default_factory=list)
     budgets: list[list[int]] = field(default_factory=list)
     peak_gathered: list[int] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
     peak: int = 0
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     stats: MemStats | None = None
@@ -133,7 +131,6 @@ def train(
         if prepare is not None:
             prepare(session)
         pool = session.engine.pool
-        found.sizes = dict(pool.sizes)
         if watched:
             watch(session, found)
         for step in range(steps):
@@ -143,7 +140,6 @@ def train(
                 session.backward(loss)
                 found.losses.append(float(loss.detach()))
             session.optimizers[0].step()
-            found.norms.append(session.optimizers[0].get_grad_norm() or math.nan)
             found.moved.append(pool.moved_bytes - before)
             found.peak_gathered.append(pool.peak_gathered_bytes)
             stats = session.memory_stats()
@@ -165,18 +161,14 @@ def watch(session: Session, found: Found) -> None:
 
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
-            counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
+            # Optimizer state that is not made yet is accounted for.
+            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.foreseen_bytes()
             assert counted == accounted, f"{accounted} bytes are accounted, {counted} are there: {ledger.held()}"
             held = sum(ledger.held().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.held()}"
 
     session.engine.events.unit_wanted.listen(use)
     session.engine.events.unit_ready.listen(ready)
-
-
-def foreseen(session: Session) -> int:
-    """Optimizer state that is accounted for and not made yet."""
-    return session.engine.accounts.foreseen_bytes()
 
 
 def model_data(session: Session) -> int:
@@ -378,78 +370,50 @@ def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
 # ---- saved traces
 
 
-def with_saved_trace(path: str) -> dict[str, Any]:
+def with_traces(path: str) -> dict[str, Any]:
+    """Runs with a saved trace, and with one of ``trace_memory``, which knows modules and no units."""
     model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
     first = train(model, plan_of(tiers), None)
     assert first.stats is not None
     first.stats.save(path)
     saved = MemStats.load(path)
-    second = train(model, plan_of(tiers), None, prepare=lambda session: session.use_memory_stats(saved))
-    found: dict[str, Any] = {"first": first, "second": second, "equal": saved == first.stats, "refused": []}
-    other = dataclasses.replace(saved, moments=[dataclasses.replace(m, unit=m.unit + 5) for m in saved.moments])
-    named = [dataclasses.replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments]
-    renamed = dataclasses.replace(saved, moments=named)
-    resized = dataclasses.replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
-    refused = [(other, plan_of(tiers), "blocks.0"), (saved, plan_of(), "declare one")]
-    refused += [(renamed, plan_of(tiers), "unit 3 is 'blocks.9'"), (resized, plan_of(tiers), str(BLOCK_BYTES + 4))]
-    for stats, plan, word in refused:
+    of_modules = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
+    found: dict[str, Any] = {"first": first, "equal": saved == first.stats, "orders": []}
+
+    def prepare(stats: MemStats, session: Session) -> None:
+        session.use_memory_stats(stats)
+        found["orders"].append(session.memory_stats().order)  # type: ignore[union-attr]
+
+    found["others"] = [train(model, plan_of(tiers), None, prepare=partial(prepare, t)) for t in (saved, of_modules)]
+    other = replace(saved, moments=[replace(m, unit=m.unit + 5) for m in saved.moments])
+    renamed = replace(saved, moments=[replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments])
+    resized = replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
+    of_another = trace_memory(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
+    for stats, plan, words in [
+        (other, plan_of(tiers), "blocks.0"),
+        (saved, plan_of(), "declare one"),
+        (renamed, plan_of(tiers), "unit 3 is 'blocks.9'"),
+        (resized, plan_of(tiers), str(BLOCK_BYTES + 4)),
+        (of_another, plan_of(tiers), "unit 0 is"),
+    ]:
         network = model()
-        session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan)
-        with pytest.raises(ValueError, match="same plan recorded") as error:
-            session.use_memory_stats(stats)
-        assert word in str(error.value), error.value
-        session.close()
-        session.mesh.close()
+        with sharded(network, torch.optim.SGD(network.parameters(), lr=0.1), plan) as session:
+            assert words in raises(ValueError, "same plan recorded", session.use_memory_stats, stats)
     # A trace of another order is only a bad guess.
-    wrong = dataclasses.replace(saved, moments=list(saved.moments)[::-1])
-    found["wrong"] = train(partial(Stack, SKIPS), plan_of(tiers), None, prepare=lambda s: s.use_memory_stats(wrong))
+    wrong = replace(saved, moments=list(saved.moments)[::-1])
+    found["wrong"] = train(partial(Stack, SKIPS), plan_of(tiers), None, prepare=partial(prepare, wrong))
     found["skips"] = train(partial(Stack, SKIPS), plan_of(), None)
     return found
 
 
-def test_a_saved_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
-    found = run_ranks(1, with_saved_trace, str(tmp_path / "trace.json"))[0]
-    first, second = found["first"], found["second"]
-    assert found["equal"] and first.state == second.state
-    assert second.moved == [first.moved[-1]] * 4
-    assert first.moved[0] > first.moved[-1]
+def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
+    found = run_ranks(1, with_traces, str(tmp_path / "trace.json"))[0]
+    first = found["first"]
+    assert found["equal"] and first.moved[0] > first.moved[-1]
+    for other, order in zip(found["others"], found["orders"][:2], strict=True):
+        assert other.state == first.state and other.moved == [first.moved[-1]] * 4
+        assert order == first.stats.order
     assert found["wrong"].state == found["skips"].state
-
-
-def with_a_trace_of_modules() -> dict[str, Any]:
-    """The same from ``trace_memory``, which knows modules and no units."""
-    model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
-    outside = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
-    found: dict[str, Any] = {"first": train(model, plan_of(tiers), None)}
-    orders: list[tuple[int, ...]] = []
-
-    def prepare(session: Session) -> None:
-        session.use_memory_stats(outside)
-        stats = session.memory_stats()
-        assert stats is not None
-        orders.append(stats.order)
-
-    found["second"] = train(model, plan_of(tiers), None, prepare=prepare)
-    found["order"] = orders[0]
-    network = Stack(SKIPS)
-    session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan_of(tiers))
-    other = trace_memory(torch.nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
-    with pytest.raises(ValueError, match="unit 0 is"):
-        session.use_memory_stats(other)
-    session.close()
-    session.mesh.close()
-    return found
-
-
-def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
-    found = run_ranks(1, with_a_trace_of_modules)[0]
-    first, second = found["first"], found["second"]
-    assert first.state == second.state
-    assert found["order"] == first.stats.order
-    assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
-
-
-TAKEN = "already loaded (load another checkpoint before going on)"
 
 
 def save(root: str, tags: list[str]) -> None:
@@ -490,24 +454,22 @@ def without(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, *full(2)])
-def test_auto_says_that_values_were_replaced_as_an_explicit_load_does(tmp_path: Path, ranks: int) -> None:
-    run_ranks(ranks, save, str(tmp_path), ["old", "new"])
-    damage(tmp_path / "new", "model/second.bias")
-    assert run_ranks(ranks, loaded, str(tmp_path), True) == [("old", "")] * ranks
-    damage(tmp_path / "old", "model/second.bias")
-    for kind, text in run_ranks(ranks, loaded, str(tmp_path), True):
+def test_auto_says_what_damaged_checkpoints_have_replaced(tmp_path: Path, ranks: int) -> None:
+    whole, partly = tmp_path / "whole", tmp_path / "partly"
+    run_ranks(ranks, save, str(whole), ["old", "new"])
+    damage(whole / "new", "model/second.bias")
+    assert run_ranks(ranks, loaded, str(whole), True) == [("old", "")] * ranks
+    shutil.copytree(whole, partly)
+    without(partly / "old", "narrow")
+    assert run_ranks(ranks, loaded, str(partly / "old"), False) == [("old", "")] * ranks
+    for kind, text in run_ranks(ranks, loaded, str(partly), False):
+        assert kind == CheckpointError.__name__
+        assert f"{partly}/old does not replace narrow, which a damaged checkpoint changed" in text
+        assert "already loaded (load another checkpoint before going on)" in text
+    damage(whole / "old", "model/second.bias")
+    for kind, text in run_ranks(ranks, loaded, str(whole), True):
         assert kind == CheckpointDamage.__name__
-        assert f"{tmp_path}/new, {tmp_path}/old were already loaded); load another copy" in text
-
-
-def test_auto_does_not_go_on_with_what_a_damaged_checkpoint_left(tmp_path: Path) -> None:
-    run_ranks(1, save, str(tmp_path), ["old", "new"])
-    without(tmp_path / "old", "narrow")
-    assert run_ranks(1, loaded, str(tmp_path / "old"), False) == [("old", "")]
-    damage(tmp_path / "new", "model/second.bias")
-    ((kind, text),) = run_ranks(1, loaded, str(tmp_path), False)
-    assert kind == CheckpointError.__name__
-    assert f"{tmp_path}/old does not replace narrow, which a damaged checkpoint changed" in text and TAKEN in text
+        assert f"{whole}/new, {whole}/old were already loaded); load another copy" in text
 
 
 FOUR, FOUR_BACK = range(4), [3, 2, 1, 0]
@@ -515,9 +477,7 @@ FOUR_BLOCKS = 4 * BLOCK_BYTES
 
 
 def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierPlan:
-    return dataclasses.replace(
-        on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state
-    )
+    return replace(on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state)
 
 
 LIMIT_BLOCKS = {1: 15, 2: 12}
@@ -608,36 +568,30 @@ def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) 
 # ---- one rank only: without shared memory the others would wait for it
 
 
-class Place:
-    """Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
-
-    def __init__(self, phase: str, when: str) -> None:
-        self.phase, self.when = phase, when
-
-    @contextlib.contextmanager
-    def too_small(self, session: Session) -> Iterator[None]:
-        ledger, pool = session.ledger, session.engine.pool
-        real = ledger.check_peak
-
-        def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
-            phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
-            if (phase, when) == (self.phase, self.when):
-                raise DeviceMemoryError(f"{when}: made up for the test")
-            real(rest_bytes, when, total_bytes)
-
-        with mock.patch.object(ledger, "check_peak", check):
-            others = mock.patch.object(pool, "_peers_fit", lambda *_: False)
-            with others if self.when == "what others gather" else contextlib.nullcontext():
-                yield
-
-
 PLACES = [
-    Place("forward", "before the next unit"),
-    Place("forward", "in the forward pass"),
-    Place("forward", "what others gather"),
-    Place("backward", "before the next unit"),
-    Place("backward", "in the backward pass"),
+    ("forward", "before the next unit"),
+    ("forward", "in the forward pass"),
+    ("forward", "what others gather"),
+    ("backward", "before the next unit"),
+    ("backward", "in the backward pass"),
 ]
+"""Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
+
+
+@contextlib.contextmanager
+def too_small(session: Session, place: tuple[str, str]) -> Iterator[None]:
+    real = session.ledger.check_peak
+
+    def check(rest_bytes: int, when: str, total_bytes: int = 0) -> None:
+        phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
+        if (phase, when) == place:
+            raise DeviceMemoryError(f"{when}: made up for the test")
+        real(rest_bytes, when, total_bytes)
+
+    alone = mock.patch.object(session.engine.pool, "_peers_fit", lambda *_: False)
+    others = alone if place == PLACES[2] else contextlib.nullcontext()
+    with mock.patch.object(session.ledger, "check_peak", check), others:
+        yield
 
 
 def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
@@ -654,9 +608,8 @@ def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
                 for step, place in enumerate([*(PLACES[at] for at in places), None]):
                     if disturbed:
                         # Ranks in different orders want different units.
-                        model.calls = step + (mesh.rank if place and place.when == "what others gather" else 0)
-                        alone = place is not None and mesh.rank == 1
-                        context = place.too_small(session) if place and alone else contextlib.nullcontext()
+                        model.calls = step + (mesh.rank if place == PLACES[2] else 0)
+                        context = too_small(session, place) if place and mesh.rank else contextlib.nullcontext()
                         with context, pytest.raises(DeviceMemoryError) as error:
                             one_step(session, step, rows=4 if place or mesh.rank == 0 else 400)
                         found["messages"].append(str(error.value))
@@ -682,7 +635,7 @@ def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places
         assert each["same"] == [True] * len(prefetches)
         tried = [*(PLACES[at] for at in places), None]
         for place, message in zip(tried * len(prefetches), each["messages"], strict=True):
-            if rank == 0 or (place and place.when == "what others gather"):
+            if rank == 0 or place == PLACES[2]:
                 assert "ranks [1] of" in message and "not enough device memory" in message, message
             else:
                 assert ("made up" if place else "activations and the rest: ") in message, message

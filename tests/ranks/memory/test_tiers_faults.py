@@ -10,8 +10,6 @@ A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with eve
 read: every gather the shard; once the masters and (from the second step on) the moments;
 written: once the shard, the masters and the moments. Also with updates during backward.
 
-Every argument of a disk reaches the transfers of a training step, as queues, threads and buffers show.
-
 What each means to the store itself is in ``tests/unit/test_disk_io.py``; here it comes from a plan, and from a
 DeepSpeed configuration.
 """
@@ -21,9 +19,7 @@ import errno
 import os
 import resource
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +31,7 @@ from torch import nn
 
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.disk import file
-from shardwise.core.memory.disk import store as disk
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
@@ -60,7 +54,7 @@ from tests.support.tier_setup import (
     with_tiers,
 )
 
-BF16, FP32 = torch.bfloat16, None
+BF16 = torch.bfloat16
 
 
 def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:
@@ -287,20 +281,19 @@ def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
 
 
 def dies_in_a_step(plan: Plan) -> None:
-    model = make_net()
-    session = build(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), plan)
-    backward(session, 0)
-    session.optimizer.step()
-    backward(session, 1)
     real, count = DiskStore.write, iter(range(1000))
 
     def write(self: DiskStore, *args: Any) -> Any:
-        if session.mesh.rank == 1 and next(count) == 2:
+        if dist.get_rank() == 1 and next(count) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *args)
 
-    with mock.patch.object(DiskStore, "write", write):
+    with one_mesh(plan) as mesh, session_of(plan, "adamw", mesh) as session:
+        backward(session, 0)
         session.optimizer.step()
+        backward(session, 1)
+        with mock.patch.object(DiskStore, "write", write):
+            session.optimizer.step()
 
 
 def trains(plan: Plan) -> list[str]:
@@ -425,19 +418,6 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
     assert not held("disk", "gradients") and not held("disk", "gathered parameters")
 
 
-def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
-    """A quarter of K = 4 equal chunks each."""
-    plan = plan_of(3, "device", "")
-    plan = plan.but(tiers=with_tiers(plan, "all_disk", str(tmp_path)).tiers)
-    plan = plan.but(param_host_fraction=0.25, param_disk_fraction=0.25)
-    plan = plan.but(state_host_fraction=0.5, state_disk_fraction=0.25)
-    unit = UNIT // 2
-    for found in by_plan(2, [plan])[0]:
-        tiers = found["by_tier"]
-        assert [tiers[t]["parameters"] for t in ("device", "host", "disk")] == [4 * unit, 2 * unit, 2 * unit]
-        assert [tiers[t]["masters"] for t in ("device", "host", "disk")] == [4 * unit, 8 * unit, 4 * unit]
-
-
 def test_memory_is_what_the_report_says(tmp_path: Path) -> None:
     """One rank, nothing mapped: live storages are what is on device and host, and the disk's buffers."""
     mixes = [mix for mix in SHARES if mix not in ("device", "thirds")]
@@ -496,57 +476,6 @@ def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_pat
 
 KNOB_WIDTH, KNOB_DEPTH = 96, 4
 TILE = 2048
-KIB = 1024
-
-
-@dataclass
-class Seen:
-    """What the queues of one rank's store were given in a training run."""
-
-    depths: list[int] = field(default_factory=list)
-    """Of each queue: there is one for each submitting thread."""
-    sizes: set[int] = field(default_factory=set)
-    submissions: set[int] = field(default_factory=set)
-    most_in_flight: int = 0
-    threads: int = 0
-    shard_buffers: int = 0
-    value_buffers: int = 0
-    state_buffers: int = 0
-    losses: list[float] = field(default_factory=list)
-
-
-class _Spy:
-    def __init__(self, inner: RequestQueue, seen: Seen) -> None:
-        self.inner, self.seen, self.in_flight = inner, seen, 0
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        seen = self.seen
-        seen.sizes |= {request.nbytes for request in requests}
-        seen.submissions.add(len(requests))
-        self.inner.submit(requests)
-        self.in_flight += len(requests)
-        seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
-
-    def reap(self, at_least: int) -> list[tuple[Request, int]]:
-        done = self.inner.reap(at_least)
-        self.in_flight -= len(done)
-        return done
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@contextlib.contextmanager
-def spied() -> Iterator[Seen]:
-    """What the store that is made inside does."""
-    seen = Seen()
-
-    def make(depth: int, transfer: TransferFunction) -> _Spy:
-        seen.depths.append(depth)
-        return _Spy(ThreadQueue(depth, transfer), seen)
-
-    with mock.patch.object(disk, "ThreadQueue", make):
-        yield seen
 
 
 def _buffers(store: DiskStore, nbytes: int) -> int:
@@ -554,35 +483,23 @@ def _buffers(store: DiskStore, nbytes: int) -> int:
     return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
 
 
-def train(plan: Plan) -> Seen:
-    torch.manual_seed(0)
+def buffers(plan: Plan) -> list[int]:
+    """After steps, how many there are for values, for the state of tiles, and for shards."""
     model = nn.Sequential(*[nn.Linear(KNOB_WIDTH, KNOB_WIDTH) for _ in range(KNOB_DEPTH)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with spied() as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
-        for step in range(3):
-            loss = session.module(torch.full((2, KNOB_WIDTH), 0.1 * (step + 1))).square().mean()
-            session.backward(loss)
+    with small_tiles(TILE), sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
+        for _ in range(3):
+            session.backward(session.module(torch.ones(2, KNOB_WIDTH)).square().mean())
             session.optimizer.step()
-            seen.losses.append(float(loss.detach()))
-        seen.threads = sum(thread.name == "shardwise-disk" for thread in threading.enumerate())
-        store = session.engine.shards.storage.store
-        seen.shard_buffers = _buffers(store, pages(4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)))
-        seen.value_buffers = _buffers(store, pages(4 * TILE))
-        seen.state_buffers = _buffers(store, pages(2 * 4 * TILE + 4096))
-    return seen
+        sizes = 4 * TILE, 2 * 4 * TILE + 4096, 4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)
+        return [_buffers(session.engine.shards.storage.store, pages(size)) for size in sizes]
 
 
-USUAL: dict[str, Any] = {"block_bytes": 4 * KIB, "queue_depth": 4, "threads": 1}
-
-
-def seen_with(directory: Path, **knobs: Any) -> Seen:
-    plan = with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **(USUAL | knobs))
-    return run_ranks(1, train, plan)[0]
+def buffers_with(directory: Path, **knobs: Any) -> list[int]:
+    return run_ranks(1, buffers, with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **knobs))[0]
 
 
 @pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
 def test_buffer_counts(state: int, param: int, tmp_path: Path) -> None:
     """For values and for the state of tiles as many as asked for, and for shards; of these there are at least two."""
-    seen = seen_with(tmp_path, state_buffers=state, param_buffers=param)
-    assert (seen.value_buffers, seen.state_buffers, seen.shard_buffers) == (state, state, param)
-    assert seen_with(tmp_path, param_buffers=1).shard_buffers == 2
+    assert buffers_with(tmp_path, state_buffers=state, param_buffers=param) == [state, state, param]
+    assert buffers_with(tmp_path, param_buffers=1)[2] == 2
