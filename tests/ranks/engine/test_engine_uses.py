@@ -6,19 +6,18 @@ Parameters that a loss takes from the model by itself: right where they are ther
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, on_rank
+from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, on_rank
 
 from shardwise.plan import Plan, zero
-from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, run_plain, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
 from tests.support.sets import campaign, full
+from tests.support.steps import Loss, take_steps, train_sharded
 
 QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
 OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned"]
@@ -62,48 +61,23 @@ def test_backward_through_a_frozen_model(name: str) -> None:
             torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=0.0)
 
 
-def sync_of_no_sync(plan: Plan) -> dict[str, Tensor]:
-    """Other parameters in the passes under no_sync than in the reduced one; their gradients count too."""
-    model = seeded(Experts)
-    with sharded(model, adam(model), plan) as session:
-        rank = session.mesh.rank
-        for step in range(STEPS):
-            with session.no_sync():
-                for micro in range(2 + rank):
-                    session.backward(mean_square(model(data(rank, step, micro), (micro,))))
-            session.backward(mean_square(model(data(rank, step, 9), (3,))))
-            session.optimizer.step()
-        return session.module.state_dict()
+def embedded(sparse: bool) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Embedding(13, 6, sparse=sparse), nn.Linear(6, 2)))
 
 
-@pytest.mark.parametrize("name", ["zero1", *full("ddp", "zero1_gloo")])
-def test_no_sync_with_other_parameters(name: str) -> None:
-    def program(model: nn.Module, rank: int, step: int) -> Passes:
-        for micro in range(2 + rank):
-            yield mean_square(model(data(rank, step, micro), (micro,))), False
-        yield mean_square(model(data(rank, step, 9), (3,))), False
-
-    plan = zero(1).but(shared_memory=False) if name == "zero1_gloo" else PLANS[name]
-    check(run_ranks(2, sync_of_no_sync, plan), run_plain(Experts, program, 2, STEPS), name)
+def of_tokens(model: nn.Module, rank: int, _step: int) -> Tensor:
+    return mean_square(model(torch.arange(5) * (1 + rank) % 13))
 
 
 def sparse(plan: Plan) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(13, 6, sparse=True), nn.Linear(6, 2)).double()
-    with sharded(model, sgd(model), plan) as session:
-        for _step in range(STEPS):
-            tokens = torch.arange(5) * (1 + session.mesh.rank) % 13
-            session.backward(mean_square(session.module(tokens)))
-            session.optimizer.step()
-        return session.module.state_dict()
+    model = embedded(sparse=True)
+    return train_sharded(model, sgd(model), plan, STEPS, of_tokens)
 
 
 @pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1", "zero3")])
 def test_sparse_embedding_gradients(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
-    loss = lambda model, rank, _step: mean_square(model(torch.arange(5) * (1 + rank) % 13))  # noqa: E731
-    check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, loss), name)
+    model = embedded(sparse=False)
+    check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, of_tokens), name)
 
 
 SEVERAL_STEPS, RANKS = 3, 2
@@ -133,6 +107,10 @@ def generator_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
     return (1 - d(g(data(rank, step, 2)))).square().mean()
 
 
+def states(d: nn.Module, g: nn.Module) -> dict[str, Tensor]:
+    return {f"d.{n}": v for n, v in d.state_dict().items()} | {f"g.{n}": v for n, v in g.state_dict().items()}
+
+
 def gan(plan: Plan, direct: bool) -> dict[str, Tensor]:
     d, g = seeded(critic, 1), seeded(generator, 2)
     with one_mesh(plan) as mesh, sharded(d, adam(d), plan, mesh) as ds, sharded(g, sgd(g), plan, mesh) as gs:
@@ -145,8 +123,7 @@ def gan(plan: Plan, direct: bool) -> dict[str, Tensor]:
             loss.backward() if direct else gs.backward(loss)
             gs.optimizer.step()
             ds.optimizer.zero_grad()
-        states = {"d": ds.module.state_dict(), "g": gs.module.state_dict()}
-    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
+        return states(ds.module, gs.module)
 
 
 def plain_gan() -> dict[str, Tensor]:
@@ -159,8 +136,7 @@ def plain_gan() -> dict[str, Tensor]:
             for rank in range(RANKS):
                 (loss(d, g, rank, step) / RANKS).backward()
             optimizer.step()
-    states = {"d": d.state_dict(), "g": g.state_dict()}
-    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
+    return states(d, g)
 
 
 @pytest.mark.parametrize("name", quick("zero3"))
@@ -180,17 +156,13 @@ def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
 def two_optimizers(plan: Plan) -> dict[str, Tensor]:
     """Stepped in turn: the second one accumulates over two passes what the first uses at once."""
     model = seeded(generator)
-    session = build(model, halves(model), plan)
-    assert len(session.optimizers) == 2
-    for step in range(SEVERAL_STEPS):
-        for micro in range(2):
-            session.backward(session.module(data(session.mesh.rank, step, micro)).square().mean())
-            session.optimizers[0].step()
-        session.optimizers[1].step()
-    state = session.module.state_dict()
-    session.close()
-    session.mesh.close()
-    return state
+    with sharded(model, halves(model), plan) as session:
+        for step in range(SEVERAL_STEPS):
+            for micro in range(2):
+                session.backward(mean_square(session.module(data(session.mesh.rank, step, micro))))
+                session.optimizers[0].step()
+            session.optimizers[1].step()
+        return session.module.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -239,50 +211,33 @@ class Towers(nn.Module):
         return found
 
 
-Loss = Callable[[nn.Module, Towers, Tensor], Tensor]
+def by_method(model: Any, rank: int, step: int) -> Tensor:
+    return mean_square(model.encode(data(rank, step)))
 
 
-def by_method(_module: nn.Module, model: Towers, x: Tensor) -> Tensor:
-    return model.encode(x).square().mean()
+def penalty_in_the_loop(model: nn.Module, rank: int, step: int) -> Tensor:
+    return mean_square(model(data(rank, step))) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
 
-def penalty_in_the_loop(module: nn.Module, model: Towers, x: Tensor) -> Tensor:
-    loss: Tensor = module(x).square().mean()
-    return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-
-def penalty_in_forward(module: nn.Module, _model: Towers, x: Tensor) -> Tensor:
-    return module(x, penalty=True).square().mean()
+def penalty_in_forward(model: nn.Module, rank: int, step: int) -> Tensor:
+    return mean_square(model(data(rank, step), penalty=True))
 
 
 LOSSES: dict[str, Loss] = {each.__name__: each for each in (by_method, penalty_in_the_loop, penalty_in_forward)}
 
 
-def plain(loss: Loss) -> dict[str, Tensor]:
+def plain(*loss: Loss) -> dict[str, Tensor]:
     model = seeded(Towers)
-    optimizer = sgd(model)
-    for step in range(READ_STEPS):
-        (sum(loss(model, model, data(rank, step)) for rank in range(2)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
-def train(session: Session, loss: Loss, around: Callable[[], Any] = contextlib.nullcontext) -> dict[str, Tensor]:
-    optimizer = session.optimizer
-    for step in range(READ_STEPS):
-        with around():
-            value = loss(session.module, session.model, data(session.mesh.rank, step))  # type: ignore[arg-type]
-        session.backward(value)
-        optimizer.step()
-        optimizer.zero_grad()
-    return session.module.state_dict()
+    return plain_steps(model, sgd(model), READ_STEPS, *loss)
 
 
 def trained(plan: Plan, name: str, gathered: bool) -> dict[str, Tensor]:
+    def loss(module: Any, rank: int, step: int) -> Tensor:
+        with module.gathered() if gathered else contextlib.nullcontext():
+            return LOSSES[name](module, rank, step)
+
     model = seeded(Towers)
-    with sharded(model, sgd(model), plan) as session:
-        return train(session, LOSSES[name], session.module.gathered if gathered else contextlib.nullcontext)
+    return train_sharded(model, sgd(model), plan, READ_STEPS, loss)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -299,12 +254,13 @@ def misread(plan: Plan, name: str) -> tuple[str, list[str], dict[str, Tensor]]:
         with warnings.catch_warnings(record=True, action="always") as told:
             for _ in range(2):
                 try:
-                    session.backward(LOSSES[name](session.module, model, data(mesh.rank, 0)))  # type: ignore[arg-type]
+                    session.backward(LOSSES[name](session.module, mesh.rank, 0))
                 except RuntimeError as found:
                     error = str(found)
                 session.module.zero_grad()
-        state = train(session, lambda module, _model, x: module(x).square().mean())
-        return error, [str(each.message) for each in told if "the loss is NaN" in str(each.message)], state
+        take_steps(session, range(READ_STEPS))
+        said = [str(each.message) for each in told if "the loss is NaN" in str(each.message)]
+        return error, said, session.module.state_dict()
 
 
 SAID = {
@@ -317,7 +273,7 @@ SAID = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_not_there_is_told(name: str) -> None:
     error, times = SAID[name]
-    expected = plain(lambda module, _model, x: module(x).square().mean())
+    expected = plain()
     for said, told, state in run_ranks(2, misread, PLANS["zero3"], name):
         assert error in said and len(told) == times
         assert all("inside `with model.gathered():`" in each for each in [*told, *[said][: error != "nothing"]])

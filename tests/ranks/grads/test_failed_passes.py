@@ -76,6 +76,7 @@ def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], d
             for index in range(2):
                 one(index)
             session.optimizer.step()
+            assert not any(session.engine.pool._pins.values())
             found += [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
         return found, session.module.state_dict()
 
