@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import shardwise
 from shardwise import shard
 from shardwise.core.base.torch_internals import give_subclass
 from shardwise.core.checkpoint import CheckpointError
@@ -29,8 +28,10 @@ from shardwise.core.mesh import Mesh, init_distributed
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import data, one_mesh, seeded, sgd, sharded, told
+from tests.support.engine_setup import data, mean_square, one_mesh, plain_steps, seeded, sgd, sharded, told
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
+from tests.support.steps import take_steps
 from tests.support.tier_setup import with_tiers
 
 RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
@@ -317,8 +318,9 @@ def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
         assert found["frozen"][0] < found["plain"][0]
 
 
-def resumed(folder: str) -> None:
-    plan = zero(3).but(compress_frozen="int8")
+@on_ranks(2)
+def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    plan, folder = zero(3).but(compress_frozen="int8"), tmp_path / "saved"
     with one_mesh(plan) as mesh:
         model, whole = net(), Told([], [], [], {})
         with sharded(model, optimizer_of(model), plan, mesh) as session:
@@ -344,13 +346,10 @@ def resumed(folder: str) -> None:
             assert all(is_trained(n) or torch.equal(state[n], p) for n, p in net().named_parameters())
 
 
-def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
-    run_ranks(2, resumed, str(tmp_path / "saved"))
-
-
-def written(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
     for name in ("modules", "tensors", "host", "disk", "second copy"):
-        plan = plans(folder)[name]
+        plan = plans(str(tmp_path))[name]
         model = net()
         with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
             expected = {n: v.clone() for n, v in session.module.full_state() if isinstance(v, Tensor)}
@@ -380,10 +379,6 @@ def written(folder: str) -> None:
 def same(session: Session, expected: dict[str, Tensor], what: str) -> None:
     for key, value in session.module.full_state():
         assert not isinstance(value, Tensor) or torch.equal(value, expected[key]), (what, key)
-
-
-def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
-    run_ranks(2, written, str(tmp_path))
 
 
 def test_what_cannot_be() -> None:
@@ -453,21 +448,6 @@ def numbers_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *own).double()
 
 
-def steps(model: nn.Module, run: object, rank: int) -> None:
-    run(model(data(rank, 0)[:, :6].double()).square().mean())  # type: ignore[operator]
-
-
-def expected() -> dict[str, Tensor]:
-    model = seeded(numbers_net)
-    optimizer = sgd(model)
-    for _ in range(2):
-        for rank in range(2):
-            steps(model, lambda loss: (loss / 2).backward(), rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
 def numbers_plans(folder: str) -> list[Plan]:
     on_disk = {"param_disk_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DiskPlan(directory=folder)}
     return [
@@ -504,10 +484,7 @@ def on_rank(folder: str) -> list[Found]:
         with one_mesh(plan) as mesh:
             model, errors = seeded(numbers_net), []
             with sharded(model, sgd(model), plan, mesh) as session:
-                for _ in range(2):
-                    steps(session.module, session.backward, mesh.rank)
-                    session.optimizer.step()
-                    session.optimizer.zero_grad()
+                take_steps(session, range(2))
                 trained = session.module.state_dict()
                 held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
                 chunks = session.engine.shards.layout.chunks
@@ -517,7 +494,7 @@ def on_rank(folder: str) -> list[Found]:
                     errors = wrong_uses(session, model)
                 if number < 2:
                     session.unshard()
-                    steps(model, lambda loss: loss.backward(), 0)  # what followed parameters is theirs again
+                    mean_square(model, 0, 0).backward()  # what followed parameters is theirs again
                     assert_close(dict(model.state_dict()), trained, 0.0, "unsharded")
             other = seeded(numbers_net, 7)
             with sharded(other, sgd(other), plan, mesh) as session:
@@ -529,7 +506,8 @@ def on_rank(folder: str) -> list[Found]:
 
 
 def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
-    wanted = expected()
+    model = seeded(numbers_net)
+    wanted = plain_steps(model, sgd(model), 2)
     assert any(not value.is_floating_point() for value in wanted.values())
     for rank, results in enumerate(run_ranks(2, on_rank, str(tmp_path))):
         for plan, found in enumerate(results):
@@ -574,55 +552,44 @@ class Graph(nn.Module):
         return self.lin(self.edges @ inputs)
 
 
-def _trained(folder: str) -> None:
+def of_graph(model: nn.Module, _rank: int, _step: int) -> Tensor:
+    return model(torch.arange(36.0).view(6, 6) / 36).square().mean()
+
+
+def sharded_graph(model: nn.Module, stage: int = 1) -> Session:
+    return shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
     init_distributed()
-    inputs = torch.arange(36.0).view(6, 6) / 36
     for stage, kind in ((1, "coo"), (3, "csr"), (3, "csc")):
-        plain = Graph(kind, 1.0)
-        model = Graph(kind, 1.0 + dist.get_rank())
-        session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        plain, model = Graph(kind, 1.0), Graph(kind, 1.0 + dist.get_rank())
+        session = sharded_graph(model, stage)
         assert torch.equal(model.edges.to_dense(), plain.edges.to_dense()) and model.edges.layout is plain.edges.layout
-        oracle = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(2):
-            session.backward(session.module(inputs).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            plain(inputs).square().mean().backward()
-            oracle.step()
-            oracle.zero_grad()
-        session.checkpoints.save(folder, kind)
-        session.checkpoints.load(folder, kind)
-        state = session.module.state_dict()
-        assert list(state) == ["lin.weight", "lin.bias"]
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+        take_steps(session, range(2), of_graph)
+        session.checkpoints.save(tmp_path, kind)
+        session.checkpoints.load(tmp_path, kind)
+        expected = plain_steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2, of_graph, ranks=1)
+        assert_close(session.module.state_dict(), expected, 1e-6, kind)
         with pytest.raises(CheckpointError, match=r"user_state/graph is a tensor \(6, 6\) of layout .*to_dense\(\)"):
-            session.checkpoints.save(folder, "refused", user_state={"graph": model.edges})
+            session.checkpoints.save(tmp_path, "refused", user_state={"graph": model.edges})
 
 
-def _refused() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_others_are_refused_by_name(ranks: int) -> None:
     init_distributed()
     for kind in MAKE:
         model = Graph(kind, 1.0, persistent=True)
-        with pytest.raises(ValueError, match=r"edges \(6, 6\) has the layout torch.sparse_c.*persistent=False"):
-            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+        raises(ValueError, r"edges \(6, 6\) has the layout torch.sparse_c.*persistent=False", sharded_graph, model)
         assert torch.equal(model.lin.weight, Graph(kind, 1.0).lin.weight)
-    if dist.get_world_size() > 1:
+    if ranks > 1:
         model = Graph("coo", 1.0)
         if dist.get_rank():
             model.edges = torch.zeros(6, 6).to_sparse()
-        with pytest.raises(ValueError, match="tensor edges"):
-            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, _trained, str(tmp_path))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_others_are_refused_by_name(ranks: int) -> None:
-    run_ranks(ranks, _refused)
+        raises(ValueError, "tensor edges", sharded_graph, model)
 
 
 def averages(stage: int) -> list[str]:

@@ -5,7 +5,6 @@ The user's own model, sharded in place: what programs do with it under every fro
 
 import copy
 import io
-import math
 import pickle
 import re
 import warnings
@@ -19,7 +18,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 
 import shardwise
 from shardwise import deepspeed
@@ -29,9 +28,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, check, data, one_mesh, seeded, sharded, told
+from tests.support.engine_setup import PLANS, check, data, mean_square, one_mesh, plain_steps, seeded, sharded, told
 from tests.support.on_ranks import raises
 from tests.support.sets import full
+from tests.support.steps import take_steps
 
 STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3", "zero3_straddling")}
@@ -63,34 +63,11 @@ def params_of(optimizer: Any) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def grads_of(optimizer: Any) -> list[Tensor]:
-    return [p.grad for p in params_of(optimizer) if p.grad is not None]
-
-
 # ---- by way of the groups
 
 
-def clip_all(optimizer: Any, _step: int) -> Reads:
-    return [float(clip_grad_norm_(params_of(optimizer), 0.01))]
-
-
 def clip_one_group(optimizer: Any, _step: int) -> Reads:
-    return [float(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01, math.inf, foreach=False))]
-
-
-def clip_values(optimizer: Any, _step: int) -> Reads:
-    clip_grad_value_(params_of(optimizer), 0.01)
-    return [float(len(grads_of(optimizer)))]
-
-
-def own_norm(optimizer: Any, _step: int) -> Reads:
-    return [sum(float(grad.norm()) ** 2 for grad in grads_of(optimizer)) ** 0.5]
-
-
-def scale(optimizer: Any, step: int) -> Reads:
-    for grad in grads_of(optimizer):
-        grad.mul_(0.5 + step)
-    return []
+    return [float(clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01))]
 
 
 def centre(optimizer: Any, _step: int) -> Reads:
@@ -103,31 +80,17 @@ def centre(optimizer: Any, _step: int) -> Reads:
 def drop_a_group(optimizer: Any, step: int) -> Reads:
     for param in optimizer.param_groups[step % 2]["params"]:
         param.grad = None
-    return [float(len(grads_of(optimizer)))]
+    return [float(sum(param.grad is not None for param in params_of(optimizer)))]
 
 
-HABITS: list[Habit] = [clip_all, clip_one_group, clip_values, own_norm, scale, centre, drop_a_group]
+HABITS: list[Habit] = [clip_one_group, centre, drop_a_group]
 
 
-def zero_by_hand(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = None
-
-
-def plain(ranks: int, habit: Habit, hooked: bool = False) -> tuple[Reads, dict[str, Tensor]]:
-    model = seeded(Net)
-    optimizer, reads = adam(model), Reads()
-    if hooked:
-        optimizer.register_step_pre_hook(hook(habit, reads))
-    for step in range(STEPS):
-        for rank in range(ranks):
-            (model(data(rank, step)).square().mean() / ranks).backward()
-        if not hooked:
-            reads += habit(optimizer, step)
-        optimizer.step()
-        zero_by_hand(optimizer)
-    return reads, dict(model.state_dict())
+def plain(ranks: int, habit: Habit) -> tuple[Reads, dict[str, Tensor]]:
+    model, reads = seeded(Net), Reads()
+    optimizer = adam(model)
+    optimizer.register_step_pre_hook(hook(habit, reads))
+    return reads, plain_steps(model, optimizer, STEPS, ranks=ranks)
 
 
 def hook(habit: Habit, reads: Reads) -> Any:
@@ -135,7 +98,7 @@ def hook(habit: Habit, reads: Reads) -> Any:
     return lambda optimizer, *_: reads.extend(habit(optimizer, next(steps)))
 
 
-def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool = False, given: bool = False) -> Any:
+def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool) -> Any:
     """``given``: by way of the user's own object."""
     model = seeded(Net)
     optimizer, reads = adam(model), Reads()
@@ -148,7 +111,8 @@ def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool = False, given: b
             if not hooked:
                 reads += habit(mine, step)
             session.optimizer.step()
-            zero_by_hand(mine)
+            for param in params_of(mine):
+                param.grad = None
         return reads, session.module.state_dict()
 
 
@@ -165,7 +129,7 @@ def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> No
     for ranks in (1, 2):
         every = run_ranks(ranks, every_habit, ROWS[name], hooked)
         for at, habit in enumerate(HABITS):
-            reads, expected = plain(ranks, habit, hooked)
+            reads, expected = plain(ranks, habit)
             what = f"{habit.__name__}, {name}, {ranks} ranks"
             for found, _ in (own[at] for own in every):
                 assert found == pytest.approx(reads, rel=1e-9, nan_ok=False), what
@@ -177,30 +141,26 @@ def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> No
 
 def own_methods(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Gradients of a pass are dropped by it, its state is taken and given to a second session."""
-    messages = []
     with one_mesh(plan) as mesh:
         model = seeded(Net)
         optimizer = adam(model)
-        session = build(model, optimizer, plan, mesh)
-        for step in range(2):
-            session.backward(session.module(data(mesh.rank, 7)).square().mean())
-            optimizer.zero_grad()
-            session.backward(session.module(data(mesh.rank, step)).square().mean())
-            session.optimizer.step()
-            optimizer.zero_grad()
-        state = copy.deepcopy(optimizer.state_dict())
-        values = session.module.state_dict()
-        messages += [told(optimizer.step), told(lambda: optimizer.add_param_group({"params": []}))]
-        session.close()
+        with sharded(model, optimizer, plan, mesh) as session:
+            for step in range(2):
+                session.backward(mean_square(session.module, mesh.rank, 7))
+                optimizer.zero_grad()
+                session.backward(mean_square(session.module, mesh.rank, step))
+                session.optimizer.step()
+                optimizer.zero_grad()
+            state = copy.deepcopy(optimizer.state_dict())
+            values = session.module.state_dict()
+            messages = [told(optimizer.step), told(lambda: optimizer.add_param_group({"params": []}))]
         again = seeded(Net)
         again.load_state_dict(values)
         other = adam(again)
         with sharded(again, other, plan, mesh) as session:
             other.load_state_dict(state)
-            session.backward(session.module(data(mesh.rank, 2)).square().mean())
-            session.optimizer.step()
-            found = session.module.state_dict()
-        return found, state, messages
+            take_steps(session, [2])
+            return session.module.state_dict(), state, messages
 
 
 @pytest.mark.parametrize("name", ["zero3", *full(*[name for name in ROWS if name != "zero3"])])
@@ -209,15 +169,11 @@ def test_the_given_optimizer_answers_as_the_sessions_does(name: str) -> None:
     for ranks in (1, 2):
         model = seeded(Net)
         optimizer = adam(model)
-        for step in range(3):
-            for rank in range(ranks):
-                (model(data(rank, step)).square().mean() / ranks).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                expected = copy.deepcopy(optimizer.state_dict())
+        plain_steps(model, optimizer, 2, ranks=ranks)
+        expected = copy.deepcopy(optimizer.state_dict())
+        found = plain_steps(model, optimizer, 1, lambda model, rank, _: mean_square(model, rank, 2), ranks)
         every = run_ranks(ranks, own_methods, ROWS[name])
-        check([found for found, *_ in every], dict(model.state_dict()), f"{name}, {ranks} ranks")
+        check([state for state, *_ in every], found, f"{name}, {ranks} ranks")
         for _, state, messages in every:
             assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected["param_groups"]]
             assert state["state"].keys() == expected["state"].keys()

@@ -58,37 +58,30 @@ def said(call: Callable[[], Any]) -> str:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
-    "SGD foreach": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
     "Adam": lambda params: torch.optim.Adam(params, foreach=False),
-    "AdamW": lambda params: torch.optim.AdamW(params, foreach=True),
 }
 
 
-def made_afterwards(plan: Plan) -> list[tuple[str, bool, str]]:
-    found = []
+def made_afterwards(plan: Plan) -> tuple[list[str], str]:
+    """What they say, and an update by hand, and one without gradients; nothing has changed."""
     with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
         before = session.module.state_dict()
-        for make in OPTIMIZERS.values():
-            error = said(make(model[2].parameters()).step)
-            after = session.module.state_dict()
-            found.append((error, all(torch.equal(before[key], after[key]) for key in before), ""))
-        by_hand = said(lambda: torch.no_grad()(lambda: model[0].bias.add_(grad(model, "0.bias"), alpha=-0.1))())
-        found.append((by_hand, True, ""))
+        told = [said(make(model[2].parameters()).step) for make in OPTIMIZERS.values()]
+        told.append(said(lambda: torch.no_grad()(lambda: model[0].bias.add_(grad(model, "0.bias"), alpha=-0.1))()))
+        assert_close(session.module.state_dict(), before, 0.0, "after steps that were refused")
         session.optimizer.step()
         session.optimizer.zero_grad()
-        found.append(("", True, said(torch.optim.SGD(model.parameters(), lr=0.1).step)))  # as in plain torch
-    return found
+        return told, said(torch.optim.SGD(model.parameters(), lr=0.1).step)  # as in plain torch
 
 
 @pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
 def test_an_optimizer_made_after_sharding(name: str) -> None:
-    for *optimizers, by_hand, without in run_ranks(2, made_afterwards, PLANS[name]):
-        for what, (error, same, _) in zip(OPTIMIZERS, optimizers, strict=True):
-            assert "2.weight.grad by step() of a " + what.split()[0] in error and "before sharding" in error, what
-            assert same, what
-        assert "updates '0.bias'" in by_hand[0] or "0.bias.grad" in by_hand[0]
-        assert without[2] == "nothing"
+    for (*optimizers, by_hand), without in run_ranks(2, made_afterwards, PLANS[name]):
+        for what, error in zip(OPTIMIZERS, optimizers, strict=True):
+            assert f"2.weight.grad by step() of a {what}" in error and "before sharding" in error, what
+        assert "updates '0.bias'" in by_hand or "0.bias.grad" in by_hand
+        assert without == "nothing"
 
 
 def refused(plan: Plan) -> dict[str, str]:
@@ -162,79 +155,49 @@ def test_gradients_that_are_not_reduced(name: str) -> None:
         assert after == "nothing"
 
 
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
-    "assigned": lambda model: setattr(model[2].bias, "grad", torch.ones(3, dtype=torch.float64)),
-    "cleared": lambda model: setattr(model[2].bias, "grad", None),
-    "edited": lambda model: grad(model, "2.bias").mul_(2.0),
-}
-
-
-def differently(plan: Plan) -> list[tuple[str, bool]]:
-    found = []
-    with one_mesh(plan) as mesh:
-        for change in CHANGES.values():
-            with ready(plan, mesh) as (model, session):
-                before = session.module.state_dict()
-                if mesh.rank == 1:
-                    change(model)
-                error = said(session.optimizer.step)
-                after = session.module.state_dict()
-                found.append((error, all(torch.equal(before[key], after[key]) for key in before)))
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1", "zero2", "zero3_gloo")])
-def test_ranks_that_change_gradients_differently(name: str) -> None:
-    for found in run_ranks(2, differently, PLANS[name]):
-        for what, (error, same) in zip(CHANGES, found, strict=True):
-            assert "2.bias.grad was assigned, cleared or changed" in error and "rank 1 1" in error, what
-            assert same, what
-
-
 def own_gradients(model: nn.Module, session: Session, rank: int) -> None:
+    session.module.zero_grad()
     made = torch.autograd.grad(loss_of(session, 1 + rank), list(model.parameters()))
     for parameter, own in zip(model.parameters(), made, strict=True):
         parameter.grad = own
 
 
-def by_hand(change: Callable[[nn.Module, int], None]) -> Callable[[nn.Module, Session, int], None]:
-    def passes(model: nn.Module, session: Session, rank: int) -> None:
-        session.backward(loss_of(session))
-        change(model, rank)
-
-    return passes
+def by_rank(rank: int, step: float = 1.0) -> Tensor:
+    return torch.full((8, 6), 1.0 + rank * step, dtype=torch.float64)
 
 
-def copied(model: nn.Module, rank: int) -> None:
-    grad(model).copy_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
+Change = Callable[[Any, Session, int], object]
 
 
-def scaled(model: nn.Module, rank: int) -> None:
-    grad(model).mul_(torch.full((8, 6), 1.0 + rank, dtype=torch.float64))
+def on_one(change: Callable[[Any], object]) -> Change:
+    return lambda model, _session, rank: change(model) if rank == 1 else None
 
 
-def nearly(model: nn.Module, rank: int) -> None:
-    """As where ranks compute the same, and a device adds up in another order."""
-    model[0].weight.grad = torch.full((8, 6), 1.0 + rank * 1e-10, dtype=torch.float64)
-
-
-OWN: dict[str, tuple[Callable[[nn.Module, Session, int], None], str]] = {
-    "assigned": (own_gradients, "0.weight.grad was given different values on the ranks (norms: rank 0"),
-    "copied": (by_hand(copied), "was given different values on the ranks (norms: rank 0 "),
-    "scaled": (by_hand(scaled), ""),
-    "nearly the same": (by_hand(nearly), ""),
+CHANGED = "2.bias.grad was assigned, cleared or changed in place differently on the ranks", "rank 1 1"
+DIFFERENT: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "assigned on one": (on_one(lambda model: setattr(model[2].bias, "grad", torch.ones(3).double())), CHANGED),
+    "cleared on one": (on_one(lambda model: setattr(model[2].bias, "grad", None)), CHANGED),
+    "edited on one": (on_one(lambda model: grad(model, "2.bias").mul_(2.0)), CHANGED),
+    "of their own": (own_gradients, ("0.weight.grad was given different values on the ranks (norms: rank 0",)),
+    "copied": (
+        lambda model, _, rank: grad(model).copy_(by_rank(rank)),
+        ("was given different values on the ranks (norms: rank 0 ",),
+    ),
+    # A shard has one owner, whose noise is as good as any.
+    "scaled": (lambda model, _, rank: grad(model).mul_(by_rank(rank)), ()),
+    # As where ranks compute the same, and a device adds up in another order.
+    "nearly the same": (lambda model, _, rank: setattr(model[0].weight, "grad", by_rank(rank, 1e-10)), ()),
 }
+"""What ranks do to gradients, and what a step says; without words it is made."""
 
 
-def of_their_own(plan: Plan) -> list[str]:
-    """What a step says; without a message it is made."""
+def differently(plan: Plan, whats: list[str]) -> list[str]:
     found = []
     with one_mesh(plan) as mesh:
-        for change, _ in OWN.values():
+        for what in whats:
             with ready(plan, mesh) as (model, session):
-                session.module.zero_grad()
                 before = session.module.state_dict()
-                change(model, session, mesh.rank)
+                DIFFERENT[what][0](model, session, mesh.rank)
                 found.append(said(session.optimizer.step))
                 after = session.module.state_dict()
                 same = all(torch.equal(before[key], after[key]) for key in before)
@@ -242,19 +205,18 @@ def of_their_own(plan: Plan) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["zero3", *full("zero1", "zero2", "hybrid")])
-def test_gradients_of_a_ranks_own_are_refused(name: str) -> None:
-    """In place by a tensor is not refused: a shard has one owner, whose noise is as good as any."""
-    for found in run_ranks(4 if name == "hybrid" else 2, of_their_own, PLANS[name]):
-        for what, step in zip(OWN, found, strict=True):
-            expected = OWN[what][1] or "nothing"
-            assert expected in step, (what, step)
-            assert expected == "nothing" or step.endswith("nothing was updated"), what
+@pytest.mark.parametrize("name", ["zero3", *full("zero1", "zero2", "zero3_gloo", "hybrid")])
+def test_ranks_that_change_gradients_differently(name: str) -> None:
+    # Replicas are not compared with each other.
+    ranks, whats = (4, [*DIFFERENT][3:]) if name == "hybrid" else (2, [*DIFFERENT])
+    for found in run_ranks(ranks, differently, PLANS[name], whats):
+        for what, step in zip(whats, found, strict=True):
+            assert all(each in step for each in DIFFERENT[what][1] or ("nothing",)), (what, step)
 
 
 STEPS, MICRO = 2, 2
 ROWS = {"zero2_host": zero(2).but(state_host_fraction=1.0)}
-ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero3")}
+ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero3", "hybrid")}
 ROWS["zero3_gloo"] = PLANS["zero3_gloo"].but(same_order=False)  # a module runs on the first rank alone
 ROWS |= {"zero2_mean": zero(2).but(average="mean"), "zero3_tokens": zero(3).but(average="tokens")}
 ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero1_scaled_mean": zero(1).but(scaler=SCALER, average="mean")}
@@ -451,23 +413,15 @@ def all_edits(plan: Plan) -> list[tuple[dict[str, Tensor], Reads]]:
         return [ours(edit, plan, mesh, at % 2 == 0) for at, edit in enumerate(edits_under(plan).values())]
 
 
-def compare(name: str, plan: Plan, ranks: int) -> None:
+@pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in ROWS if name not in QUICK])])
+def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
+    plan, ranks = ROWS[name], 4 if name == "hybrid" else 2
     results = run_ranks(ranks, all_edits, plan)
     for at, (what, edit) in enumerate(edits_under(plan).items()):
         state, reads = plain(edit, ranks, 1.0 if plan.grad.average == "sum" else MICRO)
         for rank, (_, found) in enumerate(each[at] for each in results):
             assert found == pytest.approx(reads, rel=1e-6, abs=1e-12), f"{what}, {name}, rank {rank}"
         check([each[at][0] for each in results], state, f"{what}, {name}", rtol=1e-9)
-
-
-@pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in ROWS if name not in QUICK])])
-def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
-    compare(name, ROWS[name], 2)
-
-
-@pytest.mark.full
-def test_gradients_of_replicas() -> None:
-    compare("hybrid", PLANS["hybrid"], 4)
 
 
 def test_the_edits_change_what_is_trained() -> None:
@@ -548,11 +502,6 @@ GRADS_SCALER = scaler(initial_scale=8.0, growth_interval=9, max_scale=64.0)
 GRADS_ROWS |= {"zero2_scaled": zero(2).but(scaler=GRADS_SCALER), "zero2_mean": zero(2).but(average="mean")}
 
 
-def quick(*names: str) -> list[Any]:
-    """All rows, of which the others are in the full set."""
-    return [*names, *full(*[name for name in GRADS_ROWS if name not in names])]
-
-
 WORDS = "without zero_grad() since the step before"
 
 
@@ -564,40 +513,8 @@ def _told(caught: list[warnings.WarningMessage]) -> list[str]:
     return [each.filename for each in caught if WORDS in str(each.message)]
 
 
-def _pass(session: Session, step: int) -> None:
-    session.backward(session.module(data(session.mesh.rank, step)).square().mean())
-
-
-def _forgetful(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        model = seeded(_model)
-        with sharded(model, sgd(model), plan) as session:
-            for step in range(GRADS_STEPS):
-                _pass(session, step)
-                session.optimizer.step()
-            return _told(caught), session.module.state_dict()
-
-
-def _plain(ranks: int) -> dict[str, Tensor]:
-    model = seeded(_model)
-    return plain_steps(model, sgd(model), GRADS_STEPS, ranks=ranks)
-
-
-@pytest.mark.parametrize("name", quick("zero2", "zero3_streams", "zero2_scaled"))
-def test_steps_without_zero_grad_are_told_once_and_use_their_own_gradients(name: str) -> None:
-    results = run_ranks(2, _forgetful, GRADS_ROWS[name])
-    for told, _ in results:
-        assert told == [__file__]  # at the line that steps
-    check([state for _, state in results], _plain(2), name, rtol=1e-6 if "scaled" in name else 1e-11)
-
-
-def _after_step(session: Session, at: str) -> None:
-    if at == "after step":
-        session.optimizers[0].zero_grad()
-
-
 def _before_pass(session: Session, at: str) -> None:
-    if at == "optimizer":
+    if at in ("optimizer", "twice"):
         session.optimizers[0].zero_grad()
     elif at == "zeros":
         session.optimizers[0].zero_grad(set_to_none=False)
@@ -621,7 +538,7 @@ def _before_pass(session: Session, at: str) -> None:
             parameter.grad = None
 
 
-def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
+def _loop(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         model = seeded(_model)
         with sharded(model, sgd(model), plan) as session:
@@ -632,35 +549,32 @@ def _careful(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
                     session.optimizer.zero_grad()
                 session.backward(loss)
                 session.optimizer.step()
-                _after_step(session, at)
-            return _told(caught), session.module.state_dict()
+                if at == "after step":
+                    session.optimizer.zero_grad()
+            state = session.module.state_dict()
+            if at == "twice":
+                session.optimizer.step()  # plain PyTorch takes the same step twice
+            return _told(caught), state
+
+
+TOLD = ("never", "twice")
+"""Where a loop without ``zero_grad()``, or with a step that no pass is for, is told so once."""
 
 
 @pytest.mark.parametrize(
     ("name", "at"),
     [
+        *[("zero2", "never"), ("zero3_streams", "never"), ("zero2_scaled", "never"), ("zero3", "twice")],
         *[("zero1", "after step"), ("zero3", "optimizer"), ("zero3_streams", "groups"), ("zero1", "inherited")],
+        *full(*((name, "never") for name in ("ddp", "zero1", "zero3", "zero2_mean")), ("zero1", "twice")),
         *full(("zero3", "zeros"), ("zero1", "own model"), ("zero3", "module"), ("zero1", "by hand")),
         *full(("zero3", "after forward"), ("zero1", "inherited foreach")),
     ],
 )
-def test_a_loop_with_zero_grad_anywhere_is_left_alone(name: str, at: str) -> None:
-    results = run_ranks(2, _careful, GRADS_ROWS[name], at)
-    assert [told for told, _ in results] == [[], []]
-    check([state for _, state in results], _plain(2), f"{name}, {at}")
-
-
-def _again(plan: Plan) -> list[str]:
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        model = seeded(_model)
-        with sharded(model, sgd(model), plan) as session:
-            _pass(session, 0)
-            session.optimizer.step()
-            before = _told(caught)
-            session.optimizer.step()  # plain PyTorch takes the same step twice
-            return before + _told(caught)
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1")])
-def test_a_second_step_without_a_pass_is_told(name: str) -> None:
-    assert run_ranks(2, _again, GRADS_ROWS[name]) == [[__file__]] * 2
+def test_a_loop_without_zero_grad_is_told_once_and_steps_use_their_own_gradients(name: str, at: str) -> None:
+    results = run_ranks(2, _loop, GRADS_ROWS[name], at)
+    for told, _ in results:
+        assert told == ([__file__] if at in TOLD else [])  # at the line that steps
+    model = seeded(_model)
+    expected = plain_steps(model, sgd(model), GRADS_STEPS)
+    check([state for _, state in results], expected, f"{name}, {at}", 1e-6 if "scaled" in name else 1e-11)
