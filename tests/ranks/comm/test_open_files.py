@@ -384,10 +384,12 @@ def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
     return max(1 + prefetch if known else 1, budget_units)
 
 
-def test_budgets_fall_from_three_psi_to_two() -> None:
-    per_step = []
-    budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in (0, 1)]
-    plans = [zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
+@pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
+def test_budgets_fall_from_three_psi_to_two(shared: bool | None) -> None:
+    """Over messages units as small as these are all fetched ahead, where any are."""
+    per_step, base = [], zero(3).but(shared_memory=shared)
+    budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in ((0, 1) if shared is None else (0,))]
+    plans = [base.but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
     for (units, prefetch), result in zip(budgets, counts(2, [(plan, {}) for plan in plans]), strict=True):
         unit = sends(result.trainable[0], 4, 2)
         again = max(DEPTH - kept_units(units, prefetch, known=True), 0)
@@ -398,7 +400,7 @@ def test_budgets_fall_from_three_psi_to_two() -> None:
             assert result.peak_gathered == whole * kept_units(units, prefetch, known=True)
         else:
             assert result.peak_gathered == 0  # resident, not gathered
-        if prefetch == 1:
+        if prefetch == budgets[-1][1]:
             per_step.append(result.steps[1]["all_gather"])
     assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
 
@@ -473,9 +475,6 @@ def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
 def test_gradients_of_unused_units_are_not_sent() -> None:
     for traffic, padded in run_ranks(2, unused_block, zero(3)):
         assert traffic["reduce_scatter"] == 2 * sends(padded, 4, 2)
-
-
-FIRST, END = "backward of the first layer", "end of the pass"
 
 
 FLAGS, MORE_FLAGS = 100, 2000

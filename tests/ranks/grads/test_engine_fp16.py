@@ -137,19 +137,6 @@ def test_defect_1_gradients_are_unscaled_before_the_scale_grows(name: str) -> No
                 torch.testing.assert_close(step.state[key], value, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*full("ddp", "zero1"), "zero2", *full("zero3"), "zero3_gloo"])
-def test_defect_11_the_norm_is_not_scaled(name: str) -> None:
-    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient().values()))
-    for max_norm in (0.0, 0.5):
-        plan = PLANS[name].but(scaler=scaler(), max_norm=max_norm)
-        for steps in run_ranks(2, follow, plan, [0, 0]):
-            for step in steps:
-                assert step.norm == pytest.approx(norm, rel=1e-6)
-            moved = {n: steps[1].state[n] - steps[0].state[n] for n in gradient()}
-            length = math.sqrt(sum(float(m.square().sum()) for m in moved.values()))
-            assert length == pytest.approx(0.125 * min(norm, max_norm or norm), rel=1e-4)
-
-
 def resumed(plan: Plan) -> list[dict[str, float]]:
     torch.manual_seed(0)
     model = Pair()

@@ -28,13 +28,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.cli.main import main
 from shardwise.core.comm.shared_buffer import JointBuffer
-from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import MemoryReport, Session, estimate_memory, shard
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes, live_tensors
-from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, data, seeded, sharded
 from tests.support.models import MODELS
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
@@ -128,59 +127,6 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
             assert report.total_bytes - report.scratch_bytes - copied <= whole + steps
             slack = scratch + copied + receive + steps + 4096
             assert whole - slots <= found.live + copied <= whole + copied + slack, (stage, found, whole, slack)
-
-
-class Around(nn.Module):
-    """Its own parameter is in use while each block is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x) * self.scale
-        return x
-
-
-def peaks(plans: list[Plan]) -> list[int]:
-    with one_mesh(plans[0]) as mesh:
-        return [peak(plan, mesh) for plan in plans]
-
-
-def peak(plan: Plan, mesh: Mesh) -> int:
-    model = Around()
-    with sharded(model, sgd(model), plan, mesh) as session:
-        for _ in range(3):
-            x = torch.randn(2, WIDTH, requires_grad=True)
-            session.backward(session.module(x).square().mean())
-            session.optimizer.step()
-        return session.memory().peak_gathered_bytes
-
-
-BUDGETS = [(0, 0), (0, 1), (0, 2), (1, 1), (3, 0), (3, 2), (6, 1)]
-"""In blocks, and how many units are fetched ahead."""
-
-
-@pytest.mark.parametrize(
-    ("shared", "cases"),
-    [
-        pytest.param(None, [(0, 0), (3, 2)], id="some"),
-        pytest.param(None, BUDGETS, id="shared", marks=pytest.mark.campaign),
-        pytest.param(False, BUDGETS, id="gloo", marks=pytest.mark.full),
-    ],
-)
-def test_peak_gathered_bytes(shared: bool | None, cases: list[tuple[int, int]]) -> None:
-    """At most max(budget, what is pinned at once) and the units fetched ahead; over messages all, which are small."""
-    block, own = 4 * UNIT, 4 * WIDTH
-    plan = zero(3).but(shared_memory=shared)
-    plans = [plan.but(gathered_budget_bytes=budget * block + own, prefetch=prefetch) for budget, prefetch in cases]
-    for result in run_ranks(2, peaks, plans):
-        for (budget, prefetch), found in zip(cases, result, strict=True):
-            ahead = DEPTH if shared is False and prefetch else prefetch
-            bound = min(max(budget * block + own, block + own) + ahead * block, DEPTH * block + own)
-            assert max(budget, 1) * block <= found <= bound, (budget, prefetch, found, bound)
 
 
 def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import choose
 from shardwise.core.mesh import LaunchFacts, Mesh, init_distributed
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
@@ -28,6 +27,7 @@ from tests.launcher_variables import without_launcher
 from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 from tests.support.launching import finished
 from tests.support.on_ranks import raises
+from tests.support.scope import hosts_of
 from tests.support.sets import full
 
 CPU = torch.device("cpu")
@@ -35,8 +35,9 @@ COMM = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init
 
 
 def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
-    comm = CommPlan(overlap=True, shared_memory=shared_memory, gather_on_use=False, sync_init=True)
-    return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm)
+    return Mesh.create(
+        MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, replace(COMM, shared_memory=shared_memory)
+    )
 
 
 def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
@@ -202,14 +203,9 @@ def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
 
 def two_hosts() -> list[str]:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
-    real = choose.host_facts()
-    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {dist.get_rank() // 2}"}):
+    with hosts_of(2):
         raises(ValueError, "not on one host", lambda: create(4, 1, True))
         mesh = create(2, 2)
-    full = mesh.world.buffers([(8, torch.float32)])[0]
-    full.local.fill_(mesh.rank)
-    mesh.world.all_reduce(full, 1.0).wait()
-    assert full.local.tolist() == [6.0] * 8
     names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
     mesh.close()
     return names
@@ -286,34 +282,6 @@ def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     device = init_distributed()
     assert device.type in ("cpu", "cuda") and not dist.is_initialized()
     raises(ValueError, "cuda:99", lambda: init_distributed("cuda:99"))
-
-
-@pytest.mark.full
-def test_torchrun(tmp_path: Path) -> None:
-    """From the command line, with every process a new Python."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch.distributed as dist
-            from shardwise.core.mesh import Mesh, init_distributed, shutdown
-            from shardwise.plan import zero
-            device = init_distributed("cpu")
-            assert init_distributed("cpu") == device
-            plan = zero(3)
-            mesh = Mesh.create(plan.mesh, device, plan.comm)
-            # One write, so that the ranks' lines do not mix.
-            print(f"ranks {mesh.world.exchange([mesh.rank])} {dist.get_backend()}\\n", end="", flush=True)
-            mesh.close()
-            shutdown()
-            shutdown()
-            """
-        )
-    )
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    status, shown = finished(*command, log=tmp_path / "log", whole=True)
-    assert status == 0, shown
-    assert shown.count("ranks [[0.0], [1.0]] gloo") == 2
 
 
 def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:

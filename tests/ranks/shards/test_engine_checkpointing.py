@@ -1,98 +1,25 @@
-"""Activation checkpointing of both kinds around anything, and Hugging Face models with it."""
+"""Hugging Face models with activation checkpointing of both kinds, and what they generate."""
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import (
-    PLANS,
     adam,
     away_from_zero,
     check,
-    data,
-    one_mesh,
     plain_steps,
-    run_plain,
-    run_sharded,
     sharded,
 )
 from tests.support.sets import full
+from tests.support.steps import take_steps
 
 STEPS = 2
 
-
-class Nested(nn.Module):
-    """Blocks that are checkpointed, and whose inner parts may be so again."""
-
-    def __init__(self, outer: bool | None, inner: bool | None) -> None:
-        super().__init__()
-        self.outer, self.inner = outer, inner
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(6, 6) for _ in range(2)) for _ in range(3))
-        self.last = nn.Linear(6, 6)
-
-    def part(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return x if self.inner is None else checkpoint(layer, x, use_reentrant=self.inner)
-
-    def block(self, layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = x + torch.tanh(layer(x) if self.inner is None else self.part(layer, x))
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layers in self.blocks:
-            if self.outer is None:
-                x = self.block(layers, x)
-            else:
-                x = checkpoint(self.block, layers, x, use_reentrant=self.outer)
-        return self.last(x)
-
-
-KINDS = [(True, None), (False, None), (None, False), (False, False), (True, True)]
-
-
-def inside(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    for micro in range(2):
-        yield model(data(rank, step, micro).requires_grad_()).square().mean(), False
-
-
-def around(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    for micro, reentrant in enumerate((True, False)):
-        x = data(rank, step, micro).requires_grad_()
-        yield checkpoint(model, x, use_reentrant=reentrant).square().mean(), False
-
-
-def all_kinds(plan: Plan) -> list[dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        found = [run_sharded(lambda k=kind: Nested(*k), inside, plan, STEPS, mesh) for kind in KINDS]
-        found.append(run_sharded(lambda: Nested(None, None), around, plan, STEPS, mesh))
-        found.append(run_sharded(lambda: Nested(False, None), around, plan, STEPS, mesh))
-        return found
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *full("zero2", "half"),
-        "zero3_gloo",
-        *[pytest.param(n, marks=pytest.mark.campaign) for n in ("ddp", "zero3", "zero3_tensor")],
-    ],
-)
-def test_both_kinds_inside_and_around(name: str) -> None:
-    expected = run_plain(lambda: Nested(None, None), inside, 2, STEPS)
-    results = run_ranks(2, all_kinds, PLANS[name])
-    for index in range(len(KINDS) + 2):
-        check([result[index] for result in results], expected, f"{name}, kind {index}")
-
-
-# ---- Hugging Face
 
 WRITE = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
@@ -119,6 +46,10 @@ def tokens_of(rank: int, step: int) -> Tensor:
     return torch.randint(36, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(tokens_of(rank, step), labels=tokens_of(rank, step)).loss  # type: ignore[no-any-return]
+
+
 Generated = tuple[dict[str, Tensor], Tensor, list[dict[str, int]], int]
 
 
@@ -128,12 +59,8 @@ def hugging_face(plan: Plan, kind: str, reentrant: bool) -> Generated:
     if reentrant:
         model.enable_input_require_grads()
     with sharded(model, adam(model, 1e-2), plan) as session:
-        rank = session.mesh.rank
         session.module.train()
-        for step in range(STEPS):
-            out = session.module(tokens_of(rank, step), labels=tokens_of(rank, step))
-            session.backward(out.loss)
-            session.optimizer.step()
+        take_steps(session, range(STEPS), loss_of)
         state = session.module.state_dict()
         session.module.eval()
         chunks = session.engine.shards.layout.chunks
@@ -154,8 +81,7 @@ def hugging_face(plan: Plan, kind: str, reentrant: bool) -> Generated:
 )
 def test_hugging_face_checkpointing_and_generation(kind: str, reentrant: bool, shared: bool | None) -> None:
     model = causal_model(kind)
-    loss = lambda model, rank, step: model(tokens_of(rank, step), labels=tokens_of(rank, step)).loss  # noqa: E731
-    plain_steps(model, adam(model, 1e-2), STEPS, loss)
+    plain_steps(model, adam(model, 1e-2), STEPS, loss_of)
     model.eval()
     expected = model.generate(tokens_of(0, 9), **WRITE)
     results = run_ranks(2, hugging_face, zero(3).but(shared_memory=shared), kind, reentrant, timeout=150)

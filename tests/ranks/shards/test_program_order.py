@@ -545,14 +545,8 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 77), nn.Tanh(), nn.Linear(77, 31), nn.Tanh(), nn.Linear(31, 3))
 
 
-def once(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyped-def]
-    yield mean_square(model, rank, step), False
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_training_is_plain_torchs(stage: int) -> None:
-    plan = zero(stage).but(shared_memory=False if stage == 3 else None)
-    check(run_ranks(RANKS, run_sharded, odd, once, plan, 3), run_plain(odd, once, RANKS, 3), f"stage {stage}")
 
 
 def train_16_bits(plan: Plan, directory: str) -> tuple[list[int], list[int], int, int, dict[str, torch.Tensor]]:

@@ -34,8 +34,12 @@ from tests.support.engine_setup import (
 from tests.support.sets import campaign, full
 
 # A unit a module, and one a parameter; nothing that is idle stays gathered.
-SHARED, ALONE = zero(3), zero(3).but(packing=ByTensor(persist_numel=0))
-GLOO = zero(3).but(shared_memory=False)
+PLANS_OF_3 = {
+    "shared": zero(3),
+    "gloo": zero(3).but(shared_memory=False),
+    "alone": zero(3).but(packing=ByTensor(persist_numel=0)),
+}
+SHARED = PLANS_OF_3["shared"]
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -95,9 +99,9 @@ def test_every_operator_that_saves_parameters(ways: list[str]) -> None:
     compare(SHARED, ways)
 
 
-@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
-def test_some(plan: Plan) -> None:
-    compare(plan, list(WAYS), some=FEW)
+@pytest.mark.parametrize("name", ["shared", *full("gloo")])
+def test_some(name: str) -> None:
+    compare(PLANS_OF_3[name], list(WAYS), some=FEW)
 
 
 def stale(plan: Plan) -> dict[str, str]:
@@ -114,9 +118,9 @@ def stale(plan: Plan) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
-def test_graphs_from_before_an_update_are_refused(plan: Plan) -> None:
-    for found in run_ranks(2, stale, plan):
+@pytest.mark.parametrize("name", ["shared", *full("gloo")])
+def test_graphs_from_before_an_update_are_refused(name: str) -> None:
+    for found in run_ranks(2, stale, PLANS_OF_3[name]):
         for way, message in found.items():
             assert "inplace operation" in message or "since the forward pass" in message, way
 
@@ -185,32 +189,22 @@ USES: dict[str, Use] = {
     "functional_call": lambda m, x: functional_call(m, dict(m.named_parameters()), (x,)),
     "other_values": other_values,
 }
-TRANSFORMS_PLANS = {
-    "shared": zero(3),
-    "gloo": zero(3).but(shared_memory=False),
-    "alone": zero(3).but(packing=ByTensor(persist_numel=0)),
-}
 
 
 def numbers(result: Any) -> dict[str, Tensor]:
     return {str(i): leaf.detach().clone() for i, leaf in enumerate(tree_leaves(result))}
 
 
-def transformed(plan: Plan, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
+def transformed(plan: Plan) -> dict[str, dict[str, Tensor]]:
     found = {}
     model = seeded(Net)
-    with sharded(model, sgd(model), plan, mesh) as session:
+    with sharded(model, sgd(model), plan) as session:
         for name, use in USES.items():
             found[name] = numbers(use(model, data(0, 0)))
-            session.backward(square(session.module)(data(mesh.rank, 1)))  # it trains as before
+            session.backward(square(session.module)(data(session.mesh.rank, 1)))  # it trains as before
         session.optimizer.step()
         found["trained"] = session.module.state_dict()
     return found
-
-
-def transforms_on_rank(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        return transformed(plan, mesh)
 
 
 @pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
@@ -222,7 +216,7 @@ def test_transforms_of_the_whole_model(name: str) -> None:
         (len(USES) * square(model)(data(rank, 1)) / 2).backward()
     optimizer.step()
     expected["trained"] = dict(model.state_dict())
-    for rank, found in enumerate(run_ranks(2, transforms_on_rank, TRANSFORMS_PLANS[name], timeout=120)):
+    for rank, found in enumerate(run_ranks(2, transformed, PLANS_OF_3[name], timeout=120)):
         for use, wanted in expected.items():
             assert_close(found[use], wanted, 1e-10, f"{name}, {use}, rank {rank}")
 
@@ -239,7 +233,7 @@ def within(plan: Plan) -> str:
 
 
 def test_transforms_inside_a_forward_pass_are_refused() -> None:
-    for message in run_ranks(2, within, TRANSFORMS_PLANS["shared"]):
+    for message in run_ranks(2, within, PLANS_OF_3["shared"]):
         assert "inside the forward pass of a Within" in message
         assert "stage 2" in message
 
@@ -288,12 +282,11 @@ def reading(model: nn.Module, rank: int, step: int) -> Any:
 
 
 def read_in_backward(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        return {name: run_sharded(READERS[name], reading, plan, 2, mesh) for name in READERS}
+    return {name: run_sharded(READERS[name], reading, plan, 2) for name in READERS}
 
 
 @pytest.mark.parametrize("name", ["shared", *full("gloo", "alone")])
 def test_parameters_read_in_backward(name: str) -> None:
-    results = run_ranks(2, read_in_backward, TRANSFORMS_PLANS[name])
+    results = run_ranks(2, read_in_backward, PLANS_OF_3[name])
     for reader, build in READERS.items():
         check([result[reader] for result in results], run_plain(build, reading, 2, 2), f"{name}, {reader}", rtol=1e-9)

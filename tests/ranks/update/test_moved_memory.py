@@ -16,6 +16,7 @@ from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.early_setup import counting
 from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.steps import train_sharded
 from tests.support.tier_setup import small_tiles, tiers
 
 STEPS = 3
@@ -26,6 +27,8 @@ Update = Callable[[nn.Parameter, Group, State], None]
 
 class Own(torch.optim.Optimizer):
     """A user's, of one function that updates a parameter."""
+
+    whole_tensors = False
 
     def __init__(self, params: Any, update: Update) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -73,12 +76,9 @@ def turned(param: nn.Parameter, group: Group, _state: State) -> None:
         param.data = param.data.t()
 
 
-class Turned(Own):
-    whole_tensors = True
-
-
 UPDATES: dict[str, Update] = {each.__name__: each for each in (assigned, filled, swapped, in_turn, turned)}
-KINDS: dict[str, type[Own]] = {"turned": Turned}
+WHOLE = ("turned",)
+"""Needs whole tensors."""
 
 
 def net() -> nn.Module:
@@ -86,7 +86,9 @@ def net() -> nn.Module:
 
 
 def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    return KINDS.get(name, Own)(model.parameters(), UPDATES[name])
+    made = Own(model.parameters(), UPDATES[name])
+    made.whole_tensors = name in WHOLE
+    return made
 
 
 def plain(ranks: int, name: str) -> dict[str, Tensor]:
@@ -96,12 +98,7 @@ def plain(ranks: int, name: str) -> dict[str, Tensor]:
 
 def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
     model = seeded(net)
-    with sharded(model, optimizer(model, name), plan, mesh) as session:
-        for step in range(STEPS):
-            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        return session.module.state_dict()
+    return train_sharded(model, optimizer(model, name), plan, STEPS, mesh=mesh)
 
 
 def plans(directory: str) -> dict[str, Plan]:
@@ -117,7 +114,7 @@ def every(directory: str) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int
     """Each update under two plans, but none that needs whole tensors with a disk."""
     names, chosen = list(UPDATES), plans(directory)
     cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
-    cases = [(name, plan) for name, plan in cases if name not in KINDS or plan != "disk"]
+    cases = [(name, plan) for name, plan in cases if name not in WHOLE or plan != "disk"]
     with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
         return [(name, plan, trained(chosen[plan], name, mesh)) for name, plan in cases], counts["updates"]
 

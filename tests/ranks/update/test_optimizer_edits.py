@@ -16,8 +16,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import check, one_mesh
-from tests.support.sets import full
+from tests.support.engine_setup import check, one_mesh, sharded, told
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.tier_setup import small_tiles, with_tiers
 
 STEPS = 4
@@ -51,14 +51,12 @@ def nothing(_optimizer: Any, _step: int) -> None:
 def trained(plan: Plan, mesh: Mesh, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
     """``edit`` is called before each backward pass with what build returned."""
     model = Late()
-    session = build(model, make(model), plan, mesh)
-    for step in range(STEPS):
-        edit(session.optimizer, step)
-        session.backward(session.module(rows(mesh.rank, step), step, late).square().mean())
-        session.optimizer.step()
-    state = session.module.state_dict()
-    session.close()
-    return state
+    with sharded(model, make(model), plan, mesh) as session:
+        for step in range(STEPS):
+            edit(session.optimizer, step)
+            session.backward(session.module(rows(mesh.rank, step), step, late).square().mean())
+            session.optimizer.step()
+        return session.module.state_dict()
 
 
 def plain(ranks: int, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
@@ -84,17 +82,12 @@ def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def amsgrad(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, amsgrad=True)
-
-
 def groups(model: Any) -> Optimizer:
     """Three groups with rates and decays of their own."""
     own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
     return torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
 
-KINDS: list[tuple[Make, bool]] = [(nesterov, True), (amsgrad, True)]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("device", {}),
     ("p_disk_s_host", {}),
@@ -104,30 +97,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def all_variants(directory: str, kinds: list[tuple[Make, bool]]) -> list[dict[str, Tensor]]:
-    found = []
+def all_variants(directory: str) -> list[dict[str, Tensor]]:
     with small_tiles(100), one_mesh(zero(3)) as mesh:
-        for make, late in kinds:
-            for mix, changes in VARIANTS:
-                plan = with_tiers(zero(3), mix, directory).but(**changes)
-                found.append(trained(plan, mesh, make, late=late))
-    return found
+        plans = [with_tiers(zero(3), mix, directory).but(**changes) for mix, changes in VARIANTS]
+        return [trained(plan, mesh, nesterov, late=True) for plan in plans]
 
 
-@pytest.mark.parametrize("kinds", [KINDS[:1], *full(KINDS[1:])], ids=["nesterov", "amsgrad"])
-def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, kinds: list[tuple[Make, bool]]) -> None:
-    """Among them one that writes into gradients, and parameters of a tile that are first used in different steps."""
-    by_rank = run_ranks(2, all_variants, str(tmp_path), kinds)
-    at = 0
-    for make, late in kinds:
-        expected = plain(2, make, late=late)
-        for mix, changes in VARIANTS:
-            what = f"{make.__name__} {mix} {changes}, late={late}"
-            check([states[at] for states in by_rank], expected, what)
-            if not changes:  # the same bits in every tier
-                device = by_rank[0][at - at % len(VARIANTS)]
-                assert all(torch.equal(by_rank[0][at][name], value) for name, value in device.items()), what
-            at += 1
+def test_a_kernel_that_writes_into_gradients_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path) -> None:
+    """With parameters of a tile that are first used in different steps."""
+    expected, by_rank = plain(2, nesterov, late=True), run_ranks(2, all_variants, str(tmp_path))
+    for (mix, changes), *states in zip(VARIANTS, *by_rank, strict=True):
+        check(states, expected, f"{mix} {changes}")
 
 
 # ---- groups
@@ -252,37 +232,29 @@ def no_momentum(optimizer: Any, step: int) -> None:
             optimizer.state[parameter] = {}
 
 
-def states() -> list[str]:
-    return ["device", "s_host", "s_disk", "all_disk", "p_disk_s_host"]
+MIXES = ["device", "s_host", "s_disk", "all_disk", "p_disk_s_host"]
 
 
 def edited_state(directory: str) -> list[dict[str, Tensor]]:
     with small_tiles(), one_mesh(zero(3)) as mesh:
-        return [trained(with_tiers(zero(3), m, directory), mesh, momentum, no_momentum) for m in states()]
+        return [trained(with_tiers(zero(3), m, directory), mesh, momentum, no_momentum) for m in MIXES]
 
 
 def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> None:
     expected = plain(2, momentum, no_momentum)
-    by_rank = run_ranks(2, edited_state, str(tmp_path))
-    for index, mix in enumerate(states()):
-        check([found[index] for found in by_rank], expected, mix)
+    for mix, *found in zip(MIXES, *run_ranks(2, edited_state, str(tmp_path)), strict=True):
+        check(found, expected, mix)
 
 
 def in_place(directory: str) -> list[str]:
     model = Late()
-    said = []
-    with one_mesh(zero(2)) as mesh:
-        session = build(model, momentum(model), with_tiers(zero(2), "s_disk", directory), mesh)
-        session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
-        session.optimizers[0].step()
-        held = next(iter(session.optimizers[0].state.values()))["momentum_buffer"]
+    with sharded(model, momentum(model), with_tiers(zero(2), "s_disk", directory)) as session:
+        session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
+        session.optimizer.step()
+        held = next(iter(session.optimizer.state.values()))["momentum_buffer"]
         assert held.dim() == 1 and held.dtype is torch.float64 and "OnDisk" in repr(held)
-        for act in (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(dict(session.optimizers[0].state))):
-            with pytest.raises(RuntimeError) as error:
-                act()
-            said.append(str(error.value))
-        session.close()
-    return said
+        acts = (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(dict(session.optimizer.state)))
+        return [told(act) for act in acts]
 
 
 def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> None:
@@ -296,13 +268,11 @@ def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> N
 
 def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
     """What a step says of a wrong option, and whether the parameters are as before it and finite after a right one."""
-    plan = zero(3).but(update=update)
-    with one_mesh(plan) as mesh:
-        model = Late()
-        session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
+    model, plan = Late(), zero(3).but(update=update)
+    with sharded(model, torch.optim.AdamW(model.parameters(), foreach=False), plan) as session:
         before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
         right, group[option] = group[option], value
-        loss = session.module(rows(mesh.rank, 0), 0, False).square().mean()
+        loss = session.module(rows(session.mesh.rank, 0), 0, False).square().mean()
         with pytest.raises(ValueError) as error:
             session.backward(loss, retain_graph=True)
             session.optimizers[0].step()
@@ -312,7 +282,6 @@ def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
             session.backward(loss)
         session.optimizers[0].step()
         finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
-        session.close()
         return str(error.value), same and finite
 
 
@@ -332,20 +301,14 @@ def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, valu
         assert "param group 0: give" in message and right
 
 
-def valid_options() -> bool:
+@on_ranks(1)
+def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
     """A rate of 0, what the optimizer was made with, and a rate on another device are no errors."""
     model = Late()
     own = torch.optim.Adafactor(model.parameters())  # eps is (None, 0.001)
-    session = build(model, own, zero(1))
-    own.param_groups[0].update(lr=0, eps=(None, 0.001))
-    session.backward(session.module(rows(0, 0), 0, False).square().mean())
-    session.optimizers[0].step()
-    with pytest.raises(ValueError, match="eps"):
+    with sharded(model, own, zero(1)) as session:
+        own.param_groups[0].update(lr=0, eps=(None, 0.001))
+        session.backward(session.module(rows(0, 0), 0, False).square().mean())
+        session.optimizer.step()
         own.param_groups[0]["eps"] = (None, "0.001")
-        session.optimizers[0].step()
-    session.close()
-    return True
-
-
-def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
-    assert run_ranks(1, valid_options) == [True]
+        raises(ValueError, "eps", session.optimizer.step)

@@ -22,7 +22,9 @@ from shardwise.plan import ByModule, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
+from tests.support.tier_setup import with_tiers
 
 RANKS, STEPS = 3, 4
 
@@ -323,24 +325,14 @@ def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
             assert_close(found, expected, 1e-11, f"rank {rank}")
 
 
-def refused(directory: str) -> list[str]:
-    from tests.support.tier_setup import with_tiers
-
-    plan = zero(2)
-    with one_mesh(plan) as mesh:
-
-        def build_it(make: Callable[[nn.Module], torch.optim.Optimizer], plan: Plan = plan) -> str:
-            model = seeded(net)
-            return told(lambda: build(model, make(model), plan, mesh), ValueError)
-
-        return [
-            build_it(MAKE["Lamb"], with_tiers(plan, "s_disk", directory).but(state_disk_fraction=0.5)),
-            build_it(lambda m: own.FusedLAMB(trained(m))),
-            build_it(lambda m: torch.optim.LBFGS(trained(m))),
-        ]
-
-
+@on_ranks(2)
 def test_what_cannot_be_whole_is_refused(tmp_path: Path) -> None:
-    for disk, norm, all_at_once in run_ranks(2, refused, str(tmp_path)):
-        assert "state_disk_fraction=0.5" in disk and "Lamb needs whole tensors" in disk
-        assert "max_grad_norm=1.0 needs all gradients" in norm and "LBFGS works on all parameters" in all_at_once
+    plan = zero(2)
+    on_disk = with_tiers(plan, "s_disk", str(tmp_path)).but(state_disk_fraction=0.5)
+    with one_mesh(plan) as mesh:
+        for make, own_plan, words in (
+            (MAKE["Lamb"], on_disk, "state_disk_fraction=0.5.*Lamb needs whole tensors"),
+            (lambda m: own.FusedLAMB(trained(m)), plan, r"max_grad_norm=1\.0 needs all gradients"),
+        ):
+            model = seeded(net)
+            raises(ValueError, words, build, model, make(model), own_plan, mesh)
