@@ -202,10 +202,7 @@ def penalties(plan: Plan, direct: bool) -> list[Grads]:
 )
 def test_autograd_grad(name: str, direct: bool) -> None:
     """Under ``average="mean"``, so that autograd.grad counted as a pass would show."""
-    expected = [
-        plain_gradients(Net, square),
-        plain_gradients(Force, lambda model, rank, step: model(data(rank, step))),
-    ]
+    expected = [plain_gradients(Net, square), plain_gradients(Force, lambda model, rank, step: model(data(rank, step)))]
     for found in run_ranks(2, penalties, PLANS[name].but(average="mean"), direct):
         for what, actual, plain in zip(("thrown away", "force"), found, expected, strict=True):
             assert_close(actual, plain, 1e-11, f"{name} {what}")

@@ -1,37 +1,181 @@
 """Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage.
 
-Several models and several optimizers in one process, each against plain PyTorch.
+Several optimizers over one model, against plain PyTorch.
 Parameters that a loss takes from the model by itself: right where they are there, else an error or a warning.
 """
 
 import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, on_rank
 
-from shardwise.plan import Plan, zero
+from shardwise.plan import ByTensor, Plan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, seeded, sgd, sharded
+from tests.support.engine_setup import (
+    PLANS,
+    Program,
+    check,
+    data,
+    one_mesh,
+    plain_steps,
+    run_plain,
+    run_sharded,
+    seeded,
+    sgd,
+    sharded,
+)
 from tests.support.sets import campaign, full
 from tests.support.steps import Loss, take_steps, train_sharded
 
+Passes = Iterator[tuple[Tensor, bool]]
+STEPS = 2
+
+
+class Experts(nn.Module):
+    """A trunk and four blocks; the caller says which blocks run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(4))
+        self.idle = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        for index in order:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def two_forwards_one_backward(model: nn.Module, rank: int, step: int) -> Passes:
+    first, second = model(data(rank, step, 0)), model(data(rank, step, 1))
+    yield mean_square(first) + (first * second).mean(), False
+
+
+def two_forwards_two_backwards(model: nn.Module, rank: int, step: int) -> Passes:
+    first, second = mean_square(model(data(rank, step, 0))), mean_square(model(data(rank, step, 1), (3, 0)))
+    yield first, False
+    yield second, False
+
+
+def backwards_in_reverse(model: nn.Module, rank: int, step: int) -> Passes:
+    losses = [mean_square(model(data(rank, step, i), (i, 3))) for i in range(3)]
+    for loss in reversed(losses):
+        yield loss, False
+
+
+def retained_graph(model: nn.Module, rank: int, step: int) -> Passes:
+    loss = mean_square(model(data(rank, step)))
+    yield loss, True
+    yield 0.5 * loss, True
+    yield loss, False
+
+
+def evaluation_in_between(model: nn.Module, rank: int, step: int) -> Passes:
+    """Other blocks on every rank, as often on each (over gloo, gathers take all ranks)."""
+    loss = mean_square(model(data(rank, step)))
+    model.eval()
+    with torch.no_grad():
+        for index in range(2):
+            model(data(rank, step, 1 + index), ((rank,), (3, rank, 3))[index])
+    model.train()
+    yield loss, False
+    with torch.inference_mode():
+        model(data(rank, step, 7))
+
+
+def subsets(model: nn.Module, rank: int, step: int) -> Passes:
+    """Every rank runs other blocks, other ones in each micro-batch; block 2 is used by nobody in step 0."""
+    for micro in range(3):
+        order = tuple(i for i in ((rank + micro) % 4, (2 * rank + micro) % 3) if step or i != 2)
+        yield mean_square(model(data(rank, step, micro), order)), False
+
+
+def some_ranks_have_no_gradients(model: nn.Module, rank: int, step: int) -> Passes:
+    """The loss of one rank does not depend on the model at all."""
+    for micro in range(2):
+        loss = mean_square(model(data(rank, step, micro)))
+        if (rank + micro) % 2:
+            loss = loss.detach() + torch.ones((), dtype=torch.float64, requires_grad=True)
+        yield loss, False
+
+
+def submodules_called_directly(model: nn.Module, rank: int, step: int) -> Passes:
+    x = model.trunk(data(rank, step))
+    yield mean_square(model.blocks[rank % 4](x)) + mean_square(model.blocks[3](x)), False
+
+
+def module_used_often(model: nn.Module, rank: int, step: int) -> Passes:
+    yield mean_square(model(data(rank, step), (0, 1, 0, 2, 0, 0))), False
+
+
+def gradient_of_the_input(model: nn.Module, rank: int, step: int) -> Passes:
+    """A gradient penalty: autograd.grad with create_graph inside the forward pass."""
+    x = data(rank, step).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    yield mean_square(out) + mean_square(slope), False
+
+
+PROGRAMS: dict[str, Program] = {
+    function.__name__: function
+    for function in (
+        two_forwards_one_backward,
+        two_forwards_two_backwards,
+        backwards_in_reverse,
+        retained_graph,
+        evaluation_in_between,
+        subsets,
+        some_ranks_have_no_gradients,
+        submodules_called_directly,
+        module_used_often,
+        gradient_of_the_input,
+    )
+}
+
+
+APART = (evaluation_in_between, subsets, some_ranks_have_no_gradients, submodules_called_directly)
+"""In these ranks take different branches."""
+
+
 QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
-OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned"]
+OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned", "two_secondary_gloo", "two_secondary", "one_secondary_gloo"]
 """Three plans in a row share the programs out among themselves."""
+WHOLE = ["zero3_gloo", "one_secondary"]
+"""With all of them."""
+GLOO = zero(3).but(shared_memory=False)
+USED_PLANS = PLANS | {
+    "zero3_unplanned": zero(3).but(overlap=False),
+    "one_secondary": zero(3).but(secondary=1),
+    "one_secondary_gloo": GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2),
+    "two_secondary": zero(3).but(secondary=2, prefetch=0),
+    "two_secondary_gloo": GLOO.but(secondary=2),
+}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *full(*OTHERS, "zero3_gloo")])
+def on_rank(plan: Plan, programs: list[str]) -> list[dict[str, Tensor]]:
+    with one_mesh(plan) as mesh:
+        found = []
+        for program in (PROGRAMS[name] for name in programs):
+            own = plan.but(same_order=False) if program in APART else plan
+            found.append(run_sharded(Experts, program, own, STEPS, mesh))
+        return found
+
+
+@pytest.mark.parametrize("name", [*QUICK, "one_secondary", *full(*OTHERS, "zero3_gloo")])
 def test_programs(name: str) -> None:
-    plan = zero(3).but(overlap=False) if name == "zero3_unplanned" else PLANS[name]
-    world_size, every = 4 if name == "hybrid" else 2, list(PROGRAMS)
-    programs = every if name == "zero3_gloo" else every[[*QUICK, *OTHERS].index(name) % 3 :: 3]
-    results = run_ranks(world_size, on_rank, plan, programs)
-    for program in programs:
-        check([result[program] for result in results], expected(world_size, program), f"{name} {program}")
+    ranks, every = 4 if name == "hybrid" or name.startswith("two") else 2, list(PROGRAMS)
+    programs = every if name in WHOLE else every[[*QUICK, *OTHERS].index(name) % 3 :: 3]
+    for program, *found in zip(programs, *run_ranks(ranks, on_rank, USED_PLANS[name], programs), strict=True):
+        check(found, run_plain(Experts, PROGRAMS[program], ranks, STEPS), f"{name} {program}")
 
 
 def flow_through(plan: Plan) -> list[Tensor]:
@@ -81,69 +225,10 @@ def test_sparse_embedding_gradients(name: str) -> None:
 
 
 SEVERAL_STEPS, RANKS = 3, 2
-STAGES = ["ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo"]
-
-
-def quick(*names: str) -> list[Any]:
-    """All stages: these, one that keeps parameters and one over messages in the full set, the others."""
-    pairs = [name for name in ("zero2", "zero3_gloo") if name not in names]
-    return [*names, *full(*pairs), *campaign(*[name for name in STAGES if name not in (*names, *pairs)])]
 
 
 def generator() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-
-
-def critic() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
-
-
-def critic_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
-    fake = g(data(rank, step, 1)).detach()
-    return d(fake).square().mean() + (1 - d(data(rank, step, 0))).square().mean()
-
-
-def generator_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
-    return (1 - d(g(data(rank, step, 2)))).square().mean()
-
-
-def states(d: nn.Module, g: nn.Module) -> dict[str, Tensor]:
-    return {f"d.{n}": v for n, v in d.state_dict().items()} | {f"g.{n}": v for n, v in g.state_dict().items()}
-
-
-def gan(plan: Plan, direct: bool) -> dict[str, Tensor]:
-    d, g = seeded(critic, 1), seeded(generator, 2)
-    with one_mesh(plan) as mesh, sharded(d, adam(d), plan, mesh) as ds, sharded(g, sgd(g), plan, mesh) as gs:
-        for step in range(SEVERAL_STEPS):
-            loss = critic_loss(ds.module, gs.module, mesh.rank, step)
-            loss.backward() if direct else ds.backward(loss)
-            ds.optimizer.step()
-            # The critic's gradients from the generator's loss are not wanted.
-            loss = generator_loss(ds.module, gs.module, mesh.rank, step)
-            loss.backward() if direct else gs.backward(loss)
-            gs.optimizer.step()
-            ds.optimizer.zero_grad()
-        return states(ds.module, gs.module)
-
-
-def plain_gan() -> dict[str, Tensor]:
-    d, g = seeded(critic, 1), seeded(generator, 2)
-    optimizer_d, optimizer_g = adam(d), sgd(g)
-    for step in range(SEVERAL_STEPS):
-        for optimizer, loss in ((optimizer_d, critic_loss), (optimizer_g, generator_loss)):
-            optimizer_d.zero_grad()
-            optimizer_g.zero_grad()
-            for rank in range(RANKS):
-                (loss(d, g, rank, step) / RANKS).backward()
-            optimizer.step()
-    return states(d, g)
-
-
-@pytest.mark.parametrize("name", quick("zero3"))
-def test_gan(name: str) -> None:
-    expected = plain_gan()
-    for direct in (False, True):
-        check(run_ranks(RANKS, gan, PLANS[name], direct), expected, f"{name}, direct={direct}")
 
 
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:

@@ -16,47 +16,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
 from shardwise.core.comm import BLOCK, FORMATS
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, ByTensor, MeshPlan, Plan, on_device, replicated, zero
+from shardwise.plan import ByNumel, MeshPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import tiers
-from tests.support.engine_setup import adam, check, meshes, one_mesh, run_sharded, seeded, sgd, sharded
+from tests.support.engine_setup import adam, meshes, one_mesh, seeded, sgd, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 GLOO = zero(3).but(shared_memory=False)
-NAMES = list(PROGRAMS)
-
-
-Cases = list[tuple[Plan, list[str]]]
-
-
-def programs(cases: Cases) -> list[dict[str, dict[str, Tensor]]]:
-    with meshes() as mesh_of:
-        return [
-            {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh_of(plan)) for name in names}
-            for plan, names in cases
-        ]
-
-
-FOUR: Cases = [(GLOO.but(secondary=2), NAMES[::2]), (zero(3).but(secondary=2, prefetch=0), NAMES[1::3])]
-TWO: Cases = [
-    (zero(3).but(secondary=1), NAMES),
-    (GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2), NAMES[2::3]),
-]
-
-
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), *full((4, FOUR))])
-def test_programs(ranks: int, cases: Cases) -> None:
-    """Every way to use a model, other blocks on every rank among them."""
-    results = run_ranks(ranks, programs, cases)
-    for index, (_, names) in enumerate(cases):
-        for name in names:
-            check([result[index][name] for result in results], expected(ranks, name), f"{name}, case {index}")
 
 
 class Life(nn.Module):
@@ -91,7 +62,7 @@ class Plainly:
     def train(self, step: int) -> None:
         for micro in range(2):
             for rank in range(self._ranks):
-                (mean_square(self.module(tokens(rank, step + micro))) / self._ranks).backward()
+                (self.module(tokens(rank, step + micro)).square().mean() / self._ranks).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -114,7 +85,7 @@ class Sharded(Plainly):
 
     def train(self, step: int) -> None:
         for micro in range(2):
-            self.session.backward(mean_square(self.module(tokens(self.session.mesh.rank, step + micro))))
+            self.session.backward(self.module(tokens(self.session.mesh.rank, step + micro)).square().mean())
         self.session.optimizer.step()
 
     def write(self, scale: float) -> None:

@@ -108,22 +108,6 @@ def test_neighbours_among_data_parallel_ranks_share_sequences() -> None:
         assert told == [[rank % 2, rank % 2 + 2], (rank + 2) % 4, 2]
 
 
-def of_one_stage(plan: MeshPlan) -> list[int]:
-    mesh = Mesh.create(plan, CPU, COMM)
-    rows = mesh.stage_group.exchange([dist.get_rank()])
-    mesh.close()
-    return [int(row[0]) for row in rows]
-
-
-@pytest.mark.full
-def test_ranks_of_one_stage_know_each_other() -> None:
-    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
-    assert run_ranks(8, of_one_stage, plan) == [list(range(4))] * 4 + [list(range(4, 8))] * 4
-    inside = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2, dp_outside=True)
-    for rank, told in enumerate(run_ranks(8, of_one_stage, inside)):
-        assert told == [[0, 1, 4, 5], [2, 3, 6, 7]][rank // 2 % 2]
-
-
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
     """This rank's groups, in ranks of all."""
     group, me = None, dist.get_rank()
@@ -131,7 +115,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
         made = dist.new_group(ranks, backend="gloo")
         group = made if me in ranks else group
     mesh = Mesh.create(plan, CPU, COMM, group)
-    names = ("shard", "replicate", "world", "tensor", "pipeline", "mesh_group")
+    names = ("shard", "replicate", "world", "tensor", "pipeline", "mesh_group", "stage_group")
     told = {name: [int(row[0]) for row in getattr(mesh, name).exchange([me])] for name in names}
     others = [me] if mesh.model_parallel is None else [int(row[0]) for row in mesh.model_parallel.exchange([me])]
     assert others == sorted(told["tensor"] if plan.pp == 1 else told["pipeline"] if plan.tp == 1 else others)
@@ -167,7 +151,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
 
 def test_four_ranks_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
-        every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group")}
+        every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group", "stage_group")}
         assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
     for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], MeshPlan(dp_shard=-1, dp_replicate=1, tp=2))):
         assert told["tensor"] == told["mesh_group"] == [me % 2, me % 2 + 2] and told["world"] == [me]
@@ -180,10 +164,12 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
         low, part, stage = me - me % 2, me % 2, me // 4 * 4
         assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [me % 4, me % 4 + 4])
         assert told["shard"] == told["world"] == [stage + part, stage + part + 2]
+        assert told["stage_group"] == list(range(stage, stage + 4))
     for me, told in enumerate(run_ranks(8, parts, None, replace(plan, dp_outside=True))):
         low, part, inside = me - me % 2, me % 2, me // 4 * 4
         assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [inside + part, inside + part + 2])
         assert told["shard"] == told["world"] == [me % 4, me % 4 + 4]
+        assert told["stage_group"] == [[0, 1, 4, 5], [2, 3, 6, 7]][me // 2 % 2]
 
 
 def refusals() -> list[str]:
@@ -249,19 +235,6 @@ def without_memfd() -> str:
 
 def test_fallbacks_are_agreed() -> None:
     assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (False, 0, 1, 0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (True, 3, 4, 1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (True, 1, 2, 1, 2)),
-    ],
-)
-def test_launch_facts(environment: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    facts = LaunchFacts.read(environment)
-    assert (facts.launched, facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == expected
 
 
 @pytest.mark.parametrize(

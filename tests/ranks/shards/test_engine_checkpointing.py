@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import (
-    adam,
-    away_from_zero,
-    check,
-    plain_steps,
-    sharded,
-)
+from tests.support.engine_setup import adam, away_from_zero, check, plain_steps, sharded
 from tests.support.sets import full
 from tests.support.steps import take_steps
 

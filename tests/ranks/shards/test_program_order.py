@@ -15,7 +15,6 @@ import dataclasses
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from saving_setup import ROWS, Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.comm import NativeGroup, PeerError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards import prefetch
@@ -40,7 +38,6 @@ from tests.support.engine_setup import (
     check,
     data,
     loss_of,
-    mean_square,
     one_mesh,
     plain_steps,
     run_plain,
@@ -181,34 +178,20 @@ def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int
         assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
 
 
-def waits_in_vain(plan: Plan, sleeps: bool) -> str:
-    """In step 1 rank 1 takes two layers in another order, or does something else for longer than rank 0 waits."""
+def waits_in_vain(plan: Plan) -> str:
+    """In step 1 rank 1 takes two layers in another order."""
     model = seeded(Branching)
     with sharded(model, adam(model), plan) as session:
         rank = session.mesh.rank
         step_of(session, session.module(data(rank, 0), range(LAYERS)).square().mean())
-        if sleeps and rank:
-            session.module(data(rank, 1), [0])
-            time.sleep(3 * plan.comm.wait_timeout_s)
-            return ""
-        try:
-            session.module(data(rank, 1), [0, 2, 1] if rank else [0, 1, 2])
-        except PeerError as error:
-            return str(error)
-        return "nothing"
+        return raises(PeerError, None, session.module, data(rank, 1), [0, 2, 1] if rank else [0, 1, 2])
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_who_waits_in_vain_says_what_all_are_doing(sleeps: bool) -> None:
-    plan = GLOO.but(prefetch=0, wait_timeout_s=2.0)
-    told = run_ranks(2, waits_in_vain, plan, sleeps)
-    assert "rank 0 is in: step 1, forward, gather of unit 1 (layers.1" in told[0], told[0]
-    assert "wait_timeout_s=2" in told[0]
-    if sleeps:
-        assert re.search(r"rank 1 is in no such call.* and was last at step [01], \w+, \w+ of", told[0]), told
-    else:
-        assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in told[0]
-        assert "gather of unit 2 (layers.2" in told[1], told[1]
+def test_who_waits_in_vain_says_what_all_are_doing() -> None:
+    first, second = run_ranks(2, waits_in_vain, GLOO.but(prefetch=0, wait_timeout_s=2.0))
+    assert "rank 0 is in: step 1, forward, gather of unit 1 (layers.1" in first and "wait_timeout_s=2" in first
+    assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in first
+    assert "gather of unit 2 (layers.2" in second, second
 
 
 def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], dict[str, Tensor]]:
@@ -346,7 +329,7 @@ def test_overlapping_threads_under_a_capacity_are_an_error() -> None:
 
 MESSAGES = zero(3).but(shared_memory=False)
 BARE = MESSAGES.but(prefetch=0)
-"""Otherwise units as small as these are all fetched ahead, and none is gathered twice."""
+"""Otherwise units as small as these are all fetched ahead."""
 
 
 class Block(nn.Module):
@@ -419,43 +402,15 @@ def test_results_are_those_of_plain_torch(name: str, model: type[nn.Module]) -> 
     check(states, run_plain(model, two_passes, 2, 3), name)
 
 
-def gathers(session: Session) -> int:
-    """Run two steps, and return the gathers of the second."""
-    assert session.optimizer is not None
-    for _ in range(2):
-        session.reset_traffic()
-        session.backward(loss_of(session))
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-    return session.mesh.shard.traffic.calls["all_gather"]
-
-
-def counted_gathers(options: list[dict[str, bool]]) -> list[int]:
-    counts = []
-    for each in options:
-        model = seeded(Net)
-        with sharded(model, adam(model), with_groups(BARE, each)) as session:
-            counts.append(gathers(session))
-    return counts
-
-
-def test_a_module_that_stays_gathered_is_gathered_once_a_step() -> None:
-    """Without options five units are gathered, and the blocks again; the head is used at once, and backward of the
-    embedding reads no weight."""
-    options = [{}, {"blocks.0": False}, {"blocks.0": False, "blocks.1": False}, {"head": True}, {"blocks.1": True}]
-    for counts in run_ranks(2, counted_gathers, options):
-        assert counts == [8, 7, 6, 9, 8]
-
-
 def shown(plan: Plan) -> list[set[str]]:
     """Names of the parameters that can be read after forward, and after backward."""
-    model, found = seeded(Net), []
+    model = seeded(Net)
+    there = lambda: {name for name, param in model.named_parameters() if not param.isnan().any()}  # noqa: E731
     with sharded(model, adam(model), plan) as session:
         loss = loss_of(session)
-        found.append({name for name, param in model.named_parameters() if not param.isnan().any()})
+        after_forward = there()
         session.backward(loss)
-        found.append({name for name, param in model.named_parameters() if not param.isnan().any()})
-    return found
+        return [after_forward, there()]
 
 
 def parameters(*modules: str) -> set[str]:
@@ -482,7 +437,7 @@ def refused(options: dict[str, bool], message: str) -> None:
     for name, param in model.named_parameters():
         assert param.equal(before[name])
     with sharded(model, optimizer, BARE) as session:
-        assert gathers(session) == 8
+        step_of(session, loss_of(session))
 
 
 @pytest.mark.parametrize("name", ["haed", *full("blocks.3", "head.wieght")])
@@ -492,19 +447,17 @@ def test_unknown_names_are_refused_before_anything_changes(name: str) -> None:
 
 
 def test_bad_options_say_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"reshard_after_forward=False: give a dict .*stage=3 \(True\) or stage=2"):
-        Settings(reshard_after_forward=False)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"reshard_after_forward=4 of head is neither.*set secondary"):
-        Settings(reshard_after_forward={"head": 4})
-    with pytest.raises(ValueError, match=r"names=\(\) of a parameter group: give a tuple of names"):
-        ParamGroupPlan(names=(), reshard_after_forward=True)
-    with pytest.raises(ValueError, match=r"names='head' of a parameter group: give a tuple of names"):
-        ParamGroupPlan(names="head", reshard_after_forward=True)  # type: ignore[arg-type]
+    a_dict = r"reshard_after_forward=False: give a dict .*stage=3 \(True\) or stage=2"
+    raises(TypeError, a_dict, Settings, reshard_after_forward=False)
+    neither = "reshard_after_forward=4 of head is neither.*set secondary"
+    raises(ValueError, neither, Settings, reshard_after_forward={"head": 4})
+    for names in ((), "head"):
+        words = f"names={re.escape(repr(names))} of a parameter group: give a tuple of names"
+        raises(ValueError, words, ParamGroupPlan, names=names, reshard_after_forward=True)
     one = ParamGroupPlan(names=("head",), reshard_after_forward=True)
-    raises(ValueError, r"groups=.* have a name twice", lambda: zero(3).but(groups=(one, one)))
+    raises(ValueError, "groups=.* have a name twice", zero(3).but, groups=(one, one))
     for groups in (["head"], one, None):
-        with pytest.raises(ValueError, match=r"groups=.*: give a tuple of ParamGroupPlan objects"):
-            zero(3).but(groups=groups)
+        raises(ValueError, "groups=.*: give a tuple of ParamGroupPlan objects", zero(3).but, groups=groups)
 
 
 @on_ranks(2)
@@ -545,44 +498,13 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 77), nn.Tanh(), nn.Linear(77, 31), nn.Tanh(), nn.Linear(31, 3))
 
 
-
-
-
-
-def train_16_bits(plan: Plan, directory: str) -> tuple[list[int], list[int], int, int, dict[str, torch.Tensor]]:
-    """Offsets and addresses of shards, bytes that a step reduces and that it should, and the saved state."""
-    model = seeded(odd).float()
-    with sharded(model, adam(model), plan) as session:
-        for step in range(2):
-            session.reset_traffic()
-            session.backward(mean_square(lambda x: session.module(x.bfloat16()).float(), session.mesh.rank, step))
-            session.optimizer.step()
-        chunks, size = session.engine.shards.chunks, session.mesh.size
-        large = [chunk for chunk in chunks if chunk.spec.padded_numel >= 16 * 32 * size]
-        assert large
-        starts = [start * each.spec.dtype.itemsize for each in large for start in each.spec.bounds]
-        sent = sum(each.spec.padded_bytes * (size - 1) // size for each in chunks)
-        Checkpointer(session).save(directory)
-        found = session.traffic()["reduce_scatter"], sent
-        return starts, [each.shard.data_ptr() for each in large], *found, session.module.state_dict()
-
-
-def loaded(plan: Plan, directory: str) -> dict[str, torch.Tensor]:
-    model = seeded(odd, 1).float()
-    with sharded(model, adam(model), plan) as session:
-        Checkpointer(session).load(directory)
-        return session.module.state_dict()
-
-
 @pytest.mark.parametrize("stage", [2, 3])
-def test_shards_in_16_bits(stage: int, tmp_path: Path) -> None:
-    plan = zero(stage, torch.bfloat16).but(shared_memory=False)
-    saved = run_ranks(RANKS, train_16_bits, plan, str(tmp_path / "saved"))
-    for starts, addresses, sent, expected, _ in saved:
-        assert not any(start % 64 for start in starts + addresses)
-        assert sent == expected
-    for state in run_ranks(2, loaded, plan, str(tmp_path / "saved")):
-        assert_close(state, saved[0][-1], 0.0, "loaded by two ranks")
+@on_ranks(RANKS)
+def test_shards_are_at_multiples_of_64_bytes(stage: Any) -> None:
+    model = seeded(odd).float()
+    with sharded(model, adam(model), zero(stage, torch.bfloat16).but(shared_memory=False)) as session:
+        large = [each for each in session.engine.shards.chunks if each.spec.padded_numel >= 16 * 32 * RANKS]
+        assert large and not any(each.shard.data_ptr() % 64 for each in large)
 
 
 BASE = zero(3, torch.bfloat16)
@@ -606,7 +528,7 @@ def one_step(session: Session, step: int) -> None:
     session.optimizers[0].step()
 
 
-def edited(plan: Plan, on_disk: bool) -> None:
+def edited(plan: Plan) -> None:
     model = seeded(net)
     with sharded(model, adam(model), plan) as session:
         one_step(session, 0)
@@ -628,7 +550,7 @@ def edited(plan: Plan, on_disk: bool) -> None:
         assert_close(inside, before, 0.0, "a state inside of the block")
         before["0.bias"][30:] = -0.5
         assert_close(session.module.state_dict(), before, 0.0, "some were written")
-        assert not on_disk or moved["disk_write"] > 0
+        assert plan.tiers.disk is None or moved["disk_write"] > 0
         with session.gathered(session.params):
             assert session.engine.pool.blocks.all_held
             assert model.state_dict().keys() == before.keys()
@@ -641,14 +563,13 @@ def edited(plan: Plan, on_disk: bool) -> None:
             assert_close(session.module.state_dict(), second.module.state_dict(), 0.0, "training goes on with it")
 
 
-@pytest.mark.parametrize("name", ["masters", "messages", *full("memory", "replicas", "secondary", "later")])
-def test_some_parameters_are_changed(name: str) -> None:
-    run_ranks(4 if name in ("replicas", "secondary") else 2, edited, GATHERED_PLANS[name], False)
+IN_FULL = ["memory", "masters", "replicas", "secondary", "later", "all_disk", "p_disk_s_host"]
 
 
-@pytest.mark.parametrize("mix", ["thirds", *full("all_disk", "p_disk_s_host")])
-def test_some_parameters_are_changed_on_other_tiers(mix: str, tmp_path: Path) -> None:
-    run_ranks(2, edited, with_tiers(BASE, mix, str(tmp_path)), True)
+@pytest.mark.parametrize("name", ["messages", "thirds", *full(*IN_FULL)])
+def test_some_parameters_are_changed(name: str, tmp_path: Path) -> None:
+    plan = GATHERED_PLANS[name] if name in GATHERED_PLANS else with_tiers(BASE, name, str(tmp_path))
+    run_ranks(4 if name in ("replicas", "secondary") else 2, edited, plan)
 
 
 def held(plan: Plan) -> list[list[bool]]:
