@@ -485,13 +485,7 @@ QUICK = ["native 3 fp32", "deepspeed 1 bf16", "booster gemini"]
 """Each way to wrap a model once."""
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(QUICK, id="one of each"),
-        pytest.param([name for name in FRONTS if name not in QUICK], id="others", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("names", [QUICK, *full([name for name in FRONTS if name not in QUICK])])
 def test_the_model_that_every_front_end_gives_is_the_users_own(names: list[str]) -> None:
     expected = model_plain()
     for found in run_ranks(RANKS, _everywhere, names, timeout=240.0):

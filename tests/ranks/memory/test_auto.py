@@ -622,13 +622,7 @@ def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("prefetches", "places"),
-    [
-        pytest.param([0], [2, 3], id="some"),
-        pytest.param([0, 2], list(range(len(PLACES))), id="all", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize(("prefetches", "places"), [([0], [2, 3]), *full(([0, 2], [*range(len(PLACES))]))])
 def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
     found = run_ranks(2, one_rank_alone, prefetches, places)  # ends long before the group would give up waiting
     for rank, each in enumerate(found):

@@ -84,17 +84,11 @@ def padded(unit_numel: int, ranks: int) -> int:
     return -(-unit_numel // (32 * ranks)) * 32 * ranks
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shared", "more"),
-    [
-        pytest.param(2, None, None, id="2-shared", marks=pytest.mark.full),
-        pytest.param(3, False, 0, id="3-gloo", marks=pytest.mark.full),
-        pytest.param(3, False, 3, id="3-gloo-more", marks=pytest.mark.full),
-        pytest.param(2, None, 1, id="2-shared-more"),
-        pytest.param(3, None, None, id="3-shared", marks=pytest.mark.campaign),
-        pytest.param(2, False, None, id="2-gloo", marks=pytest.mark.campaign),
-    ],
-)
+SETTINGS = [(2, None, 1), *full((2, None, None), (3, False, 0), (3, False, 3))]
+SETTINGS += campaign((3, None, None), (2, False, None))
+
+
+@pytest.mark.parametrize(("world_size", "shared", "more"), SETTINGS)
 def test_formulas(world_size: int, shared: bool | None, more: int | None) -> None:
     """``more``: so many buffers beside two; what is not said is none over mapped memory, and all over messages."""
     unit = padded(UNIT, world_size)

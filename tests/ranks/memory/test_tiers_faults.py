@@ -447,12 +447,7 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
 
 @pytest.mark.parametrize(
     ("shared", "update"),
-    [
-        pytest.param(None, "step", id="shared-step", marks=pytest.mark.full),
-        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.campaign),
-        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.campaign),
-        pytest.param(False, "backward", id="gloo-backward"),
-    ],
+    [(False, "backward"), *full((None, "step")), *campaign((None, "backward"), (False, "step"))],
 )
 def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
     share = UNIT // 2

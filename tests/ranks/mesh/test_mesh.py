@@ -26,7 +26,7 @@ from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
 from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 from tests.support.launching import finished
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.scope import hosts_of
 from tests.support.sets import full
 
@@ -172,40 +172,33 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
         assert told["stage_group"] == [[0, 1, 4, 5], [2, 3, 6, 7]][me // 2 % 2]
 
 
-def refusals() -> list[str]:
-    told = []
-    for plan in (MeshPlan(dp_shard=-1, dp_replicate=1, tp=3), MeshPlan(dp_shard=4, dp_replicate=1, tp=2)):
-        error = raises(ValueError, None, Mesh.create, plan, CPU, COMM)
-        told.append(error)
-    raises(ValueError, "tp=0", lambda: MeshPlan(dp_shard=-1, dp_replicate=1, tp=0))
-    return told
-
-
+@on_ranks(4)
 def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
-    first, second = run_ranks(4, refusals)[0]
-    assert first.startswith("the sizes tp=3 need a multiple of 3 ranks, but there are 4")
-    assert "multiple of 8" in second and "dp_shard=4" in second and "tp=2" in second
+    for sizes, words in (
+        ({"dp_shard": -1, "tp": 3}, "^the sizes tp=3 need a multiple of 3 ranks, but there are 4"),
+        ({"dp_shard": 4, "tp": 2}, "dp_shard=4.* tp=2.* multiple of 8"),
+    ):
+        raises(ValueError, words, Mesh.create, MeshPlan(dp_replicate=1, **sizes), CPU, COMM)
+    raises(ValueError, "tp=0", MeshPlan, dp_shard=-1, dp_replicate=1, tp=0)
 
 
-def two_hosts() -> list[str]:
+@on_ranks(4)
+def test_shared_memory_within_a_host_and_messages_between_them() -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
     with hosts_of(2):
         raises(ValueError, "not on one host", lambda: create(4, 1, True))
         mesh = create(2, 2)
     names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
+    assert names == ["SharedGroup", "GlooGroup", "GlooGroup"]
     mesh.close()
-    return names
-
-
-def test_shared_memory_within_a_host_and_messages_between_them() -> None:
-    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
 
 
 def refuse(*_: object) -> int:
     raise PermissionError(1, "not here")
 
 
-def without_memfd() -> str:
+@on_ranks(2)
+def test_fallbacks_are_agreed() -> None:
     """The file in /dev/shm takes over, on one rank's word for all; with that gone too, gloo does."""
     made, make = list[str](), tempfile.mkstemp
 
@@ -227,14 +220,9 @@ def without_memfd() -> str:
         mesh.close()
         with mock.patch.object(os, "posix_fallocate", refuse):
             mesh = create(-1, 1)
-            kind = type(mesh.shard).__name__
+            assert type(mesh.shard).__name__ == "GlooGroup"
             mesh.close()
             raises(ValueError, r"rank 1: .* by memfd: .*not here.*rank 0: .* by file: .*not here", create, -1, 1, True)
-    return kind
-
-
-def test_fallbacks_are_agreed() -> None:
-    assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
 
 
 @pytest.mark.parametrize(

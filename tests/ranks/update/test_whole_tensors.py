@@ -145,13 +145,9 @@ WHOLE_PLANS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3_tensor", "z
 
 SOME = ["Lamb", "torch's Adafactor", "MuonWithAuxAdam", "of no known name", "of lists"]
 EVERY = [
-    pytest.param("zero2", list(MAKE), id="zero2"),
-    pytest.param("zero3_tensor", SOME[:1], id="zero3_tensor-one"),
-    pytest.param("host", SOME[1:2], id="host-one"),
-    pytest.param("backward", SOME[3:4], id="backward-one"),
-    *full(*(pytest.param(plan, SOME, id=plan) for plan in WHOLE_PLANS if plan not in ("zero2", "modules"))),
-    *full(pytest.param("modules", SOME, id="modules-some")),
-    *campaign(pytest.param("modules", list(MAKE), id="modules")),
+    *[("zero2", list(MAKE)), ("zero3_tensor", SOME[:1]), ("host", SOME[1:2]), ("backward", SOME[3:4])],
+    *full(*((plan, SOME) for plan in WHOLE_PLANS if plan != "zero2")),
+    *campaign(("modules", list(MAKE))),
 ]
 """Plans, and which of them are run under each."""
 
@@ -262,9 +258,8 @@ ROWS = ["torch's Adafactor", "of lists"]
 @pytest.mark.parametrize(
     ("first", "then", "small", "names"),
     [
-        pytest.param(3, 2, 5, ["Lamb", *ROWS], id="3-2-5-some"),
-        *full(pytest.param(1, 3, 4096, ROWS, id="1-3-4096-some")),
-        *campaign(pytest.param(3, 2, 5, SAVED, id="3-2-5"), pytest.param(1, 3, 4096, SAVED, id="1-3-4096")),
+        *[(3, 2, 5, ["Lamb", *ROWS]), *full((1, 3, 4096, ROWS))],
+        *campaign((3, 2, 5, SAVED), (1, 3, 4096, SAVED)),
     ],
 )
 def test_checkpoints_go_on_at_other_numbers_of_ranks(
