@@ -21,7 +21,7 @@ from shardwise.core.mesh import init_distributed
 from shardwise.core.parallel.tensor import Architecture, Mlp
 from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, check, plain_steps, seeded, sharded
+from tests.support.engine_setup import PLANS, check, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
@@ -207,37 +207,6 @@ def test_states_that_do_not_fit_are_refused_whole(name: str) -> None:
         assert "param groups of" in fewer and "param groups of" in swapped
         assert unchanged
         assert partly == "['scale'] ['new']"
-
-
-def scheduled(plan: Plan, when: str) -> tuple[State, list[float]]:
-    """A scheduler on the user's optimizer (before) or on the session's (after)."""
-    model = seeded(Net)
-    optimizer = OPTIMIZERS["sgd"](model)
-    rates = []
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if when == "before" else None
-    with sharded(model, optimizer, plan) as session:
-        if scheduler is None:
-            scheduler = torch.optim.lr_scheduler.StepLR(session.optimizer, 1, gamma=0.5)
-        for step in range(4):
-            one_step(session, step)
-            scheduler.step()
-            rates.append(session.optimizer.param_groups[1]["lr"])
-            assert session.optimizer.param_groups[1]["lr"] == optimizer.param_groups[1]["lr"]
-        return session.module.state_dict(), rates
-
-
-@pytest.mark.parametrize("when", ["after", *full("before")])
-@pytest.mark.filterwarnings("error")
-def test_learning_rate_schedulers(when: str) -> None:
-    model = seeded(Net)
-    optimizer = OPTIMIZERS["sgd"](model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    optimizer.register_step_post_hook(lambda *_: scheduler.step())
-    plain_steps(model, optimizer, 4, lambda model, _rank, step: model(batch(step)).square().mean(), 1)
-    for name in ("zero1", "zero3"):
-        results = run_ranks(2, scheduled, PLANS[name], when)
-        check([state for state, _ in results], dict(model.state_dict()), name)
-        assert all(rates == [0.01, 0.005, 0.0025, 0.00125] for _, rates in results)
 
 
 HooksState = dict[str, Tensor]

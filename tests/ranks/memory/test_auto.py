@@ -480,51 +480,6 @@ def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierP
     return replace(on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state)
 
 
-LIMIT_BLOCKS = {1: 15, 2: 12}
-SHARES = [(0.0, 0.0), (1.0, 0.0), (0.0, 0.25), (0.5, 0.25)]
-"""Of parameters and of state on the host: the device is too small for what these leave on it."""
-
-
-def attempts(shared: bool | None) -> dict[str, Any]:
-    """What each placement makes of one capacity: a training run, or the error's message."""
-    found: dict[str, Any] = {}
-    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
-        limit = LIMIT_BLOCKS[mesh.size] * BLOCK_BYTES
-        placed: dict[str, tuple[TierPlan | None, dict[str, Any]]] = {
-            f"static {param} {state}": (fixed(limit, param, state), {}) for param, state in SHARES
-        }
-        placed["always gathered"] = fixed(limit, state=1.0), {"gathered_fraction": 1.0, "reduce": "last"}
-        placed["right shares"] = fixed(limit, param=1.0, state=1.0), {}
-        placed["auto"] = auto(limit), {}
-        placed["no limit"] = None, {}
-        for name, (tiers, changes) in placed.items():
-            try:
-                plan = plan_of(tiers, shared_memory=shared, **changes)
-                found[name] = train(lambda: Stack(PLAIN), plan, mesh, steps=2)
-            except DeviceMemoryError as error:
-                found[name] = str(error)
-    return found
-
-
-@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
-def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
-    """Under one capacity ``auto`` trains; everything on the device, and too small fixed shares elsewhere, do not. The
-    right shares train as well, but someone has to find them: ``auto`` is told nothing but the capacity."""
-    for found in run_ranks(ranks, attempts, shared):
-        free = found["no limit"]
-        for name in ("auto", "right shares"):
-            assert isinstance(found[name], Found), found[name]
-            assert found[name].losses == free.losses and found[name].state == free.state, name
-            assert 0 < found[name].peak <= LIMIT_BLOCKS[ranks] * BLOCK_BYTES, name
-        message = found["static 0.0 0.0"]
-        assert "the model and its optimizers: cpu holds" in message or "masters and optimizer state" in message
-        for kind in ("masters and optimizer state", "gradients", "parameter shards", "state_host_fraction"):
-            assert kind in message, message
-        for name in ("always gathered", *(f"static {param} {state}" for param, state in SHARES)):
-            assert isinstance(found[name], str), f"{name} fits in {LIMIT_BLOCKS[ranks]} blocks: {found[name].peak}"
-            assert "too much" in found[name] and "of a capacity of" in found[name], found[name]
-
-
 def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
     """A step fails for its batch; smaller ones go on from where training was."""
     found: dict[str, Any] = {}

@@ -30,7 +30,7 @@ from shardwise.core.comm import NativeGroup, PeerError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards import prefetch
 from shardwise.core.shards.gather_order import GatherLog
-from shardwise.plan import ByModule, ByNumel, ByTensor, ParamGroupPlan, Plan, on_device, zero
+from shardwise.plan import ByNumel, ByTensor, ParamGroupPlan, Plan, on_device, zero
 from shardwise.session import Session, Settings, build, shard
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import (
@@ -458,20 +458,6 @@ def test_bad_options_say_what_to_do() -> None:
     raises(ValueError, "groups=.* have a name twice", zero(3).but, groups=(one, one))
     for groups in (["head"], one, None):
         raises(ValueError, "groups=.*: give a tuple of ParamGroupPlan objects", zero(3).but, groups=groups)
-
-
-@on_ranks(2)
-def test_units_of_parameter_groups() -> None:
-    """Parameters named one by one share a unit; a unit of a module has its name, whatever the packing."""
-    for packing in (ByNumel(chunk_numel=10**6), ByModule(unit_classes=("Block",))):
-        model = seeded(Net)
-        biases = {f"blocks.{i}.inner.bias": False for i in range(3)}
-        with sharded(
-            model, adam(model), with_groups(zero(3).but(packing=packing), {**biases, "head": True})
-        ) as session:
-            units = session.optimizer._shards.layout.units
-            assert "head" in {unit.module for unit in units}
-            assert len(units) == (3 if packing.__class__ is ByNumel else 8)
 
 
 class Tied(Net):
