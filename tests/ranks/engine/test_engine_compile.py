@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByNumel, Plan, zero
+from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.ranks.engine.test_host_waits import as_on_a_gpu
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from tests.support.modules import TinyGpt
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 WIDTH, LAYERS = 16, 32
@@ -71,22 +73,13 @@ def test_a_step_launches_fewer_kernels_than_there_are_layers(stage: Any, max_nor
             assert 0 < len(names) < LAYERS, (len(names), {name: names.count(name) for name in names})
 
 
-WAYS = ["blocks", "blocks after build", "module.compile()", "whole", "whole user module"]
-
-
 def train(plan: Plan, mesh: Mesh, way: str, backend: str, depth: int) -> dict[str, Tensor]:
     torch._dynamo.reset()
     model = seeded(lambda: TinyGpt(depth=depth))
     if way == "blocks":
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend=backend)
-    if way == "module.compile()":
-        for block in model.blocks:
-            block.compile(backend=backend)
     with sharded(model, adam(model), plan, mesh) as session:
-        if way == "blocks after build":
-            for block in model.blocks:
-                block.compile(backend=backend)
         call: nn.Module = session.module
         if way == "whole":
             call = torch.compile(session.module, backend=backend)
@@ -118,7 +111,7 @@ def several_ways(plan: Plan, backend: str, ways: list[str], depth: int) -> dict[
         *full(("zero3_tensor", "eager", ["blocks"], 2)),  # no block has a unit of its own
         *campaign(
             ("zero2", "eager", ["whole"], 2),
-            ("zero3", "eager", WAYS[1:], 2),
+            ("zero3", "eager", ["whole", "whole user module"], 2),
             ("zero3_gloo", "eager", ["whole"], 2),
             ("zero3", "aot_eager", ["blocks", "whole"], 2),
         ),
@@ -131,26 +124,19 @@ def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str], de
             check([result[way]], result["none"], f"{name}, {way}, {backend}", rtol=1e-9)
 
 
-def refusal(plan: Plan, way: str) -> str:
-    """What is said of a block that ``torch.compile`` makes CUDA graphs of."""
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_cuda_graphs_need_parameters_that_stay(in_place: bool) -> None:
     model = seeded(lambda: TinyGpt(depth=2))
-    if way == "blocks":
-        model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
-    else:
+    if in_place:
         model.blocks[1].compile(mode="reduce-overhead")
-    try:
-        with sharded(model, adam(model), plan):
-            return ""
-    except ValueError as error:
-        assert all(param.numel() for param in model.parameters()), "nothing has changed"
-        return str(error)
-
-
-@pytest.mark.parametrize("way", WAYS[::2])
-def test_cuda_graphs_need_parameters_that_stay(way: str) -> None:
-    for text in run_ranks(2, refusal, PLANS["zero3"], way):
-        assert text.startswith("module 'blocks.1' is compiled into CUDA graphs") and "mode='default'" in text
-    assert run_ranks(2, refusal, PLANS["zero2"], way) == ["", ""]
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
+    words = "^module 'blocks.1' is compiled into CUDA graphs.*mode='default'"
+    raises(ValueError, words, build, model, adam(model), PLANS["zero3"])
+    assert all(param.numel() for param in model.parameters()), "nothing has changed"
+    with sharded(model, adam(model), PLANS["zero2"]):
+        pass
 
 
 # ---- parameters of modules that are not called

@@ -25,7 +25,7 @@ from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sgd, sharded
 from tests.support.models import MODELS, make_batches
 from tests.support.sets import campaign, full
-from tests.support.steps import take_steps
+from tests.support.steps import take_steps, train_sharded
 from tests.support.tier_setup import Fault, with_tiers
 
 STEPS = 2
@@ -274,12 +274,8 @@ class AsItWas:
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     """The masters after some steps."""
     batches = make_batches(MODELS[CASE], mesh.size, BUILDS_STEPS, 1)
-    session = build(model, optimizer, plan, mesh)
-    for step in batches:
-        session.backward(MODELS[CASE].loss(session.module, step[0][mesh.rank]))
-        session.optimizer.step()
-    state = session.module.state_dict()
-    session.close()
+    loss = lambda module, rank, step: MODELS[CASE].loss(module, batches[step][0][rank])  # noqa: E731
+    state = train_sharded(model, optimizer, plan, BUILDS_STEPS, loss, mesh)
     return {name: state[name] for name, _ in model.named_parameters()}
 
 

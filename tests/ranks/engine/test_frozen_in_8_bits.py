@@ -28,7 +28,7 @@ from shardwise.core.mesh import Mesh, init_distributed
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import data, mean_square, one_mesh, plain_steps, seeded, sgd, sharded, told
+from tests.support.engine_setup import data, mean_square, one_mesh, plain_steps, seeded, sgd, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
@@ -287,35 +287,19 @@ def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: 
     check(results, name, name if name in LARGEST else "int8")
 
 
-def on_its_way() -> dict[str, Any]:
-    """Bytes of an evaluation, of trained weights in 8 bits as well, and of one behind it with secondary shards."""
-    found: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
     plan = zero(3).but(shared_memory=False, compress_frozen="int8", gathered_fraction=0.0)
-    for name, each in {"frozen": plan, "plain": plan.but(compress_frozen=None)}.items():
-        model = net()
-        with one_mesh(each) as mesh, sharded(model, optimizer_of(model), each, mesh) as session:
+    for each in (plan, plan.but(compress_frozen=None)):
+        model, expected = net(), 0
+        with sharded(model, optimizer_of(model), each) as session:
             session.reset_traffic()
             with torch.no_grad():
-                session.module.unwrap().layers[0](torch.zeros(1, WIDTH, dtype=torch.float64))
-            unit = {at for at, shape in enumerate(shapes(session)) if shape.slots[0][0].startswith("layers.0")}
-            found[name] = session.traffic()["all_gather"], [shapes(session)[at] for at in sorted(unit)]
-    return found
-
-
-def row_bytes(numel: int) -> int:
-    return numel + -(-numel // 128)
-
-
-def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
-    for found in run_ranks(2, on_its_way):
-        for name, (sent, chunks) in found.items():
-            of_shards = [(each.bounds[1], each) for each in chunks]
-            expected = [
-                row_bytes(numel) if name == "frozen" and narrow(each) else numel * each.dtype.itemsize
-                for numel, each in of_shards
-            ]
-            assert sent == sum(expected) and any(narrow(each) for each in chunks)
-        assert found["frozen"][0] < found["plain"][0]
+                model.layers[0](torch.zeros(1, WIDTH, dtype=torch.float64))
+            for shape in (shape for shape in shapes(session) if shape.slots[0][0].startswith("layers.0")):
+                numel, compressed = shape.bounds[1], each is plan and narrow(shape)
+                expected += numel + -(-numel // 128) if compressed else numel * shape.dtype.itemsize
+            assert session.traffic()["all_gather"] == expected
 
 
 @on_ranks(2)
@@ -460,77 +444,54 @@ def numbers_plans(folder: str) -> list[Plan]:
     ]
 
 
-class Found(NamedTuple):
-    trained: dict[str, Tensor]
-    loaded: dict[str, Tensor]
-    errors: list[str]
-    parameter_bytes: int
-    formula_bytes: int
-
-
-def wrong_uses(session: Session, model: nn.Module) -> list[str]:
+def wrong_uses(session: Session, model: nn.Module) -> None:
     """A write to what is not gathered, and numbers of another kind."""
     state = session.module.state_dict()
     with torch.no_grad():
         model[1].codes.zero_()
-    errors = [told(lambda: session.module(data(0, 0)))]
+    raises(RuntimeError, r"1\.codes \(6, 4\) was written to", session.module, data(0, 0))
     given = {name: value.float() if "codes" in name else value for name, value in state.items()}
-    return [*errors, told(lambda: session.module.load_state_dict(given))]
+    raises(RuntimeError, r"1\.codes: torch\.float32 instead of torch\.uint8", session.module.load_state_dict, given)
 
 
-def on_rank(folder: str) -> list[Found]:
-    found = []
-    for number, plan in enumerate(numbers_plans(folder)):
+@on_ranks(2)
+def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
+    model = seeded(numbers_net)
+    wanted = plain_steps(model, sgd(model), 2)
+    for number, plan in enumerate(numbers_plans(str(tmp_path))):
         with one_mesh(plan) as mesh:
-            model, errors = seeded(numbers_net), []
+            model = seeded(numbers_net)
             with sharded(model, sgd(model), plan, mesh) as session:
                 take_steps(session, range(2))
                 trained = session.module.state_dict()
+                assert_close(trained, wanted, 1e-11, f"plan {number}")
+                assert all(trained[name].dtype is wanted[name].dtype for name in wanted)
                 held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
-                chunks = session.engine.shards.layout.chunks
-                whole = sum(chunk.padded_bytes for chunk in chunks)
-                session.checkpoints.save(folder, f"plan-{number}")
+                whole = sum(chunk.padded_bytes for chunk in session.engine.shards.layout.chunks)
+                assert held == (whole if plan.shard.always_gathered else whole // mesh.shard.size), number
+                session.checkpoints.save(tmp_path, f"plan-{number}")
                 if number == 0:
-                    errors = wrong_uses(session, model)
+                    wrong_uses(session, model)
                 if number < 2:
                     session.unshard()
                     mean_square(model, 0, 0).backward()  # what followed parameters is theirs again
                     assert_close(dict(model.state_dict()), trained, 0.0, "unsharded")
             other = seeded(numbers_net, 7)
             with sharded(other, sgd(other), plan, mesh) as session:
-                session.checkpoints.load(folder, f"plan-{max(number - 1, 0)}")
-                loaded = session.module.state_dict()
-            stays = plan.shard.always_gathered
-            found.append(Found(trained, loaded, errors, held, whole if stays else whole // mesh.shard.size))
-    return found
-
-
-def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
-    model = seeded(numbers_net)
-    wanted = plain_steps(model, sgd(model), 2)
-    assert any(not value.is_floating_point() for value in wanted.values())
-    for rank, results in enumerate(run_ranks(2, on_rank, str(tmp_path))):
-        for plan, found in enumerate(results):
-            assert_close(found.trained, wanted, 1e-11, f"plan {plan}, rank {rank}")
-            assert all(found.trained[name].dtype is wanted[name].dtype for name in wanted)
-            assert_close(found.loaded, found.trained, 1e-11, f"loaded, plan {plan}, rank {rank}")
-            assert found.parameter_bytes == found.formula_bytes, plan
-        assert "1.codes (6, 4) was written to" in results[0].errors[0]
-        assert "1.codes: torch.float32 instead of torch.uint8" in results[0].errors[1]
+                session.checkpoints.load(tmp_path, f"plan-{max(number - 1, 0)}")
+                assert_close(session.module.state_dict(), trained, 1e-11, f"loaded under plan {number}")
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     model = seeded(numbers_net)
     model[1].codes = give_subclass(NumbersCodes, torch.zeros(6, 4))
     model[1].codes.bnb_quantized = False
-    assert "1.codes (NumbersCodes, (6, 4)) is still torch.float32, and is packed when it moves" in told(
-        lambda: build(model, None, zero(3)), ValueError
-    )
+    still = r"1\.codes \(NumbersCodes, \(6, 4\)\) is still torch\.float32, and is packed when it moves"
+    raises(ValueError, still, build, model, None, zero(3))
     quantized = nn.Sequential(nn.Linear(2, 2))
     quantized[0].weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)), requires_grad=False)
-    assert "0.weight (TwoTensor, (2, 2)) has its values in other tensors" in told(
-        lambda: build(quantized, None, zero(3)), ValueError
-    )
+    elsewhere = r"0\.weight \(TwoTensor, \(2, 2\)\) has its values in other tensors"
+    raises(ValueError, elsewhere, build, quantized, None, zero(3))
 
 
 MAKE: dict[str, Any] = {

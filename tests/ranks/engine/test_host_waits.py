@@ -22,12 +22,13 @@ from torch import nn
 
 import shardwise
 from shardwise.core.checks import batches, guards
-from shardwise.core.comm import Group
 from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close, run_ranks
-from tests.support.engine_setup import adam, one_mesh, seeded, sharded, told
+from tests.support import meetings_setup
+from tests.support.engine_setup import adam, one_mesh, seeded, sharded
 from tests.support.late_setup import train
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.stream_setup import Branching, losses_of
 
@@ -71,7 +72,6 @@ def as_on_a_gpu() -> Iterator[None]:
 def counted() -> Iterator[tuple[list[str], list[str]]]:
     """What is read of tensors inside, by the place that reads it, and for what ranks exchange something."""
     reads: list[str] = []
-    exchanges: list[str] = []
 
     def reading(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -85,18 +85,8 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
 
         return read
 
-    def telling(name: str) -> Callable[..., Any]:
-        original = getattr(Group, name)
-
-        def tell(group: Group, values: Any, purpose: str = "", *rest: Any, **named: Any) -> Any:
-            exchanges.append(purpose)
-            return original(group, values, purpose, *rest, **named)
-
-        return tell
-
     patched = {name: reading(name) for name in READS}
-    told = {name: telling(name) for name in ("exchange", "summarize")}
-    with mock.patch.multiple(torch.Tensor, **patched), mock.patch.multiple(Group, **told):
+    with mock.patch.multiple(torch.Tensor, **patched), meetings_setup.counted() as exchanges:
         yield reads, exchanges
 
 
@@ -139,23 +129,17 @@ def test_clipping_reads_the_norm_once(stage: int) -> None:
         assert late == now
 
 
-def late_write(plan: Plan) -> str:
-    with as_on_a_gpu():
-        model = seeded(Branching)
-        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            weight = session.module.unwrap().layers[2].weight
-            session.backward(losses_of(session.module, mesh.rank, 0, False))
-            session.optimizer.step()
-            weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
-            session.backward(losses_of(session.module, mesh.rank, 1, False))
-            session.optimizer.step()
-            session.backward(losses_of(session.module, mesh.rank, 2, False))
-            return told(session.optimizer.step)
-
-
+@on_ranks(2)
 def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
-    for message in run_ranks(2, late_write, zero(3)):
-        assert "layers.2.weight" in message and "was written to" in message
+    model = seeded(Branching)
+    with as_on_a_gpu(), sharded(model, adam(model), zero(3)) as session:
+        for step in range(3):
+            session.backward(losses_of(session.module, session.mesh.rank, step, False))
+            if step < 2:
+                session.optimizer.step()
+            if step == 0:
+                model.layers[2].weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
+        raises(RuntimeError, "layers.2.weight.* was written to", session.optimizer.step)
 
 
 # ---- on a late device: events and streams that the host waits for, and copies that block it

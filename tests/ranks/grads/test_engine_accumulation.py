@@ -3,7 +3,6 @@
 Gradients of many passes add up in ``accumulate_dtype``, where whole ones are kept as where shards are.
 """
 
-import functools
 import math
 from contextlib import nullcontext
 from itertools import product
@@ -17,7 +16,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded, told
+from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS, MICRO, STEPS = 2, 3, 2
@@ -101,36 +101,26 @@ def test_what_is_dropped_is_not_counted(name: str) -> None:
             check([result[case] for result in results], expected, f"{name} {case}")
 
 
-def clip_by_norm(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[str]]:
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@on_ranks(RANKS)
+def test_clip_grad_by_norm(name: str) -> None:
+    plain = seeded(net)
+    mean_loss(plain, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
+    before = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
     model = seeded(net)
-    messages = []
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), PLANS[name]) as session:
         session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 0, True)))
-        norms = [session.optimizer.clip_grad_by_norm(0.25), session.optimizer.clip_grad_by_norm(0.25)]
+        assert session.optimizer.clip_grad_by_norm(0.25) == pytest.approx(before, rel=1e-12) and before > 0.25
+        assert session.optimizer.clip_grad_by_norm(0.25) == pytest.approx(0.25, rel=1e-5)
         for bad in (0.0, -1.0, math.nan):
-            messages.append(told(functools.partial(session.optimizer.clip_grad_by_norm, bad), ValueError))
-        x = rows(session.mesh.rank, 0, 1, True)
-        messages.append(told(lambda: session.backward(mean_loss(session.module, x), tokens=7.0), ValueError))
+            raises(ValueError, f"^max_norm={bad}:", session.optimizer.clip_grad_by_norm, bad)
+        loss = mean_loss(session.module, rows(session.mesh.rank, 0, 1, True))
+        raises(ValueError, "tokens=7.0", session.backward, loss, tokens=7.0)
         session.optimizer.step()
-        norms.append(session.optimizer.get_grad_norm())
-        return norms, session.module.state_dict(), messages
-
-
-def test_clip_grad_by_norm() -> None:
-    model = seeded(net)
-    mean_loss(model, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
-    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.25))
-    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for name in ("zero1", "zero3"):
-        results = run_ranks(RANKS, clip_by_norm, PLANS[name])
-        for norms, _, messages in results:
-            assert norms[0] == pytest.approx(before, rel=1e-12) and before > 0.25
-            assert norms[1] == pytest.approx(0.25, rel=1e-5)
-            assert norms[2] == pytest.approx(0.25, rel=1e-5)
-            assert [m.split(":")[0] for m in messages[:3]] == ["max_norm=0.0", "max_norm=-1.0", "max_norm=nan"]
-            assert "tokens=7.0" in messages[3]
-        check([state for _, state, _ in results], dict(model.state_dict()), name)
+        assert session.optimizer.get_grad_norm() == pytest.approx(0.25, rel=1e-5)
+        check([session.module.state_dict()], dict(plain.state_dict()), name)
 
 
 def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
@@ -171,34 +161,27 @@ def _expected(session: Session, loss: Tensor) -> None:
     loss.backward()
 
 
-WITHOUT_TOKENS = {"bare": lambda session, loss: loss.backward(), "around": _around, "expected": _expected}
+WITHOUT_TOKENS = (lambda session, loss: loss.backward(), _around, _expected)
 
 
-def without_tokens(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
-    """What passes without a weight say, each after one that has it, and what trains after them."""
-    model, messages = seeded(net), []
-    with sharded(model, sgd(model), plan.but(average="tokens")) as session:
-        for make in (*WITHOUT_TOKENS.values(), lambda session, loss: session.backward(loss)):
+@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
+@on_ranks(RANKS)
+def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
+    """Each after one that has a weight; what trains after them is right."""
+    model, words = seeded(net), r"session.backward\(loss, tokens=...\).*average='tokens'"
+    with sharded(model, sgd(model), PLANS[name].but(average="tokens")) as session:
+        for make in (*WITHOUT_TOKENS, lambda session, loss: session.backward(loss)):
             session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)), tokens=7.0)
             loss = mean_loss(session.module, rows(session.mesh.rank, 1, 9, True))
-            messages.append(told(functools.partial(make, session, loss), (RuntimeError, ValueError)))
+            expected = words if make in WITHOUT_TOKENS else "tokens=None"
+            raises((RuntimeError, ValueError), expected, make, session, loss)
             session.optimizer.zero_grad()
         for step in range(STEPS):
             for micro in range(MICRO):
                 x = rows(session.mesh.rank, micro, step, False)
                 session.backward(mean_loss(session.module, x), tokens=float(len(x)))
             session.optimizer.step()
-        return messages, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
-def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
-    results = run_ranks(RANKS, without_tokens, PLANS[name])
-    for (*messages, by_session), _ in results:
-        assert "tokens=None" in by_session
-        for message, how in zip(messages, WITHOUT_TOKENS, strict=True):
-            assert "session.backward(loss, tokens=...)" in message and "average='tokens'" in message, how
-    check([state for _, state in results], of_all_rows(False), name)
+        check([session.module.state_dict()], of_all_rows(False), name)
 
 
 HALF, FIRST, NUMEL = torch.bfloat16, 256.0, 192
