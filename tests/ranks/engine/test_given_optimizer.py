@@ -8,7 +8,6 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, check, data, mean_square, one_mesh, plain_steps, seeded, sharded, told
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
 
@@ -177,10 +176,13 @@ def test_the_given_optimizer_answers_as_the_sessions_does(name: str) -> None:
             assert "call step() of session.optimizer (or" in messages[0] and "add the group before" in messages[1]
 
 
-def misuses(plan: Plan) -> dict[str, str]:
-    model = seeded(Net)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["zero3", *full("zero2")])
+@on_ranks()
+def test_what_no_sharded_optimizer_has_is_an_error(name: str, ranks: int) -> None:
+    """State of a whole parameter, a state that others could read, a second session."""
+    model, plan = seeded(Net), ROWS[name]
     optimizer = adam(model)
-    found = {}
     with one_mesh(plan) as mesh:
         session = build(model, optimizer, plan, mesh)
         session.backward(session.module(data(mesh.rank, 0)).square().mean())
@@ -188,27 +190,29 @@ def misuses(plan: Plan) -> dict[str, str]:
         param = model.first.weight
         state: Any = optimizer.state
         assert session.optimizer.state is state and state and not any(each is param for each in state)
-        uses: dict[str, Callable[[], object]] = {
-            "read": lambda: state[param],
-            "asked": lambda: param in state,
-            "got": lambda: state.get(param),
-            "set": lambda: state.__setitem__(param, {}),
-            "updated": lambda: state.update({param: {}}),
-            "replaced": lambda: setattr(session.optimizer, "state", {param: {}}),
-        }
+        uses: list[Callable[[], object]] = [
+            lambda: state[param],
+            lambda: param in state,
+            lambda: state.get(param),
+            lambda: state.__setitem__(param, {}),
+            lambda: state.update({param: {}}),
+            lambda: setattr(session.optimizer, "state", {param: {}}),
+        ]
         count = len(state)
-        found |= {what: told(use) for what, use in uses.items()}
-        found |= {what: told(partial(copied, state), TypeError) for what, copied in COPIES.items()}
+        for use in uses:
+            raises(RuntimeError, r"optimizer\.state\['first\.weight'\]", use)
+        for copied in (copy.deepcopy, pickle.dumps):
+            raises(TypeError, r"use state_dict\(\), on every rank", copied, state)
         assert len(state) == count and dict(state).keys() == copy.copy(state).keys()
         session.unshard()
         assert "zero_grad" not in vars(optimizer)
         model(data(0, 0)).sum().backward()
         optimizer.zero_grad()
         assert param.grad is None
-        found["step"] = told(optimizer.step)
-        found["load"] = told(lambda: optimizer.load_state_dict({}))
-        found["again"] = told(lambda: build(model, optimizer, plan, mesh), ValueError)
-    return found
+        raises(RuntimeError, r"make a new one on model\.parameters\(\)", optimizer.step)
+        raises(RuntimeError, r"no longer sharded since unshard\(\)", optimizer.load_state_dict, {})
+        again = "optimizer Adam belongs to a sharded model already"
+        raises(ValueError, again, build, model, optimizer, plan, mesh)
 
 
 def add_state_hooks(optimizer: Any, seen: list[str]) -> None:
@@ -251,22 +255,6 @@ def test_hooks_on_the_state_are_called(by_session: bool) -> None:
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert run_ranks(2, state_hooks, by_session) == [expected] * 2 and len(expected) == 4
-
-
-COPIES: dict[str, Callable[[Any], object]] = {"copied": copy.deepcopy, "pickled": pickle.dumps}
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero2")])
-def test_what_no_sharded_optimizer_has_is_an_error(name: str) -> None:
-    """State of a whole parameter, a state that others could read, a second session."""
-    for ranks in (1, 2):
-        for found in run_ranks(ranks, misuses, ROWS[name]):
-            said = {what: found.pop(what) for what in ("step", "load", "again", *COPIES)}
-            assert all("optimizer.state['first.weight']" in message for message in found.values()), found
-            assert all("use state_dict(), on every rank" in said[what] for what in COPIES)
-            assert "make a new one on model.parameters()" in said["step"]
-            assert "no longer sharded since unshard()" in said["load"]
-            assert "optimizer Adam belongs to a sharded model already" in said["again"]
 
 
 RANKS, MODEL_ROWS, LR, MODEL_STEPS = 2, 3, 0.1, 3

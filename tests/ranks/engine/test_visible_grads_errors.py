@@ -27,6 +27,7 @@ from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, SCALER, check, data, one_mesh, plain_steps, scaler, seeded, sgd, sharded
 from tests.support.engine_setup import tanh_net as net
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 
@@ -63,96 +64,74 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def made_afterwards(plan: Plan) -> tuple[list[str], str]:
-    """What they say, and an update by hand, and one without gradients; nothing has changed."""
-    with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
+@on_ranks(2)
+def test_an_optimizer_made_after_sharding(name: str) -> None:
+    """And an update by hand: nothing changes. Without gradients it is as in plain torch."""
+    with one_mesh(PLANS[name]) as mesh, ready(PLANS[name], mesh) as (model, session):
         before = session.module.state_dict()
-        told = [said(make(model[2].parameters()).step) for make in OPTIMIZERS.values()]
-        told.append(said(lambda: torch.no_grad()(lambda: model[0].bias.add_(grad(model, "0.bias"), alpha=-0.1))()))
+        for what, make in OPTIMIZERS.items():
+            words = rf"2\.weight\.grad by step\(\) of a {what}.*before sharding"
+            raises(Exception, words, make(model[2].parameters()).step)
+        with torch.no_grad():
+            raises(Exception, "updates '0.bias'|0.bias.grad", model[0].bias.add_, grad(model, "0.bias"), alpha=-0.1)
         assert_close(session.module.state_dict(), before, 0.0, "after steps that were refused")
         session.optimizer.step()
         session.optimizer.zero_grad()
-        return told, said(torch.optim.SGD(model.parameters(), lr=0.1).step)  # as in plain torch
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
-def test_an_optimizer_made_after_sharding(name: str) -> None:
-    for (*optimizers, by_hand), without in run_ranks(2, made_afterwards, PLANS[name]):
-        for what, error in zip(OPTIMIZERS, optimizers, strict=True):
-            assert f"2.weight.grad by step() of a {what}" in error and "before sharding" in error, what
-        assert "updates '0.bias'" in by_hand or "0.bias.grad" in by_hand
-        assert without == "nothing"
-
-
-def refused(plan: Plan) -> dict[str, str]:
-    found = {}
+@pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero3", "zero3_gloo")])
+@on_ranks(2)
+def test_uses_that_are_refused(name: str) -> None:
+    plan = PLANS[name]
+    gone = r"0\.weight\.grad.*after step\(\) has used it, or zero_grad\(\) dropped it"
     with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
         weight, kept = model[0].weight, grad(model)
-        found["all_reduce"] = said(lambda: dist.all_reduce(kept))
-        found["printed"] = f"{kept} {kept!r} {[kept]}"
-        found["pointer"] = said(kept.data_ptr)
+        raises(Exception, "averaged over the ranks already", dist.all_reduce, kept)
+        assert f"{kept} {kept!r} {[kept]}".count("ShardedGrad(of '0.weight', shape=(8, 6)") == 3
+        raises(Exception, r"clone\(\)", kept.data_ptr)
         values = kept.clone()
         assert torch.equal(torch.tensor(kept.tolist(), dtype=torch.float64), values)
         assert (kept.numpy() == values.numpy()).all()
         session.optimizer.step()
-        found["consumed"] = said(lambda: clip_grad_norm_(model.parameters(), 1.0))
-        found["consumed read"] = said(kept.clone)
+        raises(Exception, gone, clip_grad_norm_, model.parameters(), 1.0)
+        raises(Exception, gone, kept.clone)
         session.optimizer.zero_grad()
         assert weight.grad is None
-        found["dropped"] = said(kept.norm)
+        raises(Exception, gone, kept.norm)
         session.backward(loss_of(session))
         assert weight.grad is kept
         seen: list[str] = []
         handle = weight.register_hook(lambda _: seen.append(said(kept.norm)))
         session.backward(loss_of(session))
-        found["running"] = seen[0]
+        assert "0.weight.grad while a backward pass runs" in seen[0]
         handle.remove()
         handle = weight.register_post_accumulate_grad_hook(lambda _: None)
-        found["hook"] = said(lambda: session.backward(loss_of(session)))
+        hook = r"0\.weight has a post-accumulate-grad hook.*register_hook"
+        raises(Exception, hook, lambda: session.backward(loss_of(session)))
         handle.remove()
         session.optimizer.zero_grad()
         session.backward(loss_of(session))
         assert torch.allclose(grad(model), values * 0 + grad(model).clone())
         session.optimizer.zero_grad()
         loss_of(session).backward(create_graph=True)
-        found["graph"] = said(lambda: kept.square().sum())
+        raises(Exception, r"0\.weight\.grad of a pass with create_graph=True", lambda: kept.square().sum())
         with torch.no_grad():
             assert float(kept.square().sum()) > 0
-    found["closed"] = said(kept.clone)
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero3", "zero3_gloo")])
-def test_uses_that_are_refused(name: str) -> None:
-    for found in run_ranks(2, refused, PLANS[name]):
-        assert "averaged over the ranks already" in found["all_reduce"]
-        assert found["printed"].count("ShardedGrad(of '0.weight', shape=(8, 6)") == 3
-        assert "clone()" in found["pointer"]
-        for what in ("consumed", "consumed read", "dropped"):
-            assert (
-                "0.weight.grad" in found[what] and "after step() has used it, or zero_grad() dropped it" in found[what]
-            )
-        assert "0.weight.grad while a backward pass runs" in found["running"]
-        assert "0.weight has a post-accumulate-grad hook" in found["hook"] and "register_hook" in found["hook"]
-        assert "0.weight.grad of a pass with create_graph=True" in found["graph"]
-        assert "RuntimeError" in found["closed"]
-
-
-def unreduced(plan: Plan) -> list[str]:
-    with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
-        with session.no_sync():
-            session.backward(loss_of(session, 1))
-        found = [said(lambda: clip_grad_norm_(model.parameters(), 1.0))]
-        session.backward(loss_of(session, 2))
-        found.append(said(lambda: clip_grad_norm_(model.parameters(), 1.0)))
-    return found
+    raises(RuntimeError, None, kept.clone)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
+@on_ranks(2)
 def test_gradients_that_are_not_reduced(name: str) -> None:
-    for before, after in run_ranks(2, unreduced, PLANS[name]):
-        assert "0.weight.grad after a pass under no_sync()" in before
-        assert after == "nothing"
+    with one_mesh(PLANS[name]) as mesh, ready(PLANS[name], mesh) as (model, session):
+        with session.no_sync():
+            session.backward(loss_of(session, 1))
+        words = r"0\.weight\.grad after a pass under no_sync\(\)"
+        raises(RuntimeError, words, clip_grad_norm_, model.parameters(), 1.0)
+        session.backward(loss_of(session, 2))
+        clip_grad_norm_(model.parameters(), 1.0)
 
 
 def own_gradients(model: nn.Module, session: Session, rank: int) -> None:
@@ -191,27 +170,22 @@ DIFFERENT: dict[str, tuple[Change, tuple[str, ...]]] = {
 """What ranks do to gradients, and what a step says; without words it is made."""
 
 
-def differently(plan: Plan, whats: list[str]) -> list[str]:
-    found = []
-    with one_mesh(plan) as mesh:
-        for what in whats:
-            with ready(plan, mesh) as (model, session):
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("zero3", 2), *full(("zero1", 2), ("zero2", 2), ("zero3_gloo", 2), ("hybrid", 4))]
+)
+@on_ranks()
+def test_ranks_that_change_gradients_differently(name: str, ranks: int) -> None:
+    with one_mesh(PLANS[name]) as mesh:
+        # Replicas are not compared with each other.
+        for what in [*DIFFERENT][3 * (ranks == 4) :]:
+            change, words = DIFFERENT[what]
+            with ready(PLANS[name], mesh) as (model, session):
                 before = session.module.state_dict()
-                DIFFERENT[what][0](model, session, mesh.rank)
-                found.append(said(session.optimizer.step))
+                change(model, session, mesh.rank)
+                told = said(session.optimizer.step)
+                assert all(each in told for each in words or ("nothing",)), (what, told)
                 after = session.module.state_dict()
-                same = all(torch.equal(before[key], after[key]) for key in before)
-                assert same == (found[-1] != "nothing")
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1", "zero2", "zero3_gloo", "hybrid")])
-def test_ranks_that_change_gradients_differently(name: str) -> None:
-    # Replicas are not compared with each other.
-    ranks, whats = (4, [*DIFFERENT][3:]) if name == "hybrid" else (2, [*DIFFERENT])
-    for found in run_ranks(ranks, differently, PLANS[name], whats):
-        for what, step in zip(whats, found, strict=True):
-            assert all(each in step for each in DIFFERENT[what][1] or ("nothing",)), (what, step)
+                assert all(torch.equal(before[key], after[key]) for key in before) == bool(words), what
 
 
 STEPS, MICRO = 2, 2

@@ -39,7 +39,7 @@ from shardwise.session import build
 from shardwise.testing import RankError, run_ranks
 from tests.support.counters import live_tensor_bytes
 from tests.support.engine_setup import one_mesh, sharded
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import (
     SHARES,
@@ -138,9 +138,12 @@ def test_after_a_failed_step_the_state_before_it_can_be_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def gather_fails(plan: Plan) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("ranks", [2, *full(1)])
+@on_ranks()
+def test_a_gather_that_fails_is_repeated(ranks: int, tmp_path: Path) -> None:
     """Reads of parameters fail in forward and in backward; the step is made again from its start."""
-    messages = []
+    # Nothing else is read from the disk.
+    plan, messages = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path)), list[str]()
     with one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 2)
         with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
@@ -157,16 +160,8 @@ def gather_fails(plan: Plan) -> tuple[list[str], bool]:
                     finally:
                         fault.lift()
                 session.optimizer.step()
-            return messages, everything(session) == expected
-
-
-@pytest.mark.parametrize("world_size", [2, *full(1)])
-def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> None:
-    # Nothing else is read from the disk.
-    plan = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path))
-    for messages, same in run_ranks(world_size, gather_fails, plan):
-        assert len(messages) >= 4 and same
-        assert all("parameters of chunk" in message for message in messages)
+            assert everything(session) == expected
+    assert len(messages) >= 4 and all("parameters of chunk" in message for message in messages)
 
 
 # ---- no space, no directory
@@ -186,22 +181,29 @@ def _reservation_fails(at: int) -> Iterator[None]:
         yield
 
 
-def build_fails(plan: Plan, how: str) -> tuple[str, list[str]]:
+@pytest.mark.parametrize("mix", ["all_disk", "s_disk"])
+@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
+@on_ranks(2)
+def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, mix: str, tmp_path: Path) -> None:
     """Rank 1 cannot build, so nobody does; a second try works."""
-    model = make_net()
+    # Without shared memory, whose files the limit would meet first.
+    plan, model = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path)), make_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with one_mesh(plan) as mesh:
-        with _no_disk(how if mesh.rank == 1 else ""), pytest.raises(DiskError) as error:
-            build(model, torch.optim.AdamW(model.parameters()), plan, mesh)
+        with _no_disk(how if mesh.rank == 1 else ""):
+            said = raises(
+                DiskError, "rank 1: DiskError", build, model, torch.optim.AdamW(model.parameters()), plan, mesh
+            )
+        assert {"read-only": "EROFS", "write": "EIO"}.get(how, how) in said and "rank 0" not in said
         dist.barrier()
-        left = os.listdir(plan.tiers.disk.directory)
+        left = os.listdir(tmp_path)
         dist.barrier()
         if how != "write":
+            assert left == []
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         with session_of(plan, "adamw", mesh) as session:
             backward(session, 0)
             session.optimizer.step()
-        return str(error.value), left
 
 
 @contextlib.contextmanager
@@ -228,22 +230,14 @@ def _no_disk(how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
-def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_path: Path) -> None:
-    found = {"read-only": "EROFS", "write": "EIO"}.get(how, how)
-    # Without shared memory, whose files the limit would meet first.
-    for mix in ("all_disk", "s_disk"):
-        plan = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path))
-        for message, left in run_ranks(2, build_fails, plan, how):
-            assert "rank 1: DiskError" in message and found in message and "rank 0" not in message
-            assert how == "write" or left == []
-
-
 # ---- loading
 
 
-def load_fails(plan: Plan) -> tuple[str, str, bool]:
+@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
+@on_ranks(2)
+def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
     """Writes fail on rank 0 while a state is loaded, which is loaded again."""
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path))
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 3)
         with session_of(plan, "adamw", mesh) as session:
@@ -256,25 +250,17 @@ def load_fails(plan: Plan) -> tuple[str, str, bool]:
             session.optimizer.step()
             if mesh.rank == 0:
                 fault.arm(5, writing=True)
-            optimizer_error = raises(DiskError, None, lambda: session.optimizer.load_state_dict(state))
+            assert "load it again" in raises(DiskError, "rank 0", session.optimizer.load_state_dict, state)
             fault.lift()
             if mesh.rank == 0:
                 fault.arm(3, writing=True)
-            model_error = raises(DiskError, None, lambda: session.module.load_state_dict(model_state))
+            assert "load them again" in raises(DiskError, "rank 0", session.module.load_state_dict, model_state)
             fault.lift()
             session.module.load_state_dict(model_state)
             session.optimizer.load_state_dict(state)
             backward(session, 2)
             session.optimizer.step()
-            return optimizer_error, model_error, everything(session) == expected
-
-
-@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
-def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
-    for optimizer, model, same in run_ranks(2, load_fails, with_tiers(zero(3, BF16), mix, str(tmp_path))):
-        assert "rank 0" in optimizer and "load it again" in optimizer
-        assert "rank 0" in model and "load them again" in model
-        assert same
+            assert everything(session) == expected
 
 
 # ---- killed

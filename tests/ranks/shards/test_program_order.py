@@ -402,34 +402,33 @@ def test_results_are_those_of_plain_torch(name: str, model: type[nn.Module]) -> 
     check(states, run_plain(model, two_passes, 2, 3), name)
 
 
-def shown(plan: Plan) -> list[set[str]]:
-    """Names of the parameters that can be read after forward, and after backward."""
-    model = seeded(Net)
-    there = lambda: {name for name, param in model.named_parameters() if not param.isnan().any()}  # noqa: E731
-    with sharded(model, adam(model), plan) as session:
-        loss = loss_of(session)
-        after_forward = there()
-        session.backward(loss)
-        return [after_forward, there()]
-
-
 def parameters(*modules: str) -> set[str]:
     names = [name for name, _ in Net().named_parameters()]
     return {name for name in names if any(name.startswith(module + ".") for module in modules)}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_stays_and_what_is_freed(stage: int) -> None:
+@on_ranks(2)
+def test_what_stays_and_what_is_freed(stage: Any) -> None:
+    """By what can be read after forward, and after backward."""
     plan = Settings(stage=stage, reshard_after_forward={"head": True, "blocks": True, "blocks.1": False}).plan()
-    free = plan.but(shared_memory=False, prefetch=0)
     stays = parameters("blocks.1") | (parameters("embed") if stage == 2 else set())
-    for after_forward, after_backward in run_ranks(2, shown, free):
-        assert after_forward == stays
-        assert stays <= after_backward and not parameters("head", "blocks.2") & after_backward
-
-
-def refused(options: dict[str, bool], message: str) -> None:
     model = seeded(Net)
+    there = lambda: {name for name, param in model.named_parameters() if not param.isnan().any()}  # noqa: E731
+    with sharded(model, adam(model), plan.but(shared_memory=False, prefetch=0)) as session:
+        loss = loss_of(session)
+        assert there() == stays
+        session.backward(loss)
+        assert stays <= there() and not parameters("head", "blocks.2") & there()
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("haed", "head"), *full(("blocks.3", "blocks.2"), ("head.wieght", "head.weight"))]
+)
+@on_ranks(2)
+def test_unknown_names_are_refused_before_anything_changes(name: str, near: str) -> None:
+    model, options = seeded(Net), {"embed": True, name: False}
+    message = f"'{name}' in the plan's groups .* did you mean .*'{near}'"
     before, optimizer = {name: param.clone() for name, param in model.named_parameters()}, adam(model)
     step = optimizer.step
     raises(ValueError, message, lambda: shard(model, optimizer, reshard_after_forward=options))
@@ -438,12 +437,6 @@ def refused(options: dict[str, bool], message: str) -> None:
         assert param.equal(before[name])
     with sharded(model, optimizer, BARE) as session:
         step_of(session, loss_of(session))
-
-
-@pytest.mark.parametrize("name", ["haed", *full("blocks.3", "head.wieght")])
-def test_unknown_names_are_refused_before_anything_changes(name: str) -> None:
-    near = {"haed": "head", "blocks.3": "blocks.2", "head.wieght": "head.weight"}[name]
-    run_ranks(2, refused, {"embed": True, name: False}, f"'{name}' in the plan's groups .* did you mean .*'{near}'")
 
 
 def test_bad_options_say_what_to_do() -> None:
@@ -558,10 +551,12 @@ def test_some_parameters_are_changed(name: str, tmp_path: Path) -> None:
     run_ranks(4 if name in ("replicas", "secondary") else 2, edited, plan)
 
 
-def held(plan: Plan) -> list[list[bool]]:
+@pytest.mark.parametrize("name", ["memory", "messages"])
+@on_ranks(2)
+def test_what_another_block_has_stays(name: str) -> None:
     """Blocks over some units that end in another order than they began in."""
     model = seeded(net)
-    with sharded(model, adam(model), plan) as session:
+    with sharded(model, adam(model), GATHERED_PLANS[name]) as session:
         one, two = session.gathered(model[0].parameters()), session.gathered([model[0].bias, model[2].bias])
         shown = lambda: [not bool(each.weight.isnan().any()) for each in (model[0], model[2], model[3])]  # noqa: E731
         found = []
@@ -571,14 +566,8 @@ def held(plan: Plan) -> list[list[bool]]:
         for block in (one, two):
             block.__exit__(None, None, None)
             found.append(shown())
+        assert found == [[True, False, False], [True, True, False], [True, True, False], [False] * 3]
         one_step(session, 0)
-    return found
-
-
-@pytest.mark.parametrize("name", ["memory", "messages"])
-def test_what_another_block_has_stays(name: str) -> None:
-    first, both = [True, False, False], [True, True, False]
-    assert run_ranks(2, held, GATHERED_PLANS[name]) == [[first, both, both, [False] * 3]] * 2
 
 
 def in_capacity(capacity: int) -> tuple[int, int]:

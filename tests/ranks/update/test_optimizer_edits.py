@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
-from shardwise.session import Session, build
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import check, one_mesh, sharded, told
+from shardwise.session import Session
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import check, one_mesh, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.tier_setup import small_tiles, with_tiers
 
@@ -182,39 +182,22 @@ REFUSED: dict[Callable[[Session], None], str] = {
 }
 
 
-def refusals() -> list[tuple[str, str, bool]]:
-    """What ``step()`` says (or the edit itself), what ``state_dict()`` says, and whether nothing changed."""
-    found = []
-    with one_mesh(zero(2)) as mesh:
-        for edit in REFUSED:
-            model = Late()
-            session = build(model, groups(model), zero(2), mesh)
-            before = session.module.state_dict()
-            session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
-            said = []
-            for act in (partial(edit, session), session.optimizers[0].step):
-                try:
-                    act()
-                except (RuntimeError, ValueError) as error:
-                    said.append(str(error))
-            try:
-                session.optimizers[0].state_dict()
-                saving = ""
-            except RuntimeError as error:
-                saving = str(error)
-            after = session.module.state_dict()
-            same = all(torch.equal(before[name], after[name]) for name in before)
-            found.append((said[0] if said else "nothing", saving, same or edit is added))
-            session.close()
-    return found
-
-
+@on_ranks(2)
 def test_groups_that_cannot_be_followed_are_refused_by_name() -> None:
-    for found in run_ranks(2, refusals):
-        for (edit, message), (said, saving, same) in zip(REFUSED.items(), found, strict=True):
-            assert message in said, (edit.__name__, said)
-            assert same, edit.__name__
-            assert edit in (added, capturable) or message in saving, (edit.__name__, saving)
+    """By the edit itself, or by ``step()`` and ``state_dict()``; nothing changes."""
+    for edit, message in REFUSED.items():
+        model, words = Late(), re.escape(message)
+        with sharded(model, groups(model), zero(2)) as session:
+            before = session.module.state_dict()
+            session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
+            if edit is added:
+                raises((RuntimeError, ValueError), words, edit, session)
+                continue
+            edit(session)
+            raises((RuntimeError, ValueError), words, session.optimizer.step)
+            if edit is not capturable:
+                raises(RuntimeError, words, session.optimizer.state_dict)
+            assert_close(session.module.state_dict(), before, 0.0, message)
 
 
 # ---- state
@@ -246,43 +229,21 @@ def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> No
         check(found, expected, mix)
 
 
-def in_place(directory: str) -> list[str]:
+@on_ranks(2)
+def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> None:
     model = Late()
-    with sharded(model, momentum(model), with_tiers(zero(2), "s_disk", directory)) as session:
+    with sharded(model, momentum(model), with_tiers(zero(2), "s_disk", str(tmp_path))) as session:
         session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
         session.optimizer.step()
         held = next(iter(session.optimizer.state.values()))["momentum_buffer"]
         assert held.dim() == 1 and held.dtype is torch.float64 and "OnDisk" in repr(held)
-        acts = (held.zero_, held.norm, lambda: held + 1, lambda: copy.deepcopy(dict(session.optimizer.state)))
-        return [told(act) for act in acts]
-
-
-def test_state_on_a_disk_cannot_be_read_or_changed_in_place(tmp_path: Path) -> None:
-    for said in run_ranks(2, in_place, str(tmp_path)):
-        for name, message in zip(("zero_()", "norm()", "add()", "OnDisk("), said, strict=True):
-            assert name in message and "state_dict()" in message
+        copied = lambda: copy.deepcopy(dict(session.optimizer.state))  # noqa: E731
+        acts = {"zero_()": held.zero_, "norm()": held.norm, "add()": lambda: held + 1, "OnDisk(": copied}
+        for name, act in acts.items():
+            assert name in raises(RuntimeError, r"state_dict\(\)", act)
 
 
 # ---- loading
-
-
-def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
-    """What a step says of a wrong option, and whether the parameters are as before it and finite after a right one."""
-    model, plan = Late(), zero(3).but(update=update)
-    with sharded(model, torch.optim.AdamW(model.parameters(), foreach=False), plan) as session:
-        before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
-        right, group[option] = group[option], value
-        loss = session.module(rows(session.mesh.rank, 0), 0, False).square().mean()
-        with pytest.raises(ValueError) as error:
-            session.backward(loss, retain_graph=True)
-            session.optimizers[0].step()
-        same = all(bool((before[name] == each).all()) for name, each in session.module.state_dict().items())
-        group[option] = right
-        if update == "backward":  # whose pass was refused
-            session.backward(loss)
-        session.optimizers[0].step()
-        finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
-        return str(error.value), same and finite
 
 
 NAN = float("nan")
@@ -295,10 +256,24 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
+@on_ranks(2)
 def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
-    for message, right in run_ranks(2, wrong_option, option, value, update):
-        assert f"{option}={value}" in message or f"{option}={value!r}" in message
-        assert "param group 0: give" in message and right
+    """Parameters are as before it, and finite after a step with a right one."""
+    model, plan = Late(), zero(3).but(update=update)
+    with sharded(model, torch.optim.AdamW(model.parameters(), foreach=False), plan) as session:
+        before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
+        right, group[option] = group[option], value
+        loss = session.module(rows(session.mesh.rank, 0), 0, False).square().mean()
+        with pytest.raises(ValueError, match="param group 0: give") as error:
+            session.backward(loss, retain_graph=True)
+            session.optimizers[0].step()
+        assert f"{option}={value}" in str(error.value) or f"{option}={value!r}" in str(error.value)
+        assert_close(session.module.state_dict(), before, 0.0, "after a step that was refused")
+        group[option] = right
+        if update == "backward":  # whose pass was refused
+            session.backward(loss)
+        session.optimizers[0].step()
+        assert all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
 
 
 @on_ranks(1)

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import SCALER, check, data, mean_square, one_mesh, plain_steps, seeded, sharded, told
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import SCALER, check, mean_square, plain_steps, seeded, sharded
 from tests.support.engine_setup import tanh_net as net
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
 
@@ -92,29 +94,22 @@ def scale(optimizer: Any, factor: float) -> None:
     optimizer.param_groups[0]["params"][2].grad.mul_(factor)
 
 
-def differing(plan: Plan) -> tuple[str, bool]:
-    """Each rank scales by its own number in the hook."""
-    model = seeded(net)
-    optimizer = adam(model)
-    with one_mesh(plan) as mesh:
-        optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + mesh.rank))
-        with sharded(model, optimizer, plan, mesh) as session:
-            before = session.module.state_dict()
-            session.backward(session.module(data(mesh.rank, 0)).square().mean())
-            message = told(session.optimizer.step)
-            session.optimizer.zero_grad()
-            after = session.module.state_dict()
-            return message, all(torch.equal(after[name], value) for name, value in before.items())
-
-
 @pytest.mark.parametrize(
     ("stage", "scaled"), [(2, True), (3, False), *full((1, False), (1, True), (2, False), (3, True))]
 )
-def test_what_hooks_do_is_compared_between_ranks(stage: int, scaled: bool) -> None:
-    plan = zero(stage).but(scaler=SCALER if scaled else None)
-    for message, same in run_ranks(2, differing, plan):
-        assert "2.weight.grad was changed by different numbers on the ranks (rank 0 1, rank 1 2)" in message
-        assert same
+@on_ranks(2)
+def test_what_hooks_do_is_compared_between_ranks(stage: Any, scaled: bool) -> None:
+    """Each rank scales by its own number in the hook."""
+    model = seeded(net)
+    optimizer = adam(model)
+    optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + dist.get_rank()))
+    with sharded(model, optimizer, zero(stage).but(scaler=SCALER if scaled else None)) as session:
+        before = session.module.state_dict()
+        session.backward(mean_square(session.module, session.mesh.rank, 0))
+        words = r"2\.weight\.grad was changed by different numbers on the ranks \(rank 0 1, rank 1 2\)"
+        raises(RuntimeError, words, session.optimizer.step)
+        session.optimizer.zero_grad()
+        assert_close(session.module.state_dict(), before, 0.0, "after a step that was refused")
 
 
 def norm_of(optimizer: Any) -> float:
