@@ -29,11 +29,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 from tests.support.engine_setup import one_mesh, sharded
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import digest
 
@@ -235,10 +235,7 @@ def by_rank(session: Session, step: int) -> list[Tensor]:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Stack], Step]] = {
-    "plain": (partial(Stack, PLAIN), plain_step),
-    "checkpointed": (partial(Stack, PLAIN, checkpointed=True), plain_step),
     "checkpointed twice": (partial(Stack, TWICE, checkpointed=True), plain_step),
-    "twice": (partial(Stack, TWICE), plain_step),
     "changing": (partial(Stack, SKIPS), plain_step),
     "ranks differ": (partial(Stack, SKIPS, checkpointed=True), by_rank),
     "evaluation": (partial(Stack, PLAIN), with_evaluation),
@@ -260,8 +257,7 @@ def tight(name: str, rest: int, ranks: int) -> int:
 
 
 SOME = {"checkpointed twice": 3, "changing": 4, "evaluation": 3, "rows": 4, "forwards": 3, "accumulation": 3}
-"""Steps of each; every model and every kind of step is there: what is left out is a part of one of them, but for "ranks
-differ", which several ranks run."""
+"""Steps of each; "ranks differ" is what several ranks run."""
 SEVERAL = dict.fromkeys(["checkpointed twice", "evaluation", "ranks differ"], 4)
 
 
@@ -480,9 +476,10 @@ def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierP
     return replace(on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state)
 
 
-def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
+@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
+@on_ranks()
+def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
     """A step fails for its batch; smaller ones go on from where training was."""
-    found: dict[str, Any] = {}
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
@@ -494,30 +491,19 @@ def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
                 for step in range(4):
                     if tiers.device_capacity_bytes is not None and step in (0, 2):
                         before = session.module.state_dict()
-                        with pytest.raises(DeviceMemoryError) as error:
-                            one_step(session, step, rows=400)
-                        found["message"] = str(error.value)
-                        del error  # with it go the activations that its frames hold
+                        said = raises(DeviceMemoryError, "smaller micro-batch", one_step, session, step, rows=400)
+                        assert "activations and the rest: " in said
                         session.optimizers[0].zero_grad()
-                        after = session.module.state_dict()
-                        assert all(torch.equal(before[name], after[name]) for name in before)
+                        assert_close(session.module.state_dict(), before, 0.0, "after a batch that was too large")
                     one_step(session, step, rows=4)
                     assert tiers.device_capacity_bytes is None or model_data(session) <= limit
                 states.append({n: v.clone() for n, v in session.module.state_dict().items()})
-    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
-    return found
+                assert_close(states[-1], states[0], 0.0, f"{tiers}")
 
 
 def one_step(session: Session, step: int, rows: int) -> None:
     session.backward(session.module(x_of(session.mesh.rank, step, rows)).square().mean())
     session.optimizers[0].step()
-
-
-@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
-def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
-    for found in run_ranks(ranks, too_large_a_batch, shared):
-        assert found["same"] == [True, True]
-        assert "activations and the rest: " in found["message"] and "smaller micro-batch" in found["message"]
 
 
 # ---- one rank only: without shared memory the others would wait for it
@@ -549,9 +535,10 @@ def too_small(session: Session, place: tuple[str, str]) -> Iterator[None]:
         yield
 
 
-def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
+@pytest.mark.parametrize(("prefetches", "places"), [([0], [2, 3]), *full(([0, 2], [*range(len(PLACES))]))])
+@on_ranks(2)
+def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
     """Rank 1 fails in each of ``places`` in turn, and for its batch; all go on afterwards as if nothing had been."""
-    found: dict[str, Any] = {"messages": []}
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=False)) as mesh:
@@ -564,55 +551,27 @@ def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
                     if disturbed:
                         # Ranks in different orders want different units.
                         model.calls = step + (mesh.rank if place == PLACES[2] else 0)
-                        context = too_small(session, place) if place and mesh.rank else contextlib.nullcontext()
-                        with context, pytest.raises(DeviceMemoryError) as error:
-                            one_step(session, step, rows=4 if place or mesh.rank == 0 else 400)
-                        found["messages"].append(str(error.value))
-                        del error
+                        words = "made up" if place else "activations and the rest: "
+                        if mesh.rank == 0 or place == PLACES[2]:
+                            words = r"ranks \[1\] of.*not enough device memory|not enough device.*ranks \[1\] of"
+                        with too_small(session, place) if place and mesh.rank else contextlib.nullcontext():
+                            rows = 4 if place or mesh.rank == 0 else 400
+                            raises(DeviceMemoryError, words, one_step, session, step, rows)
                         session.optimizers[0].zero_grad()
                     model.calls = step
                     one_step(session, step, rows=4)
                 states.append({n: v.clone() for n, v in session.module.state_dict().items()})
-    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
-    return found
+                assert_close(states[-1], states[0], 0.0, f"disturbed={disturbed}, prefetch={prefetch}")
 
 
-@pytest.mark.parametrize(("prefetches", "places"), [([0], [2, 3]), *full(([0, 2], [*range(len(PLACES))]))])
-def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
-    found = run_ranks(2, one_rank_alone, prefetches, places)  # ends long before the group would give up waiting
-    for rank, each in enumerate(found):
-        assert each["same"] == [True] * len(prefetches)
-        tried = [*(PLACES[at] for at in places), None]
-        for place, message in zip(tried * len(prefetches), each["messages"], strict=True):
-            if rank == 0 or place == PLACES[2]:
-                assert "ranks [1] of" in message and "not enough device memory" in message, message
-            else:
-                assert ("made up" if place else "activations and the rest: ") in message, message
-
-
-def at_build() -> dict[str, Any]:
-    """State that does not exist yet is counted when the model is sharded."""
-    found: dict[str, Any] = {}
-    parameters = sum(p.numel() * 4 for p in Stack(PLAIN).parameters())
-    for name, kind, states in (("sgd", torch.optim.SGD, 0), ("adam", torch.optim.Adam, 2)):
-        for room in (-1000, 1000):
-            model = Stack(PLAIN)
-            optimizer = kind(model.parameters(), lr=0.1)
-            gradients = 2 * BLOCK_BYTES
-            plan = plan_of(fixed(parameters * (1 + states) + gradients + room))
-            try:
-                session = build(model, optimizer, plan)
-            except DeviceMemoryError:
-                found[f"{name} {room}"] = "refused"
-                continue
-            found[f"{name} {room}"] = session.engine.accounts.state_bytes(Tier.DEVICE), dict(optimizer.state)
-            session.close()
-            session.mesh.close()
-    return found
-
-
-def test_optimizer_state_is_foreseen() -> None:
-    found = run_ranks(1, at_build)[0]
-    for name in ("sgd", "adam"):
-        assert found[f"{name} -1000"] == "refused"
-        assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
+@pytest.mark.parametrize(("kind", "states"), [(torch.optim.SGD, 0), (torch.optim.Adam, 2)])
+@on_ranks(1)
+def test_optimizer_state_is_foreseen(kind: Any, states: int) -> None:
+    """What does not exist yet is counted when the model is sharded."""
+    model = Stack(PLAIN)
+    optimizer, gradients = kind(model.parameters(), lr=0.1), 2 * BLOCK_BYTES
+    needed = sum(p.numel() * 4 for p in model.parameters()) * (1 + states) + gradients
+    raises(DeviceMemoryError, None, build, model, optimizer, plan_of(fixed(needed - 1000)))
+    with sharded(model, optimizer, plan_of(fixed(needed + 1000))) as session:
+        assert session.engine.accounts.state_bytes(Tier.DEVICE) == (0, 0)
+        assert not optimizer.state  # looking leaves nothing
