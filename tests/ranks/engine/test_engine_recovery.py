@@ -24,6 +24,7 @@ from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sgd, sharded
 from tests.support.models import MODELS, make_batches
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.steps import take_steps, train_sharded
 from tests.support.tier_setup import Fault, with_tiers
@@ -153,43 +154,18 @@ def test_other_passes_are_no_part_of_the_step(name: str, before_build: bool) -> 
 # ---- autograd beyond one backward
 
 
-def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
+@on_ranks(2)
+def test_create_graph_in_backward(name: str) -> None:
     model = seeded(Net)
-    graphs = False
-    with sharded(model, adam(model), plan) as session, warnings.catch_warnings():
+    with sharded(model, adam(model), PLANS[name]) as session, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
             held = [t for state in session.engine.grads.reducer.states for t in (state.bucket, state.reduced)]
-            graphs |= any(t is not None and t.requires_grad for t in held)
+            assert not any(t is not None and t.requires_grad for t in held)
             session.optimizer.step()
-        return graphs, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
-def test_create_graph_in_backward(name: str) -> None:
-    results = run_ranks(2, keeps_graph, PLANS[name])
-    assert not any(graphs for graphs, _ in results)
-    check([state for _, state in results], run_plain(Net, one_pass, 2, STEPS), name)
-
-
-def penalties(plan: Plan, direct: bool) -> list[Grads]:
-    """A slope that is thrown away, and one taken inside the forward pass."""
-    found = []
-    model, force = seeded(Net), seeded(Force)
-    with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
-        rank = session.mesh.rank
-
-        def finish(of: Session, loss: Tensor) -> None:
-            loss.backward() if direct else of.backward(loss)
-            found.append(of.full_gradients())
-            of.optimizer.zero_grad()
-
-        x = data(rank, 0).requires_grad_()
-        torch.autograd.grad(session.module(x).sum(), x)
-        finish(session, square(session.module, rank, 0))
-        finish(second, second.module(data(rank, 0)))
-    return found
+        check([session.module.state_dict()], run_plain(Net, one_pass, 2, STEPS), name)
 
 
 @pytest.mark.parametrize(
@@ -200,12 +176,25 @@ def penalties(plan: Plan, direct: bool) -> list[Grads]:
         *campaign(("zero2", False), ("zero3", True), ("zero3_gloo", False)),
     ],
 )
+@on_ranks(2)
 def test_autograd_grad(name: str, direct: bool) -> None:
-    """Under ``average="mean"``, so that autograd.grad counted as a pass would show."""
-    expected = [plain_gradients(Net, square), plain_gradients(Force, lambda model, rank, step: model(data(rank, step)))]
-    for found in run_ranks(2, penalties, PLANS[name].but(average="mean"), direct):
-        for what, actual, plain in zip(("thrown away", "force"), found, expected, strict=True):
-            assert_close(actual, plain, 1e-11, f"{name} {what}")
+    """A slope that is thrown away, and one taken inside the forward pass; under ``average="mean"``, so that
+    autograd.grad counted as a pass would show."""
+    plan = PLANS[name].but(average="mean")
+    model, force = seeded(Net), seeded(Force)
+    with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
+        rank = session.mesh.rank
+
+        def finish(of: Session, loss: Tensor, expected: Grads) -> None:
+            loss.backward() if direct else of.backward(loss)
+            assert_close(of.full_gradients(), expected, 1e-11, name)
+            of.optimizer.zero_grad()
+
+        x = data(rank, 0).requires_grad_()
+        torch.autograd.grad(session.module(x).sum(), x)
+        finish(session, square(session.module, rank, 0), plain_gradients(Net, square))
+        energy = lambda model, rank, step: model(data(rank, step))  # noqa: E731
+        finish(second, energy(second.module, rank, 0), plain_gradients(Force, energy))
 
 
 CASE, BUILDS_STEPS = "gpt", 2
@@ -355,22 +344,6 @@ WRONG: dict[str, Case] = {
 }
 
 
-def wrong(name: str, on: list[int]) -> str:
-    """The message of a build that is wrong on some ranks."""
-    make, kind, _ = WRONG[name]
-    plan = zero(3, torch.bfloat16)
-    with one_mesh(plan) as mesh:
-        here = mesh.rank in on
-        model = MODELS[CASE].factory()
-        optimizer = make(model) if here else stepped(model)
-        before = AsItWas(model, optimizer)
-        capacity = 1 if here and kind is DeviceMemoryError else 2**30
-        with pytest.raises(kind if here else PeerError) as error:
-            build(model, optimizer, plan.but(device_capacity_bytes=capacity), mesh)
-        before.check()
-        return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("name", "on"),
     [
@@ -379,13 +352,23 @@ def wrong(name: str, on: list[int]) -> str:
         *full(("too little memory, with state", [1])),
     ],
 )
+@on_ranks(2)
 def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str, on: list[int]) -> None:
-    messages = run_ranks(2, wrong, name, on)
-    assert all(WRONG[name][2] in message for message in messages), messages
+    make, kind, words = WRONG[name]
+    plan = zero(3, torch.bfloat16)
+    with one_mesh(plan) as mesh:
+        here = mesh.rank in on
+        model = MODELS[CASE].factory()
+        optimizer = make(model) if here else stepped(model)
+        before = AsItWas(model, optimizer)
+        capacity = 1 if here and kind is DeviceMemoryError else 2**30
+        own = plan.but(device_capacity_bytes=capacity)
+        raises(kind if here else PeerError, words, build, model, optimizer, own, mesh)
+        before.check()
 
 
-def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
-    """A build that ends while values are moved: what it says, and its notes."""
+def disturbed(directory: str, how: str) -> None:
+    """A build that ends while values are moved."""
     plan = with_tiers(zero(3, torch.bfloat16), "all_disk", directory)
     fault = Fault()
     with one_mesh(plan) as mesh, fault.installed():
@@ -407,12 +390,12 @@ def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
         with mock.patch.object(engine_module, "load_initial_values", load), pytest.raises(expected) as error:
             build(model, optimizer, plan, mesh)
         given.check_optimizer()
-        return str(error.value), list(error.value.__notes__)
+        assert how == "interrupt" or "rank 1" in str(error.value)
+        (note,) = error.value.__notes__
+        assert "create the model and its optimizers again, and build again" in note
 
 
 @pytest.mark.parametrize("how", ["values", *full("interrupt", "state")])
 def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
-    for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
-        assert how == "interrupt" or "rank 1" in message, message
-        assert len(notes) == 1 and "create the model and its optimizers again, and build again" in notes[0], notes
+    run_ranks(2, disturbed, str(tmp_path), how)
     assert not list(tmp_path.iterdir())
