@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
-from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
-from shardwise.testing import run_ranks
 from tests.support.early_setup import counting
 from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
@@ -91,16 +89,6 @@ def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return made
 
 
-def plain(ranks: int, name: str) -> dict[str, Tensor]:
-    model = seeded(net)
-    return plain_steps(model, optimizer(model, name), STEPS, ranks=ranks)
-
-
-def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
-    model = seeded(net)
-    return train_sharded(model, optimizer(model, name), plan, STEPS, mesh=mesh)
-
-
 def plans(directory: str) -> dict[str, Plan]:
     return {
         "zero2": zero(2),
@@ -110,21 +98,18 @@ def plans(directory: str) -> dict[str, Plan]:
     }
 
 
-def every(directory: str) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int]:
+@on_ranks(2, timeout=300.0)
+def test_the_shards_follow(tmp_path: Path) -> None:
     """Each update under two plans, but none that needs whole tensors with a disk."""
-    names, chosen = list(UPDATES), plans(directory)
+    names, chosen = list(UPDATES), plans(str(tmp_path))
     cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
     cases = [(name, plan) for name, plan in cases if name not in WHOLE or plan != "disk"]
     with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
-        return [(name, plan, trained(chosen[plan], name, mesh)) for name, plan in cases], counts["updates"]
-
-
-def test_the_shards_follow(tmp_path: Path) -> None:
-    expected = {name: plain(2, name) for name in UPDATES}
-    for found, early in run_ranks(2, every, str(tmp_path), timeout=300.0):
-        assert early
-        for name, plan, state in found:
-            check([state], expected[name], f"{name}, {plan}", 1e-11)
+        for name, plan in cases:
+            model, plain = seeded(net), seeded(net)
+            state = train_sharded(model, optimizer(model, name), chosen[plan], STEPS, mesh=mesh)
+            check([state], plain_steps(plain, optimizer(plain, name), STEPS), f"{name}, {plan}", 1e-11)
+        assert counts["updates"]
 
 
 def grows(param: nn.Parameter, group: Group, _state: State) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.engine_setup import check, one_mesh, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.tier_setup import small_tiles, with_tiers
@@ -97,17 +97,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def all_variants(directory: str) -> list[dict[str, Tensor]]:
-    with small_tiles(100), one_mesh(zero(3)) as mesh:
-        plans = [with_tiers(zero(3), mix, directory).but(**changes) for mix, changes in VARIANTS]
-        return [trained(plan, mesh, nesterov, late=True) for plan in plans]
-
-
+@on_ranks(2)
 def test_a_kernel_that_writes_into_gradients_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path) -> None:
     """With parameters of a tile that are first used in different steps."""
-    expected, by_rank = plain(2, nesterov, late=True), run_ranks(2, all_variants, str(tmp_path))
-    for (mix, changes), *states in zip(VARIANTS, *by_rank, strict=True):
-        check(states, expected, f"{mix} {changes}")
+    expected = plain(2, nesterov, late=True)
+    with small_tiles(100), one_mesh(zero(3)) as mesh:
+        for mix, changes in VARIANTS:
+            plan = with_tiers(zero(3), mix, str(tmp_path)).but(**changes)
+            check([trained(plan, mesh, nesterov, late=True)], expected, f"{mix} {changes}")
 
 
 # ---- groups
@@ -147,15 +144,12 @@ GROUP_CASES: list[tuple[Make, Edit, dict[str, Any]]] = [
 ]
 
 
-def edited_groups() -> list[dict[str, Tensor]]:
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        return [trained(zero(3).but(**changes), mesh, make, edit) for make, edit, changes in GROUP_CASES]
-
-
+@on_ranks(2)
 def test_groups_in_another_order_with_other_rates_and_hooks() -> None:
-    by_rank = run_ranks(2, edited_groups)
-    for index, (make, edit, changes) in enumerate(GROUP_CASES):
-        check([states[index] for states in by_rank], plain(2, make, edit), f"case {index}: {edit.__name__} {changes}")
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        for make, edit, changes in GROUP_CASES:
+            found = trained(zero(3).but(**changes), mesh, make, edit)
+            check([found], plain(2, make, edit), f"{edit.__name__} {changes}")
 
 
 def fewer(session: Session) -> None:
@@ -215,18 +209,13 @@ def no_momentum(optimizer: Any, step: int) -> None:
             optimizer.state[parameter] = {}
 
 
-MIXES = ["device", "s_host", "s_disk", "all_disk", "p_disk_s_host"]
-
-
-def edited_state(directory: str) -> list[dict[str, Tensor]]:
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        return [trained(with_tiers(zero(3), m, directory), mesh, momentum, no_momentum) for m in MIXES]
-
-
+@on_ranks(2)
 def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> None:
     expected = plain(2, momentum, no_momentum)
-    for mix, *found in zip(MIXES, *run_ranks(2, edited_state, str(tmp_path)), strict=True):
-        check(found, expected, mix)
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        for mix in ("device", "s_host", "s_disk", "all_disk", "p_disk_s_host"):
+            found = trained(with_tiers(zero(3), mix, str(tmp_path)), mesh, momentum, no_momentum)
+            check([found], expected, mix)
 
 
 @on_ranks(2)
