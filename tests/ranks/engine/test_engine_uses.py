@@ -28,6 +28,7 @@ from tests.support.engine_setup import (
     sgd,
     sharded,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
 from tests.support.steps import Loss, take_steps, train_sharded
 
@@ -161,48 +162,38 @@ USED_PLANS = PLANS | {
 }
 
 
-def on_rank(plan: Plan, programs: list[str]) -> list[dict[str, Tensor]]:
+def on_rank(name: str, programs: list[str]) -> None:
+    plan = USED_PLANS[name]
     with one_mesh(plan) as mesh:
-        found = []
-        for program in (PROGRAMS[name] for name in programs):
+        for program in (PROGRAMS[each] for each in programs):
             own = plan.but(same_order=False) if program in APART else plan
-            found.append(run_sharded(Experts, program, own, STEPS, mesh))
-        return found
+            found = run_sharded(Experts, program, own, STEPS, mesh)
+            check([found], run_plain(Experts, program, mesh.size, STEPS), f"{name} {program.__name__}")
 
 
 @pytest.mark.parametrize("name", [*QUICK, "one_secondary", *full(*OTHERS, "zero3_gloo")])
 def test_programs(name: str) -> None:
     ranks, every = 4 if name == "hybrid" or name.startswith("two") else 2, list(PROGRAMS)
-    programs = every if name in WHOLE else every[[*QUICK, *OTHERS].index(name) % 3 :: 3]
-    for program, *found in zip(programs, *run_ranks(ranks, on_rank, USED_PLANS[name], programs), strict=True):
-        check(found, run_plain(Experts, PROGRAMS[program], ranks, STEPS), f"{name} {program}")
+    run_ranks(ranks, on_rank, name, every if name in WHOLE else every[[*QUICK, *OTHERS].index(name) % 3 :: 3])
 
 
-def flow_through(plan: Plan) -> list[Tensor]:
-    model = seeded(Experts).requires_grad_(False)
-    grads = []
-    with sharded(model, None, plan.but(same_order=False)) as session:
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "half", "zero3_gloo")])
+@on_ranks(2)
+def test_backward_through_a_frozen_model(name: str) -> None:
+    model, plain = seeded(Experts).requires_grad_(False), seeded(Experts)
+    with sharded(model, None, PLANS[name].but(same_order=False)) as session:
         assert session.optimizer is None
         for micro in range(2):
             x = data(session.mesh.rank, 0, micro).requires_grad_()
-            loss = mean_square(session.module(x, (session.mesh.rank, 3)))
+            order = (session.mesh.rank, 3)
+            loss = mean_square(session.module(x, order))
             if micro:
                 loss.backward()
             else:
                 session.backward(loss)
-            assert x.grad is not None
-            grads.append(x.grad)
+            (expected,) = torch.autograd.grad(mean_square(plain(x, order)), x)
+            torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=0.0)
         assert session.memory().gradients_bytes == 0 and session.full_gradients() == {}
-    return grads
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "half", "zero3_gloo")])
-def test_backward_through_a_frozen_model(name: str) -> None:
-    for rank, grads in enumerate(run_ranks(2, flow_through, PLANS[name])):
-        for micro, grad in enumerate(grads):
-            x = data(rank, 0, micro).requires_grad_()
-            mean_square(seeded(Experts)(x, (rank, 3))).backward()
-            torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=0.0)
 
 
 def embedded(sparse: bool) -> nn.Module:
@@ -332,22 +323,6 @@ def test_what_is_there_is_read_as_in_plain_torch(name: str) -> None:
             assert_close(found, plain(LOSSES[name]), 1e-12, f"{name} under {plan}")
 
 
-def misread(plan: Plan, name: str) -> tuple[str, list[str], dict[str, Tensor]]:
-    """What is raised, what is warned of in two passes, and what the model is trained to after these were dropped."""
-    model, error = seeded(Towers), "nothing"
-    with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
-        with warnings.catch_warnings(record=True, action="always") as told:
-            for _ in range(2):
-                try:
-                    session.backward(LOSSES[name](session.module, mesh.rank, 0))
-                except RuntimeError as found:
-                    error = str(found)
-                session.module.zero_grad()
-        take_steps(session, range(READ_STEPS))
-        said = [str(each.message) for each in told if "the loss is NaN" in str(each.message)]
-        return error, said, session.module.state_dict()
-
-
 SAID = {
     "by_method": ("scale got a gradient, but no forward pass has gathered it", 1),
     "penalty_in_the_loop": ("nothing", 1),
@@ -356,10 +331,21 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2)
 def test_what_is_not_there_is_told(name: str) -> None:
-    error, times = SAID[name]
-    expected = plain()
-    for said, told, state in run_ranks(2, misread, PLANS["zero3"], name):
-        assert error in said and len(told) == times
-        assert all("inside `with model.gathered():`" in each for each in [*told, *[said][: error != "nothing"]])
-        assert_close(state, expected, 1e-12, "what is trained after the passes that were dropped")
+    """By an error or a warning; when these passes are dropped, the model trains."""
+    model, error = seeded(Towers), "nothing"
+    with sharded(model, sgd(model), PLANS["zero3"]) as session:
+        with warnings.catch_warnings(record=True, action="always") as told:
+            for _ in range(2):
+                try:
+                    session.backward(LOSSES[name](session.module, session.mesh.rank, 0))
+                except RuntimeError as found:
+                    error = str(found)
+                session.module.zero_grad()
+        take_steps(session, range(READ_STEPS))
+        said = [str(each.message) for each in told if "the loss is NaN" in str(each.message)]
+        words, times = SAID[name]
+        assert words in error and len(said) == times
+        assert all("inside `with model.gathered():`" in each for each in [*said, *[error][: words != "nothing"]])
+        assert_close(session.module.state_dict(), plain(), 1e-12, "after the passes that were dropped")

@@ -24,6 +24,7 @@ from tests.support.engine_setup import (
     data,
     loss_of,
     one_mesh,
+    plain_steps,
     run_plain,
     run_sharded,
     seeded,
@@ -183,30 +184,18 @@ def numbers(result: Any) -> dict[str, Tensor]:
     return {str(i): leaf.detach().clone() for i, leaf in enumerate(tree_leaves(result))}
 
 
-def transformed(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    model = seeded(Net)
-    with sharded(model, sgd(model), plan) as session:
-        for name, use in USES.items():
-            found[name] = numbers(use(model, data(0, 0)))
+@pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
+@on_ranks(2, timeout=120.0)
+def test_transforms_of_the_whole_model(name: str) -> None:
+    model, plain = seeded(Net), seeded(Net)
+    with sharded(model, sgd(model), PLANS_OF_3[name]) as session:
+        for what, use in USES.items():
+            expected = numbers(use(plain, data(0, 0)))
+            assert_close(numbers(use(model, data(0, 0))), expected, 1e-10, f"{name}, {what}")
             session.backward(square(session.module)(data(session.mesh.rank, 1)))  # it trains as before
         session.optimizer.step()
-        found["trained"] = session.module.state_dict()
-    return found
-
-
-@pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
-def test_transforms_of_the_whole_model(name: str) -> None:
-    model = seeded(Net)
-    optimizer = sgd(model)
-    expected = {use: numbers(USES[use](model, data(0, 0))) for use in USES}
-    for rank in range(2):
-        (len(USES) * square(model)(data(rank, 1)) / 2).backward()
-    optimizer.step()
-    expected["trained"] = dict(model.state_dict())
-    for rank, found in enumerate(run_ranks(2, transformed, PLANS_OF_3[name], timeout=120)):
-        for use, wanted in expected.items():
-            assert_close(found[use], wanted, 1e-10, f"{name}, {use}, rank {rank}")
+        trained = plain_steps(plain, sgd(plain), 1, lambda m, rank, _: len(USES) * square(m)(data(rank, 1)))
+        assert_close(session.module.state_dict(), trained, 1e-10, f"{name}, trained")
 
 
 class Within(Net):
@@ -264,12 +253,9 @@ def reading(model: nn.Module, rank: int, step: int) -> Any:
     yield model(data(rank, step).requires_grad_()).square().mean(), False
 
 
-def read_in_backward(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    return {name: run_sharded(READERS[name], reading, plan, 2) for name in READERS}
-
-
 @pytest.mark.parametrize("name", ["shared", *full("gloo", "alone")])
+@on_ranks(2)
 def test_parameters_read_in_backward(name: str) -> None:
-    results = run_ranks(2, read_in_backward, PLANS_OF_3[name])
     for reader, build in READERS.items():
-        check([result[reader] for result in results], run_plain(build, reading, 2, 2), f"{name}, {reader}", rtol=1e-9)
+        found = run_sharded(build, reading, PLANS_OF_3[name], 2)
+        check([found], run_plain(build, reading, 2, 2), f"{name}, {reader}", rtol=1e-9)
