@@ -21,8 +21,8 @@ import shardwise
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
-from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, check, data, mean_square, one_mesh, plain_steps, seeded, sharded, told
+from shardwise.testing import assert_close
+from tests.support.engine_setup import PLANS, check, data, mean_square, one_mesh, plain_steps, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
@@ -92,7 +92,7 @@ def hook(habit: Habit, reads: Reads) -> Any:
     return lambda optimizer, *_: reads.extend(habit(optimizer, next(steps)))
 
 
-def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool) -> Any:
+def check_habit(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool) -> None:
     """``given``: by way of the user's own object."""
     model = seeded(Net)
     optimizer, reads = adam(model), Reads()
@@ -107,34 +107,35 @@ def trained(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool) -> 
             session.optimizer.step()
             for param in params_of(mine):
                 param.grad = None
-        return reads, session.module.state_dict()
+        expected_reads, expected = plain(mesh.size, habit)
+        assert reads == pytest.approx(expected_reads, rel=1e-9, nan_ok=False), habit.__name__
+        check([session.module.state_dict()], expected, habit.__name__, 1e-10)
 
 
-def every_habit(plan: Plan, hooked: bool) -> list[Any]:
-    with one_mesh(plan) as mesh:
-        return [trained(plan, mesh, habit, hooked, bool(at % 2)) for at, habit in enumerate(HABITS)]
-
-
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("name", "hooked"), [("zero2", False), ("zero3", True), *full(("zero1", True), ("zero3_straddling", False))]
 )
-def test_gradients_are_reached_through_the_groups(name: str, hooked: bool) -> None:
+@on_ranks()
+def test_gradients_are_reached_through_the_groups(name: str, hooked: bool, ranks: int) -> None:
     """Clipping through them returned 0.0 and clipped nothing, and a hook's edits did not count in its step."""
-    for ranks in (1, 2):
-        every = run_ranks(ranks, every_habit, ROWS[name], hooked)
+    with one_mesh(ROWS[name]) as mesh:
         for at, habit in enumerate(HABITS):
-            reads, expected = plain(ranks, habit)
-            what = f"{habit.__name__}, {name}, {ranks} ranks"
-            for found, _ in (own[at] for own in every):
-                assert found == pytest.approx(reads, rel=1e-9, nan_ok=False), what
-            check([own[at][1] for own in every], expected, what, 1e-10)
+            check_habit(ROWS[name], mesh, habit, hooked, given=bool(at % 2))
 
 
 # ---- the object that was given
 
 
-def own_methods(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Gradients of a pass are dropped by it, its state is taken and given to a second session."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["zero3", *full(*[name for name in ROWS if name != "zero3"])])
+@on_ranks()
+def test_the_given_optimizer_answers_as_the_sessions_does(name: str, ranks: int) -> None:
+    """Gradients of a pass are dropped by it, its state is taken and given to a second session. ``zero_grad()`` dropped
+    nothing, and ``state_dict()`` had this rank's parts."""
+    plain = seeded(Net)
+    plain_optimizer, plan = adam(plain), ROWS[name]
+    plain_steps(plain, plain_optimizer, 2, ranks=ranks)
     with one_mesh(plan) as mesh:
         model = seeded(Net)
         optimizer = adam(model)
@@ -147,33 +148,21 @@ def own_methods(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Any], list[str
                 optimizer.zero_grad()
             state = copy.deepcopy(optimizer.state_dict())
             values = session.module.state_dict()
-            messages = [told(optimizer.step), told(lambda: optimizer.add_param_group({"params": []}))]
+            raises(RuntimeError, r"call step\(\) of session\.optimizer \(or", optimizer.step)
+            raises(RuntimeError, "add the group before", optimizer.add_param_group, {"params": []})
+        expected = plain_optimizer.state_dict()
+        assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+        assert state["state"].keys() == expected["state"].keys()
+        for number, entry in expected["state"].items():
+            assert_close(state["state"][number], entry, 1e-11, f"state of {number}, {name}")
         again = seeded(Net)
         again.load_state_dict(values)
         other = adam(again)
         with sharded(again, other, plan, mesh) as session:
             other.load_state_dict(state)
             take_steps(session, [2])
-            return session.module.state_dict(), state, messages
-
-
-@pytest.mark.parametrize("name", ["zero3", *full(*[name for name in ROWS if name != "zero3"])])
-def test_the_given_optimizer_answers_as_the_sessions_does(name: str) -> None:
-    """``zero_grad()`` dropped nothing, and ``state_dict()`` had this rank's parts."""
-    for ranks in (1, 2):
-        model = seeded(Net)
-        optimizer = adam(model)
-        plain_steps(model, optimizer, 2, ranks=ranks)
-        expected = copy.deepcopy(optimizer.state_dict())
-        found = plain_steps(model, optimizer, 1, lambda model, rank, _: mean_square(model, rank, 2), ranks)
-        every = run_ranks(ranks, own_methods, ROWS[name])
-        check([state for state, *_ in every], found, f"{name}, {ranks} ranks")
-        for _, state, messages in every:
-            assert [g["params"] for g in state["param_groups"]] == [g["params"] for g in expected["param_groups"]]
-            assert state["state"].keys() == expected["state"].keys()
-            for number, entry in expected["state"].items():
-                assert_close(state["state"][number], entry, 1e-11, f"state of {number}, {name}")
-            assert "call step() of session.optimizer (or" in messages[0] and "add the group before" in messages[1]
+            after = plain_steps(plain, plain_optimizer, 1, lambda model, rank, _: mean_square(model, rank, 2), ranks)
+            check([session.module.state_dict()], after, name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -232,7 +221,14 @@ def add_state_hooks(optimizer: Any, seen: list[str]) -> None:
     optimizer.register_load_state_dict_post_hook(lambda own: seen.append(f"loaded {own.param_groups[0]['lr']}"))
 
 
-def state_hooks(by_session: bool) -> list[str]:
+@pytest.mark.parametrize("by_session", [False, True])
+@on_ranks(2)
+def test_hooks_on_the_state_are_called(by_session: bool) -> None:
+    plain, expected = seeded(Net), list[str]()
+    own = adam(plain)
+    add_state_hooks(own, expected)
+    plain_steps(plain, own, 1)
+    own.load_state_dict(own.state_dict())
     model, seen = seeded(Net), list[str]()
     optimizer = adam(model)
     with sharded(model, optimizer, zero(3)) as session:
@@ -243,18 +239,7 @@ def state_hooks(by_session: bool) -> list[str]:
         state = mine.state_dict()
         mine.load_state_dict(state)
         assert state["mine"] and state["param_groups"][0]["lr"] == 0.05
-    return seen
-
-
-@pytest.mark.parametrize("by_session", [False, True])
-def test_hooks_on_the_state_are_called(by_session: bool) -> None:
-    model, expected = seeded(Net), list[str]()
-    optimizer = adam(model)
-    add_state_hooks(optimizer, expected)
-    model(data(0, 0)).square().mean().backward()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert run_ranks(2, state_hooks, by_session) == [expected] * 2 and len(expected) == 4
+    assert seen == expected and len(expected) == 4
 
 
 RANKS, MODEL_ROWS, LR, MODEL_STEPS = 2, 3, 0.1, 3
@@ -358,7 +343,11 @@ def loads(session: Session, name: str) -> None:
     assert_close(whole(session), {**given, "last.bias": before["last.bias"]}, 1e-7, f"{name}: one of it")
 
 
-def habits(stage: int, precision: str) -> State:
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "fp32"), (1, "bf16"), *full((3, "bf16"), (1, "fp32"), (2, "bf16"), (0, "fp32"))]
+)
+@on_ranks(RANKS)
+def test_the_sharded_model_is_the_users_own(stage: int, precision: str) -> None:
     name, model = f"stage {stage} in {precision}", body()
     session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
     own: Any = session.model
@@ -376,7 +365,7 @@ def habits(stage: int, precision: str) -> State:
             assert session.module.factor == 1.0
             own.factor = 2.0
             assert session.module.factor == 2.0
-    trained = whole(session)
+    assert_close(whole(session), model_plain(), 1e-5 if precision == "fp32" else 4e-2, name)
     x = rows(9, 0).to(dtype)
     with torch.no_grad():
         assert torch.equal(own.generate(x), own(x).argmax(-1))
@@ -388,13 +377,3 @@ def habits(stage: int, precision: str) -> State:
     assert not hasattr(own, "mark")
     loads(session, name)
     session.close()
-    return trained
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(3, "fp32"), (1, "bf16"), *full((3, "bf16"), (1, "fp32"), (2, "bf16"), (0, "fp32"))]
-)
-def test_the_sharded_model_is_the_users_own(stage: int, precision: str) -> None:
-    expected = model_plain()
-    for state in run_ranks(RANKS, habits, stage, precision):
-        assert_close(state, expected, 1e-5 if precision == "fp32" else 4e-2, f"stage {stage}")
