@@ -302,8 +302,9 @@ def test_same_bits_within_the_capacity(
 # ---- the ratios
 
 
-def ratios() -> dict[str, Found]:
-    model = partial(Stack, PLAIN)
+@pytest.mark.full
+@on_ranks(1)
+def test_ratios_are_respected() -> None:
     runs = {
         "narrow start": auto(ROOMY, warmup=0.97),
         "no start": auto(ROOMY, warmup=1.0),
@@ -313,12 +314,7 @@ def ratios() -> dict[str, Found]:
         "margin": auto(60 * BLOCK_BYTES, margin=1.0),
         "no margin": auto(60 * BLOCK_BYTES),
     }
-    return {name: train(model, plan_of(tiers), None) for name, tiers in runs.items()}
-
-
-@pytest.mark.full
-def test_ratios_are_respected() -> None:
-    found = run_ranks(1, ratios)[0]
+    found = {name: train(partial(Stack, PLAIN), plan_of(tiers), None) for name, tiers in runs.items()}
     everything = 8 * BLOCK_BYTES
     assert len({run.state for run in found.values()}) == 1
     # Before there is a trace: that share of the capacity stays free of model data, but the block in use is there.
@@ -348,16 +344,13 @@ def more_rows(session: Session, step: int) -> list[Tensor]:
     return [session.module(x_of(session.mesh.rank, step, rows=50 if step >= 2 else 2)).square().mean()]
 
 
-def grown_batches() -> tuple[Found, Found, Found]:
+@on_ranks(1)
+def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
     """The first steps leave room for all blocks; what a later step needs itself leaves room for some of them."""
     model = partial(Stack, PLAIN)
     plain, roomy = (train(model, plan_of(tiers), None, more_rows) for tiers in (None, auto(ROOMY)))
-    return plain, roomy, train(model, plan_of(auto(roomy.rest + 7 * BLOCK_BYTES)), None, more_rows)
-
-
-def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
-    plain, roomy, found = run_ranks(1, grown_batches)[0]
     limit = roomy.rest + 7 * BLOCK_BYTES
+    found = train(model, plan_of(auto(limit)), None, more_rows)
     assert found.losses == plain.losses and found.state == plain.state
     assert found.peak_gathered[1] > found.peak_gathered[3] or found.moved[3] > found.moved[1]
     assert 0 < found.peak <= limit
@@ -366,27 +359,32 @@ def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
 # ---- saved traces
 
 
-def with_traces(path: str) -> dict[str, Any]:
+@on_ranks(1)
+def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
     """Runs with a saved trace, and with one of ``trace_memory``, which knows modules and no units."""
     model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
     first = train(model, plan_of(tiers), None)
-    assert first.stats is not None
-    first.stats.save(path)
-    saved = MemStats.load(path)
+    assert first.stats is not None and first.moved[0] > first.moved[-1]
+    first.stats.save(tmp_path / "trace.json")
+    saved = MemStats.load(tmp_path / "trace.json")
+    assert saved == first.stats
     of_modules = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
-    found: dict[str, Any] = {"first": first, "equal": saved == first.stats, "orders": []}
+    orders = list[tuple[int, ...]]()
 
     def prepare(stats: MemStats, session: Session) -> None:
         session.use_memory_stats(stats)
-        found["orders"].append(session.memory_stats().order)  # type: ignore[union-attr]
+        orders.append(session.memory_stats().order)  # type: ignore[union-attr]
 
-    found["others"] = [train(model, plan_of(tiers), None, prepare=partial(prepare, t)) for t in (saved, of_modules)]
-    other = replace(saved, moments=[replace(m, unit=m.unit + 5) for m in saved.moments])
+    for stats in (saved, of_modules):
+        other = train(model, plan_of(tiers), None, prepare=partial(prepare, stats))
+        assert other.state == first.state and other.moved == [first.moved[-1]] * 4
+    assert orders == [first.stats.order] * 2
+    shifted = replace(saved, moments=[replace(m, unit=m.unit + 5) for m in saved.moments])
     renamed = replace(saved, moments=[replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments])
     resized = replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
     of_another = trace_memory(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
     for stats, plan, words in [
-        (other, plan_of(tiers), "blocks.0"),
+        (shifted, plan_of(tiers), "blocks.0"),
         (saved, plan_of(), "declare one"),
         (renamed, plan_of(tiers), "unit 3 is 'blocks.9'"),
         (resized, plan_of(tiers), str(BLOCK_BYTES + 4)),
@@ -397,19 +395,9 @@ def with_traces(path: str) -> dict[str, Any]:
             assert words in raises(ValueError, "same plan recorded", session.use_memory_stats, stats)
     # A trace of another order is only a bad guess.
     wrong = replace(saved, moments=list(saved.moments)[::-1])
-    found["wrong"] = train(partial(Stack, SKIPS), plan_of(tiers), None, prepare=partial(prepare, wrong))
-    found["skips"] = train(partial(Stack, SKIPS), plan_of(), None)
-    return found
-
-
-def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
-    found = run_ranks(1, with_traces, str(tmp_path / "trace.json"))[0]
-    first = found["first"]
-    assert found["equal"] and first.moved[0] > first.moved[-1]
-    for other, order in zip(found["others"], found["orders"][:2], strict=True):
-        assert other.state == first.state and other.moved == [first.moved[-1]] * 4
-        assert order == first.stats.order
-    assert found["wrong"].state == found["skips"].state
+    skips = partial(Stack, SKIPS)
+    guessed = train(skips, plan_of(tiers), None, prepare=partial(prepare, wrong))
+    assert guessed.state == train(skips, plan_of(), None).state
 
 
 def save(root: str, tags: list[str]) -> None:
