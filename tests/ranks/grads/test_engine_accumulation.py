@@ -72,9 +72,11 @@ def of_all_rows(even: bool) -> dict[str, Tensor]:
     return plain_steps(model, sgd(model), STEPS, loss, ranks=1)
 
 
-def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
+@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
+@on_ranks(RANKS)
+def test_what_is_dropped_is_not_counted(name: str) -> None:
     """The passes before are dropped, and their number and tokens too."""
-    found = {}
+    plan, hows = PLANS[name], ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
     with one_mesh(plan) as mesh:
         for average, how in product(("mean", "tokens"), hows):
             model = seeded(net)
@@ -86,19 +88,7 @@ def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
                         loss = mean_loss(session.module, x)
                         session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
                     session.optimizer.step()
-                found[f"{average} {how}"] = session.module.state_dict()
-    return found
-
-
-@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
-def test_what_is_dropped_is_not_counted(name: str) -> None:
-    hows = ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
-    results = run_ranks(RANKS, dropped, PLANS[name], hows)
-    for average in ("mean", "tokens"):
-        expected = of_all_rows(average == "mean")
-        for how in hows:
-            case = f"{average} {how}"
-            check([result[case] for result in results], expected, f"{name} {case}")
+                check([session.module.state_dict()], of_all_rows(average == "mean"), f"{name} {average} {how}")
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
@@ -123,9 +113,13 @@ def test_clip_grad_by_norm(name: str) -> None:
         check([session.module.state_dict()], dict(plain.state_dict()), name)
 
 
-def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """Every pass, or every pass but the last, under ``no_sync``."""
-    found = []
+@pytest.mark.parametrize(
+    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
+)
+@on_ranks(RANKS)
+def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
+    """Of every pass under it, as where it is of every pass but the last."""
+    plan, found = PLANS[name].but(average=average), []
     with one_mesh(plan) as mesh:
         for synced in (MICRO, MICRO - 1):
             model = seeded(net)
@@ -139,16 +133,9 @@ def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
                     session.optimizer.step()
                     norms.append(session.optimizer.get_grad_norm())
                 found.append((session.module.state_dict(), norms))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
-)
-def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
-    for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
-        assert norms == pytest.approx(others, rel=1e-12)
-        check([state], expected, "state")
+    (state, norms), (expected, others) = found
+    assert norms == pytest.approx(others, rel=1e-12)
+    check([state], expected, "state")
 
 
 def _around(session: Session, loss: Tensor) -> None:

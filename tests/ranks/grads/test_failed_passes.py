@@ -55,13 +55,23 @@ def two_passes(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyp
         yield model(data(rank, step, index)).square().mean(), False
 
 
-def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], dict[str, Tensor]]:
-    """Warnings of a step in which a pass fails after ``good`` ones, and is made again; the state after it."""
-    model, found = seeded(Net), list[str]()
-    with one_mesh(PLANS[name]) as mesh, sharded(model, adam(model), PLANS[name], mesh) as session:
+CASES = [
+    (name, good, then, direct, ranks)
+    for place, name in enumerate(("ddp", "zero1", "zero2", "zero3"))
+    for turn, (good, then) in enumerate([(0, "forward"), (1, "forward"), (2, "forward"), (2, "zero_grad")])
+    for direct, ranks in [((place + turn) % 2 == 0, 1 + (place + turn // 2) % 2)]
+]
+
+
+@pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
+@on_ranks()
+def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
+    """Warnings of a step in which a pass fails after ``good`` ones, and is made again."""
+    model = seeded(Net)
+    with sharded(model, adam(model), PLANS[name]) as session:
 
         def one(index: int) -> None:
-            loss = session.module(data(mesh.rank, 0, index)).square().mean()
+            loss = session.module(data(session.mesh.rank, 0, index)).square().mean()
             loss.backward() if direct else session.backward(loss)
 
         with warnings.catch_warnings(record=True, action="always") as caught:
@@ -77,30 +87,15 @@ def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], d
                 one(index)
             session.optimizer.step()
             assert not any(session.engine.pool._pins.values())
-            found += [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
-        return found, session.module.state_dict()
-
-
-CASES = [
-    (name, good, then, direct, ranks)
-    for place, name in enumerate(("ddp", "zero1", "zero2", "zero3"))
-    for turn, (good, then) in enumerate([(0, "forward"), (1, "forward"), (2, "forward"), (2, "zero_grad")])
-    for direct, ranks in [((place + turn) % 2 == 0, 1 + (place + turn // 2) % 2)]
-]
-
-
-@pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
-def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
-    found = run_ranks(ranks, said_of, name, good, then, direct)
-    for said, _ in found:
+        said = [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
         if good and then == "forward":
             (only,) = said
             assert f"those of {good} earlier pass{'es' * (good > 1)} of this step" in only
             assert "Make all passes of the step again" in only
         else:
             assert said == []
-    # Both passes were made again, and nothing of those before is left.
-    check([state for _, state in found], run_plain(Net, two_passes, ranks, 1), name)
+        # Both passes were made again, and nothing of those before is left.
+        check([session.module.state_dict()], run_plain(Net, two_passes, ranks, 1), name)
 
 
 LAYERS = 5

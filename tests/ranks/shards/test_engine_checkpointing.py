@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
+from shardwise.plan import zero
 from tests.support.engine_setup import adam, check, plain_steps, sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 from tests.support.steps import take_steps
 
@@ -40,41 +40,27 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(tokens_of(rank, step), labels=tokens_of(rank, step)).loss  # type: ignore[no-any-return]
 
 
-Generated = tuple[dict[str, Tensor], Tensor, list[dict[str, int]], int]
-
-
-def hugging_face(plan: Plan, reentrant: bool) -> Generated:
-    model = causal_model()
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize(("reentrant", "shared"), [(False, False), *full((True, None))])
+@on_ranks(2, timeout=150.0)
+def test_hugging_face_checkpointing_and_generation(reentrant: bool, shared: bool | None) -> None:
+    plain, model, plan = causal_model(), causal_model(), zero(3).but(shared_memory=shared)
+    expected = plain_steps(plain, adam(plain, 1e-2), STEPS, loss_of)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     with sharded(model, adam(model, 1e-2), plan) as session:
         session.module.train()
         take_steps(session, range(STEPS), loss_of)
-        state = session.module.state_dict()
+        check([session.module.state_dict()], expected, "llama", rtol=1e-5)
         session.module.eval()
         chunks = session.engine.shards.layout.chunks
         whole = sum(c.padded_bytes for c in chunks) // session.mesh.size * (session.mesh.size - 1)
-        traffic = []
         for _ in range(2):
             session.reset_traffic()
             with session.module.gathered(), torch.no_grad():
                 for _ in range(2):
                     written = session.module.generate(tokens_of(0, 9), **WRITE)
-            traffic.append(session.traffic())
-        return state, written, traffic, whole
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(("reentrant", "shared"), [(False, False), *full((True, None))])
-def test_hugging_face_checkpointing_and_generation(reentrant: bool, shared: bool | None) -> None:
-    model = causal_model()
-    plain_steps(model, adam(model, 1e-2), STEPS, loss_of)
-    model.eval()
-    expected = model.generate(tokens_of(0, 9), **WRITE)
-    results = run_ranks(2, hugging_face, zero(3).but(shared_memory=shared), reentrant, timeout=150)
-    for state, written, traffic, whole in results:
-        check([state], dict(model.state_dict()), "llama", rtol=1e-5)
-        assert torch.equal(written, expected)
-        # Everything once per gathered(), however many forwards run inside it.
-        assert [step["all_gather"] for step in traffic] == [whole, whole]
+            # Everything once per gathered(), however many forwards run inside it.
+            assert session.traffic()["all_gather"] == whole
+            assert torch.equal(written, plain.eval().generate(tokens_of(0, 9), **WRITE))

@@ -49,6 +49,7 @@ from tests.support.engine_setup import (
 from tests.support.meetings_setup import GLOO, counted
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
+from tests.support.steps import take_steps
 from tests.support.stream_setup import LAYERS, Branching, groups_of
 from tests.support.tier_setup import with_tiers
 
@@ -134,8 +135,11 @@ def test_ranks_fetch_the_same_ahead_whatever_one_of_them_holds(prefetch: int) ->
 # ---- ranks that differ
 
 
-def differs_in_one_step(size: int) -> str:
+@pytest.mark.parametrize("ranks", [2, *full(3)])
+@on_ranks()
+def test_ranks_that_gathered_something_else_are_told_before_the_update(ranks: int) -> None:
     """In step 2 the last rank takes two layers of one size in another order, as nothing else would tell."""
+    size = ranks
     with groups_of(NativeGroup):
         model, said = seeded(Branching), ""
         plan = zero(3).but(prefetch=0)
@@ -157,7 +161,10 @@ def differs_in_one_step(size: int) -> str:
                 session.optimizer.zero_grad()
             state = session.module.state_dict()
         assert_close(state, branching_in_one_process(size, 4), 1e-9, "after the error")
-        return said
+    others = "rank 0" if size == 2 else r"ranks [0, 1]"
+    assert "have gathered different parameters since they last compared: gather 3 is" in said
+    assert "(layers.2" in said and "(layers.3" in said
+    assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
 
 
 def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
@@ -167,15 +174,6 @@ def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
         return model(data(rank, step), range(LAYERS)).square().mean()  # type: ignore[no-any-return]
 
     return plain_steps(model, adam(model), steps, loss, size)
-
-
-@pytest.mark.parametrize("size", [2, *full(3)])
-def test_ranks_that_gathered_something_else_are_told_before_the_update(size: int) -> None:
-    for said in run_ranks(size, differs_in_one_step, size):
-        others = "rank 0" if size == 2 else r"ranks [0, 1]"
-        assert "have gathered different parameters since they last compared: gather 3 is" in said
-        assert "(layers.2" in said and "(layers.3" in said
-        assert f"on {others}" in said and f"on rank {size - 1}" in said and "same_order=False" in said
 
 
 def waits_in_vain(plan: Plan) -> str:
@@ -236,6 +234,7 @@ def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: b
     assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
 
 
+MESSAGES = zero(3).but(shared_memory=False)
 NAMES = ["linear", "layer_norm", "attention", "lstm", "mul", "conv2d"]
 THREADS, TIMES = 3, 12
 
@@ -244,8 +243,13 @@ def table() -> Table:
     return Table(NAMES)
 
 
-def served(plan: Plan) -> tuple[list[str], Tensor]:
-    """What went wrong in any thread, and a parameter after a step that follows."""
+@pytest.mark.parametrize(
+    "plan",
+    [zero(3), *full(MESSAGES.but(same_order=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2))],
+    ids=["shared", "gloo", "alone", "zero2"],
+)
+@on_ranks(2)
+def test_threads_evaluate_one_model(plan: Plan) -> None:
     model, plain = seeded(table), seeded(table)
     wrong: list[str] = []
 
@@ -268,29 +272,10 @@ def served(plan: Plan) -> tuple[list[str], Tensor]:
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
-        session.backward(session.module(data(0, 0, rows=ROWS)))
-        session.optimizer.step()
-        return wrong, session.module.state_dict()["first.weight"]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        zero(3),
-        *full(
-            zero(3).but(shared_memory=False, same_order=False), zero(3).but(packing=ByTensor(persist_numel=0)), zero(2)
-        ),
-    ],
-    ids=["shared", "gloo", "alone", "zero2"],
-)
-def test_threads_evaluate_one_model(plan: Plan) -> None:
-    model = seeded(table)
-    optimizer = sgd(model)
-    model(data(0, 0, rows=ROWS)).backward()
-    optimizer.step()
-    for wrong, weight in run_ranks(2, served, plan):
         assert not wrong
-        torch.testing.assert_close(weight, model.first.weight.detach(), rtol=1e-11, atol=0)
+        loss = lambda model, _rank, _step: model(data(0, 0, rows=ROWS))  # noqa: E731
+        take_steps(session, [0], loss)
+        assert_close(session.module.state_dict(), plain_steps(plain, sgd(plain), 1, loss), 1e-11, "a step that follows")
 
 
 def overlapping(plan: Plan) -> list[str]:
@@ -327,7 +312,6 @@ def test_overlapping_threads_under_a_capacity_are_an_error() -> None:
     assert run_ranks(2, overlapping, zero(3)) == [[], []]
 
 
-MESSAGES = zero(3).but(shared_memory=False)
 BARE = MESSAGES.but(prefetch=0)
 """Otherwise units as small as these are all fetched ahead."""
 
