@@ -31,10 +31,14 @@ def convolutions() -> nn.Module:
 BUILDERS: dict[str, Callable[[], nn.Module]] = {"gpt": TinyGpt, "convolutions": convolutions}
 
 
-def initial(plan: Plan, how: str) -> dict[str, tuple[dict[str, Tensor], list[bool]]]:
-    results = {}
-    for name, builder in BUILDERS.items():
-        if name == "gpt" and how == "meta":
+IN_FULL = [("ddp", "deferred"), ("zero2", "deferred"), ("zero3", "meta"), ("half", "meta"), ("zero3_gloo", "deferred")]
+
+
+@pytest.mark.parametrize(("name", "how"), [("zero1", "meta"), ("zero3", "deferred"), *full(*IN_FULL)])
+@on_ranks(2)
+def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
+    for kind, builder in BUILDERS.items():
+        if kind == "gpt" and how == "meta":
             continue  # TinyGpt's own parameter has no reset_parameters
         torch.manual_seed(3)
         if how == "deferred":
@@ -47,31 +51,17 @@ def initial(plan: Plan, how: str) -> dict[str, tuple[dict[str, Tensor], list[boo
         if how == "meta":
             torch.manual_seed(3)
         optimizer = adam(model)
-        with sharded(model, optimizer, plan) as session:
-            kinds = [type(p) is nn.Parameter and not p.is_meta for p in model.parameters()]
-            x = torch.zeros(2, 4, dtype=torch.long) if name == "gpt" else torch.ones(2, 3, 6)
+        with sharded(model, optimizer, PLANS[name]) as session:
+            assert all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+            x = torch.zeros(2, 4, dtype=torch.long) if kind == "gpt" else torch.ones(2, 3, 6)
             session.backward(session.module(x).square().mean())
             state = session.module.state_dict()
             session.optimizer.step()
             assert not torch.equal(session.module.state_dict()[next(iter(state))], state[next(iter(state))])
-            results[name] = (state, kinds)
-    return results
-
-
-IN_FULL = [("ddp", "deferred"), ("zero2", "deferred"), ("zero3", "meta"), ("half", "meta"), ("zero3_gloo", "deferred")]
-
-
-@pytest.mark.parametrize(("name", "how"), [("zero1", "meta"), ("zero3", "deferred"), *full(*IN_FULL)])
-def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
-    results = run_ranks(2, initial, PLANS[name], how)
-    for builder in results[0]:
         torch.manual_seed(3)
-        plain = BUILDERS[builder]()
-        expected = {k: v for k, v in plain.state_dict().items() if "running" not in k and "num_batches" not in k}
-        for result in results:
-            state, kinds = result[builder]
-            assert all(kinds)
-            check([{k: state[k] for k in expected}], expected, f"{name} {how} {builder}", rtol=0.0)
+        plain = builder().state_dict()
+        expected = {k: v for k, v in plain.items() if "running" not in k and "num_batches" not in k}
+        check([{k: state[k] for k in expected}], expected, f"{name} {how} {kind}", rtol=0.0)
 
 
 WIDTH, HALF = 256, torch.bfloat16

@@ -262,9 +262,13 @@ def told(model: nn.Module, wrapped: nn.Module, backward: Callable[..., Any], opt
     return first, out.detach(), {n: v.float().clone() for n, v in wrapped.state_dict().items()}
 
 
-def sessions(directory: str, precision: str) -> dict[str, Any]:
-    """By stage and way of loading; every rank has another model first."""
-    state, found = given(torch.float32), dict[str, Any]()
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
+@on_ranks(2)
+def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Children first, once a load, on all ranks, by each way of loading; at stage 3 with the module's parameters, and
+    what they write stays."""
+    state = given(torch.float32)
+    before, out, after = plain(state)
     for stage in (1, 2, 3):
         for way in ("state", "own", "checkpoint"):
             model = net(1)
@@ -274,16 +278,19 @@ def sessions(directory: str, precision: str) -> dict[str, Any]:
                 other.load_state_dict(state)
                 other[1].weight.data.copy_(state["1.weight"])  # not bounded, as it is in the state
                 source = shardwise.shard(other, sgd(other), stage=stage)
-                source.checkpoints.save(f"{directory}/{stage}", "a")
+                source.checkpoints.save(f"{tmp_path}/{stage}", "a")
                 source.close()
-                session.checkpoints.load(f"{directory}/{stage}", "a")
+                session.checkpoints.load(f"{tmp_path}/{stage}", "a")
             else:
                 (session.module if way == "state" else model).load_state_dict(state)
             assert model[1].calls == ["scaled", "whole"], (stage, way, model[1].calls)
-            found[f"{stage} {way}"] = told(model, session.module, session.backward, session.optimizer)
+            first, outputs, last = told(model, session.module, session.backward, session.optimizer)
+            what = f"stage {stage}, {way}"
+            assert_close(first, before, tolerance, what)
+            assert_close({"out": outputs}, {"out": out}, max(tolerance, 1e-6), what)
+            assert_close(last, after, max(tolerance, 1e-6), what)
             wrong(session, state)
             session.close()
-    return found
 
 
 def wrong(session: shardwise.Session, state: HooksState) -> None:
@@ -303,21 +310,6 @@ def wrong(session: shardwise.Session, state: HooksState) -> None:
         model[0].register_load_state_dict_post_hook(lambda *_: {}["lost"])
     with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.core.comm.PeerError, match="lost"):
         session.module.load_state_dict(state)
-
-
-def hooks_check(found: dict[str, Any], state: HooksState, tolerance: float) -> None:
-    before, out, after = plain(state)
-    for what, (first, outputs, last) in found.items():
-        assert_close(first, before, tolerance, what)
-        assert_close({"out": outputs}, {"out": out}, max(tolerance, 1e-6), what)
-        assert_close(last, after, max(tolerance, 1e-6), what)
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
-def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
-    """Children first, once a load, on all ranks; at stage 3 with the module's parameters, and what they write stays."""
-    for found in run_ranks(2, sessions, str(tmp_path), precision):
-        hooks_check(found, given(torch.float32), tolerance)
 
 
 class Block(nn.Module):

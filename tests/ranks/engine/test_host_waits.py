@@ -18,7 +18,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise
 from shardwise.core.checks import batches, guards
@@ -90,12 +89,12 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
         yield reads, exchanges
 
 
-def one_step(plan: Plan, dtype: torch.dtype) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
+def one_step(plan: Plan) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
     """Of the last of some steps: what was read and exchanged; norms of all steps, and those of a host that waits."""
     norms: dict[bool, list[float | None]] = {True: [], False: []}
     for ahead in (True, False):
         with as_on_a_gpu() if ahead else contextlib.nullcontext(), counted() as (reads, exchanges):
-            model: nn.Module = seeded(Branching).to(dtype)
+            model = seeded(Branching)
             with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
                 for step in range(STEPS):
                     loss = losses_of(session.module, mesh.rank, step, False)
@@ -115,7 +114,7 @@ OTHERS = ["which parameters had gradients", "the gradient norm"]
 @pytest.mark.parametrize(("stage", "shared"), [(2, False), (3, None), *full((1, None), (3, False))])
 def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> None:
     plan = zero(stage).but(shared_memory=shared)
-    for reads, exchanges, late, now in run_ranks(2, one_step, plan, torch.float64):
+    for reads, exchanges, late, now in run_ranks(2, one_step, plan):
         assert reads == []
         assert exchanges == OTHERS
         assert_close({"norms": torch.tensor(late)}, {"norms": torch.tensor(now)}, 1e-6, f"stage {stage}")
@@ -123,7 +122,7 @@ def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> 
 
 @pytest.mark.parametrize("stage", [3, *full(2)])
 def test_clipping_reads_the_norm_once(stage: int) -> None:
-    for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1), torch.float64):
+    for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1)):
         assert reads == ["cpu in _shares of norm.py", "tolist in _shares of norm.py"]
         assert exchanges == OTHERS
         assert late == now

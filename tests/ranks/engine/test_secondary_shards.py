@@ -123,31 +123,23 @@ def live(one: Plainly) -> dict[str, Tensor]:
     return seen | one.module.state_dict()
 
 
-def lives(plans: list[Plan], directory: Path) -> list[dict[str, Tensor]]:
-    """The last one's checkpoint is read by a session without secondary shards."""
-    found = []
-    with meshes() as mesh_of:
-        for plan in plans:
-            one = Sharded(plan, mesh_of(plan))
-            found.append(live(one))
-            one.session.checkpoints.save(directory / "last")
-            one.session.close()
-        other = Sharded(plan.but(secondary=None), mesh_of(plan))
-        other.session.checkpoints.load(directory / "last")
-        found.append(other.module.state_dict())
-        other.session.close()
-    return found
-
-
+@on_ranks(4)
 def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
+    """The last one's checkpoint is read by a session without secondary shards."""
     wanted = live(Plainly(4))
     looks = [value for name, value in wanted.items() if name.startswith("look")]
     assert len(looks) == 8 and not any(torch.equal(one, other) for one, other in pairwise(looks))
-    plans = [GLOO.but(secondary=2), zero(3).but(secondary=2, gathered_fraction=0.3), GLOO.but(secondary=1)]
-    for *results, loaded in run_ranks(4, lives, plans, tmp_path):
-        for plan, found in zip(plans, results, strict=True):
+    with meshes() as mesh_of:
+        for plan in (GLOO.but(secondary=2), zero(3).but(secondary=2, gathered_fraction=0.3), GLOO.but(secondary=1)):
+            one = Sharded(plan, mesh_of(plan))
+            found = live(one)
             assert_close(found, wanted, 1e-11, f"{plan.mesh}")
-        assert all(torch.equal(value, results[-1][name]) for name, value in loaded.items())
+            one.session.checkpoints.save(tmp_path / "last")
+            one.session.close()
+        other = Sharded(plan.but(secondary=None), mesh_of(plan))
+        other.session.checkpoints.load(tmp_path / "last")
+        assert all(torch.equal(value, found[name]) for name, value in other.module.state_dict().items())
+        other.session.close()
 
 
 # ---- what they hold, and what each group sends
@@ -244,18 +236,15 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
 
 
-def groups(plan: MeshPlan) -> list[int]:
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (8, 2)])
+@on_ranks()
+def test_neighbours_keep_them_together(ranks: int, tp: int) -> None:
+    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=tp, secondary=2)
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
-    found = [int(row[0]) for row in mesh.secondary.exchange([mesh.mesh_group.rank])]
+    me = mesh.mesh_group.rank
+    low = me // (2 * tp) * 2 * tp + me % tp
+    assert mesh.secondary.exchange([me]) == [[low], [low + tp]]
     mesh.close()
-    return found
-
-
-def test_neighbours_keep_them_together() -> None:
-    found = run_ranks(4, groups, MeshPlan(dp_shard=-1, dp_replicate=1, secondary=2))
-    assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    found = run_ranks(8, groups, MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, secondary=2))
-    assert found == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
 
 
 TRAINING_WIDTH, HIDDEN = 24, 37
