@@ -13,6 +13,7 @@ from shardwise.plan import zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
 from tests.support.meetings_setup import fails_and_goes_on
+from tests.support.on_ranks import on_ranks
 from tests.support.scope import PER_HOST, hosts_of
 from tests.support.sets import campaign, full
 
@@ -50,16 +51,14 @@ def test_a_rank_that_fails_goes_on() -> None:
     assert all(each[-1] == "made 2" for each in ends) and "ArithmeticError" in ends[1]
 
 
-def on_its_host(per_host: int) -> tuple[str, dict[str, Tensor]]:
-    plan = zero(3).but(secondary="host")
-    with hosts_of(per_host), one_mesh(plan) as mesh:
-        return repr(mesh.secondary), run_sharded(layers, several, plan, 3, mesh)
-
-
 @pytest.mark.parametrize(
     ("per_host", "group"), [(2, "SharedGroup('secondary', rank"), *full((4, "None"), (1, "None"), (3, "None"))]
 )
+@on_ranks(4)
 def test_secondary_shards_are_placed_inside_a_host_by_themselves(per_host: int, group: str) -> None:
-    found = run_ranks(4, on_its_host, per_host)
-    assert all(told.startswith(group) and ("of 2" in told) == (per_host == 2) for told, _ in found)
-    check([state for _, state in found], run_plain(layers, several, 4, 3), "secondary shards of each host")
+    plan = zero(3).but(secondary="host")
+    with hosts_of(per_host), one_mesh(plan) as mesh:
+        told = repr(mesh.secondary)
+        assert told.startswith(group) and ("of 2" in told) == (per_host == 2)
+        found = run_sharded(layers, several, plan, 3, mesh)
+    check([found], run_plain(layers, several, 4, 3), "secondary shards of each host")

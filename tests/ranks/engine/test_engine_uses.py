@@ -56,11 +56,6 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-def two_forwards_one_backward(model: nn.Module, rank: int, step: int) -> Passes:
-    first, second = model(data(rank, step, 0)), model(data(rank, step, 1))
-    yield mean_square(first) + (first * second).mean(), False
-
-
 def two_forwards_two_backwards(model: nn.Module, rank: int, step: int) -> Passes:
     first, second = mean_square(model(data(rank, step, 0))), mean_square(model(data(rank, step, 1), (3, 0)))
     yield first, False
@@ -129,7 +124,6 @@ def gradient_of_the_input(model: nn.Module, rank: int, step: int) -> Passes:
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
     for function in (
-        two_forwards_one_backward,
         two_forwards_two_backwards,
         backwards_in_reverse,
         retained_graph,

@@ -368,57 +368,41 @@ def test_the_same_bits_whatever_carries_them(size: int, names: list[str]) -> Non
         assert results[0][names.index("frozen")][0][0] != results[0][names.index("int8")][0][0]
 
 
-def one_step(plan: Plan) -> dict[str, Any]:
-    model, found = net(), dict[str, Any]()
+@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
+@on_ranks(2)
+def test_one_step_is_within_the_stated_bounds(name: str) -> None:
+    model, exact = net(), net().state_dict()
+    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
     with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
         with session.module.gathered():
-            found["used"] = {name: p.detach().clone() for name, p in session.module.module.named_parameters()}
-        found["masters"] = dict(session.module.full_state())
+            used = {name: p.detach().clone() for name, p in session.module.module.named_parameters()}
+        masters = dict(session.module.full_state())
         session.reset_traffic()
         session.backward(loss_of(session.module, session.mesh.rank, 0))
-        found["gradients"] = session.full_gradients()
-        found["traffic"] = session.traffic()
+        gradients, traffic = session.full_gradients(), session.traffic()
         session.optimizer.step()
-        found["stepped"] = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
-        found["whole"] = session.traffic()
-        layout = session.engine.shards.layout
-        found["chunks"] = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in layout.chunks]
-    return found
-
-
-def row_bytes(numel: int) -> int:
-    return numel + -(-numel // BLOCK)
-
-
-@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
-def test_one_step_is_within_the_stated_bounds(name: str) -> None:
-    size = 2
-    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
-    found = run_ranks(size, one_step, plan)[0]
-    exact = net().state_dict()
-    for key, value in found["used"].items():
+        stepped, whole = session.module.state_dict(), session.traffic()
+        chunks = [chunk for chunk in session.engine.shards.layout.chunks if chunk.trainable]
+    for key, value in used.items():
         error = (value - exact[key]).abs()
-        rounded = name != "ddp" and "still" not in key
         assert (error <= 2**-4 * exact[key].abs() + 2**-17).all()
-        assert bool(error.any()) == rounded
-        assert torch.equal(found["masters"][key], exact[key])  # masters are never rounded
-    per_rank = [gradients_at(found["used"], rank) for rank in range(size)]
-    for key, value in found["gradients"].items():
+        assert bool(error.any()) == (name != "ddp" and "still" not in key)
+        assert torch.equal(masters[key], exact[key])  # masters are never rounded
+    per_rank = [gradients_at(used, rank) for rank in range(2)]
+    for key, value in gradients.items():
         terms = torch.stack([each[key] for each in per_rank])
         bound = (0.27 if name == "ddp" else 0.126) * terms.abs().mean(0) + 2**-28 * terms.abs().max()
         assert ((value - terms.mean(0)).abs() <= bound).all()
         assert not torch.equal(value, terms.mean(0))
-        torch.testing.assert_close(found["stepped"][key], exact[key] - value, atol=1e-7, rtol=1e-6)
-    own = [row_bytes(numel // size) for numel, _, trains in found["chunks"] if trains]
+        torch.testing.assert_close(stepped[key], exact[key] - value, atol=1e-7, rtol=1e-6)
+    own = sum(numel + -(-numel // BLOCK) for numel in (chunk.padded_numel // 2 for chunk in chunks))
     if name == "ddp":
-        assert found["traffic"]["all_reduce"] == 2 * (size - 1) * sum(own)
-        assert found["whole"]["all_gather"] == 0
+        assert traffic["all_reduce"] == 2 * own and whole["all_gather"] == 0
     else:
-        assert found["traffic"]["reduce_scatter"] == (size - 1) * sum(own)
+        assert traffic["reduce_scatter"] == own
     if name == "zero2_fp32":  # updated parameters are gathered once; states are read whole
-        reading = sum((size - 1) * shard * 4 for _, shard, trains in found["chunks"] if trains)
-        assert found["whole"]["all_gather"] - found["traffic"]["all_gather"] >= (size - 1) * sum(own)
-        assert found["whole"]["all_gather"] <= (size - 1) * sum(own) + 3 * reading + 4096
+        assert whole["all_gather"] - traffic["all_gather"] >= own
+        assert whole["all_gather"] <= own + 3 * sum(chunk.shard_numel(0) * 4 for chunk in chunks) + 4096
 
 
 def gradients_at(params: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
