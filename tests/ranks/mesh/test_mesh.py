@@ -85,27 +85,26 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
 
 
-def sequences(plan: MeshPlan) -> list[object]:
+@pytest.mark.parametrize(
+    "plan",
+    [MeshPlan(dp_shard=-1, dp_replicate=1, sp=2), MeshPlan(dp_shard=1, dp_replicate=-1, sp=2, tp=2)],
+    ids=["data", "tensor and data"],
+)
+@on_ranks(4)
+def test_neighbours_among_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
+    me, apart = dist.get_rank(), plan.tp
+    other = me ^ apart
     mesh = Mesh.create(plan, CPU, COMM)
     own = mesh.sequence.rank
-    mesh.ring.send(torch.tensor(dist.get_rank()), 1 - own, 0, 0, "a test's number")
-    beside = int(mesh.ring.receive((torch.Size([]), torch.int64), 1 - own, 0, 0, "a test's number"))
+    mesh.ring.send(torch.tensor(me), 1 - own, 0, 0, "a test's number")
+    assert int(mesh.ring.receive((torch.Size([]), torch.int64), 1 - own, 0, 0, "a test's number")) == other
     mesh.ring.settle()
-    told: list[object] = [[int(row[0]) for row in mesh.sequence.exchange([dist.get_rank()])], beside, mesh.size]
+    assert mesh.sequence.exchange([me]) == [[min(me, other)], [max(me, other)]] and mesh.size == 4 // apart
     sent = mesh.traffic()
     assert sent["send"] == 8 and sent["exchange"] == mesh.sequence.traffic.bytes["exchange"] > 0
     mesh.reset_traffic()
     assert not any(mesh.traffic().values())
     mesh.close()
-    return told
-
-
-def test_neighbours_among_data_parallel_ranks_share_sequences() -> None:
-    for rank, told in enumerate(run_ranks(4, sequences, MeshPlan(dp_shard=-1, dp_replicate=1, sp=2))):
-        low = rank // 2 * 2
-        assert told == [[low, low + 1], low + 1 - rank % 2, 4]
-    for rank, told in enumerate(run_ranks(4, sequences, MeshPlan(dp_shard=1, dp_replicate=-1, sp=2, tp=2))):
-        assert told == [[rank % 2, rank % 2 + 2], (rank + 2) % 4, 2]
 
 
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
