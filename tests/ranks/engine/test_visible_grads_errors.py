@@ -228,12 +228,9 @@ def last(edit: Callable[[Odd], Reads]) -> Edit:
     return lambda model, micro: edit(model) if micro == MICRO - 1 else []
 
 
-def value_of(foreach: bool | None) -> Edit:
-    def edit(model: Odd) -> Reads:
-        clip_grad_value_(model.parameters(), 0.02, foreach=foreach)
-        return [float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))]
-
-    return last(edit)
+def clip_values(model: Odd) -> Reads:
+    clip_grad_value_(model.parameters(), 0.02)
+    return [float(get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))]
 
 
 def norm_of(p: float, foreach: bool | None) -> Edit:
@@ -325,7 +322,7 @@ def every_pass(model: Odd, micro: int) -> Reads:
 
 EDITS: dict[str, Edit] = {
     **{f"norm {p} {foreach}": norm_of(p, foreach) for p, foreach in ((2.0, None), (math.inf, True))},
-    "value": value_of(None),
+    "value": last(clip_values),
     "in two": last(in_two),
     "read": last(read),
     "edit": last(edit_in_place),

@@ -17,7 +17,6 @@ kept (stage 1).
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -42,13 +41,6 @@ WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH
 
 
-@dataclass(frozen=True)
-class Measured:
-    report: MemoryReport
-    live: int
-    """Storage bytes of all tensors that the session added, peers' memory mapped here left out."""
-
-
 def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
@@ -66,7 +58,8 @@ def mapped_bytes(session: Session) -> int:
     return sum(peers.values())
 
 
-def measure(plan: Plan) -> Measured:
+def measure(plan: Plan) -> tuple[MemoryReport, int]:
+    """And storage bytes of all tensors that the session added, peers' memory mapped here left out."""
     before = live_tensor_bytes()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
     with sharded(model, torch.optim.Adam(model.parameters()), plan) as session:
@@ -76,7 +69,7 @@ def measure(plan: Plan) -> Measured:
             held = session.memory()
             session.optimizer.step()
         del loss
-        return Measured(held, live_tensor_bytes() - before - mapped_bytes(session))
+        return held, live_tensor_bytes() - before - mapped_bytes(session)
 
 
 def padded(unit_numel: int, ranks: int) -> int:
@@ -105,8 +98,7 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
         slots = count * 2 * unit
         receive = 0 if shared is None else (world_size - 1) * 2 * (psi if stage == 1 else count * unit) // world_size
         whole = {1: 2 * psi + 2 * psi + 12 * share, 2: 2 * psi + 14 * share + slots, 3: 16 * share + slots}[stage]
-        for found in run_ranks(world_size, measure, plan):
-            report = found.report
+        for report, live in run_ranks(world_size, measure, plan):
             assert report.master_bytes == 4 * share
             steps = 4 * 2 * DEPTH * 2  # Adam's step counters: fp32 scalars, at most two pieces a parameter
             assert 8 * share - 8 * 32 * DEPTH * world_size <= report.optimizer_bytes <= 8 * share + steps
@@ -120,7 +112,7 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
             assert 0 < report.scratch_bytes <= 4 * share
             assert report.total_bytes - report.scratch_bytes - copied <= whole + steps
             slack = scratch + copied + receive + steps + 4096
-            assert whole - slots <= found.live + copied <= whole + copied + slack, (stage, found, whole, slack)
+            assert whole - slots <= live + copied <= whole + copied + slack, (stage, report, live, whole, slack)
 
 
 @pytest.mark.parametrize("name", ["zero3", *campaign("zero1", "zero2", "zero3_gloo", "zero2_gloo")])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
@@ -106,24 +105,14 @@ def test_states_are_the_same_in_all_tiers(name: str, mixes: tuple[str, ...], tmp
     assert not list(tmp_path.iterdir())
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.judge = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.judge(self.maker(x))
-
-
 def two_optimizers(plan: Plan, mesh: Mesh) -> dict[str, str]:
-    torch.manual_seed(4)
-    model = Gan()
-    kinds = [torch.optim.AdamW(model.maker.parameters(), lr=1e-2), torch.optim.SGD(model.judge.parameters(), lr=0.1)]
+    model = make_net()
+    params = [p for p in model.parameters() if p.requires_grad]
+    kinds = [torch.optim.AdamW(params[:3], lr=1e-2), torch.optim.SGD(params[3:], lr=0.1)]
     with sharded(model, kinds, plan, mesh) as session:
-        maker, judge = session.optimizers
+        first, second = session.optimizers
         for step in range(3):
-            for optimizer, sign in ((judge, -1.0), (maker, 1.0)):
+            for optimizer, sign in ((second, -1.0), (first, 1.0)):
                 session.module.zero_grad()
                 optimizer.backward(sign * session.module(batch(mesh.rank, step)).float().square().mean())
                 optimizer.step()
