@@ -316,4 +316,6 @@ def test_autocast_is_lightnings_own() -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     told = r"torch_autocast\.enabled=True .* is not available under Lightning"
     raises(NotImplementedError, told, deepspeed_config.read_lightning_config, given)
-    assert deepspeed_config.read_lightning_config({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}).stage == 0
+    assert (
+        deepspeed_config.read_lightning_config({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}).stage == 0
+    )

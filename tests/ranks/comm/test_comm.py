@@ -19,7 +19,6 @@ import torch.distributed as dist
 from shardwise.core.comm import Buffer, Group, LocalGroup
 from shardwise.core.comm.link import Link
 from shardwise.core.comm.summing import TILE_NUMEL
-from shardwise.testing import run_ranks
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.scope import CPU, Scope, same, summed, values
 from tests.support.sets import full
@@ -29,7 +28,11 @@ SLICES = (0, 1, 7, 1300)
 LARGE = TILE_NUMEL + 3
 
 
-def collectives(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2), *full(("shared", 4), ("native", 1))]
+)
+@on_ranks()
+def test_collectives_equal_plain_arithmetic(kind: str, ranks: int) -> None:
     """Each dtype with each length, and each of these with each output, scales by turns."""
     with Scope(kind) as group:
         cases = [(numel, dtype) for dtype in DTYPES for numel in SLICES] + [(LARGE, torch.float32)]
@@ -87,15 +90,16 @@ def reductions(group: Group, full: Buffer, kind: str, dtype: torch.dtype, numel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2), *full(("shared", 4), ("native", 1))]
+    ("kind", "ranks"),
+    [
+        *[("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2)],
+        *full(("shared", 2), ("gloo", 1), ("gloo", 2), ("native", 1), ("native", 3)),
+    ],
 )
-def test_collectives_equal_plain_arithmetic(kind: str, size: int) -> None:
-    run_ranks(size, collectives, kind)
-
-
-def agreement(kind: str) -> None:
+@on_ranks()
+def test_agreement(kind: str, ranks: int) -> None:
     with Scope(kind) as group:
-        rank, size = group.rank, group.size
+        rank, size = group.rank, ranks
         assert group.exchange([]) == [[]] * size
         assert group.exchange([rank, 2.0**53 - 1, float("inf")]) == [
             [r, 2.0**53 - 1, float("inf")] for r in range(size)
@@ -119,25 +123,16 @@ def agreement(kind: str) -> None:
         group.fence()
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        *[("shared", 1), ("shared", 3), ("gloo", 3), ("native", 2)],
-        *full(("shared", 2), ("gloo", 1), ("gloo", 2), ("native", 1), ("native", 3)),
-    ],
-)
-def test_agreement(kind: str, size: int) -> None:
-    run_ranks(size, agreement, kind)
-
-
-def random_speeds(rounds: int) -> None:
+@pytest.mark.parametrize("ranks", [2, *full(4)])
+@on_ranks()
+def test_nobody_overtakes_a_reader(ranks: int) -> None:
     """Writers that overtake readers would be seen: every round has other values and random pauses."""
     with Scope("shared") as group:
         size, rank, numel = group.size, group.rank, 30_000
         noise = random.Random(rank)
         full, shard = group.buffers([(size * numel, torch.float32), (numel, torch.float32)])
         out, gathered = torch.empty(numel), torch.empty(size * numel)
-        for round_ in range(rounds):
+        for round_ in range(40):
             full.wait_writable()
             full.local.fill_(rank + round_)
             handle = group.reduce_scatter(out, full, 1.0) if round_ % 3 else group.all_reduce(full, 1.0)
@@ -153,11 +148,6 @@ def random_speeds(rounds: int) -> None:
             group.all_gather(gathered, shard).wait()
             assert gathered.view(size, numel).eq(torch.arange(size).view(-1, 1) * 1000 + round_).all()
             group.fence()
-
-
-@pytest.mark.parametrize("size", [2, *full(4)])
-def test_nobody_overtakes_a_reader(size: int) -> None:
-    run_ranks(size, random_speeds, 40)
 
 
 @on_ranks(3)
@@ -196,8 +186,9 @@ def test_finished_without_waiting(kind: str) -> None:
         thread.join()
 
 
-def misuse(kind: str) -> None:
-    with Scope(kind) as group:
+@on_ranks(2)
+def test_misuse_is_refused_with_the_value() -> None:
+    with Scope("shared") as group:
         size = group.size
         full, odd, shard = group.buffers([(size * 4, torch.float32), (size * 4 + 1, torch.float32), (4, torch.float32)])
         for call, text in (
@@ -219,45 +210,6 @@ def misuse(kind: str) -> None:
         handle.wait()
         full.wait_writable()
         group.fence()
-
-
-def test_misuse_is_refused_with_the_value() -> None:
-    run_ranks(2, misuse, "shared")
-
-
-def count_traffic(kind: str) -> dict[str, tuple[int, int]]:
-    with Scope(kind) as group:
-        size = group.size
-        full, shard = group.buffers([(size * 6, torch.bfloat16), (5, torch.float64)])
-        group.fence()
-        group.traffic.reset()
-        for _ in range(3):
-            group.all_gather(torch.empty(size * 5, dtype=torch.float64), shard).wait()
-        group.all_gather_in_place(full).wait()
-        group.reduce_scatter(torch.empty(6), full, 1.0).wait()
-        full.wait_writable()
-        group.all_reduce(full, 1.0).wait()
-        group.broadcast(torch.empty(3, 3, dtype=torch.int64), size - 1)
-        group.exchange([1.0, 2.0, 3.0])
-        group.exchange_object("four")
-        group.barrier()
-        group.fence()
-        return {kind: (group.traffic.bytes[kind], group.traffic.calls[kind]) for kind in group.traffic.bytes}
-
-
-@pytest.mark.parametrize(("kind", "size"), [*itertools.product(("shared", "gloo", "native"), (1, 2, 3))])
-def test_traffic_to_the_byte(kind: str, size: int) -> None:
-    counted = run_ranks(size, count_traffic, kind)
-    peers = size - 1
-    for rank, found in enumerate(counted):
-        assert found == {
-            "all_gather": (3 * peers * 5 * 8 + peers * 6 * 2, 4),
-            "reduce_scatter": (peers * 6 * 2, 1),
-            "all_reduce": (2 * peers * 6 * 2, 1),
-            "broadcast": (72 if peers and rank == size - 1 else 0, 1),
-            "exchange": (peers * (3 * 8 + 32 * 8 + len('"four"')), 2),
-            "send": (0, 0),
-        }
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
@@ -318,15 +270,12 @@ def unequal_parts(group: Group, kind: str, dtype: torch.dtype, joint: bool) -> N
     assert sent["all_reduce"] == whole_bytes - own_bytes + (size - 1) * own_bytes
 
 
-def every_dtype(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 3)])
+@on_ranks()
+def test_parts_of_different_lengths(kind: str, ranks: int) -> None:
     with Scope(kind) as group:
         for dtype, joint in itertools.product((torch.float32, torch.float64, torch.bfloat16), (False, True)):
             unequal_parts(group, kind, dtype, joint)
-
-
-@pytest.mark.parametrize(("kind", "size"), [("shared", 1), ("shared", 3), ("gloo", 3), ("native", 3)])
-def test_parts_of_different_lengths(kind: str, size: int) -> None:
-    run_ranks(size, every_dtype, kind)
 
 
 INSIDE_S = 0.2
@@ -355,13 +304,13 @@ class Counted:
             self.through.append(self._work.is_completed())
 
 
-def interrupted() -> list[str]:
+@on_ranks(2)
+def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
     """A signal comes to rank 0 while it waits, and it waits again. Rank 1 sends when the signal is there."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    told = []
     with Scope("gloo") as group:
         link, x = Link(group._gather_link.process_group, "test"), torch.zeros(3)  # type: ignore[attr-defined]
         if group.rank == 1:
@@ -382,10 +331,7 @@ def interrupted() -> list[str]:
 
             thread, before = threading.Thread(target=signals), signal.signal(signal.SIGALRM, interrupt)
             thread.start()
-            try:
-                message.wait()
-            except KeyboardInterrupt:
-                told.append("interrupted")
+            raises(KeyboardInterrupt, None, message.wait)
             thread.join()
             signal.signal(signal.SIGALRM, before)
             message.wait()
@@ -394,8 +340,3 @@ def interrupted() -> list[str]:
             assert seen == [1.0]
             assert x.tolist() == [1.0] * 3
         group.barrier()
-    return told
-
-
-def test_an_interrupt_during_a_wait_leaves_nothing_to_wait_for() -> None:
-    assert run_ranks(2, interrupted) == [["interrupted"], []]

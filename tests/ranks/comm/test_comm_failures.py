@@ -128,11 +128,8 @@ def astray(name: str) -> str:
     return told
 
 
-def test_a_rank_that_left_is_named() -> None:
+def test_a_rank_that_left_or_is_at_another_operation_is_named() -> None:
     assert "rank 1 has closed the group" in run_ranks(2, astray, "left")[0]
-
-
-def test_ranks_at_different_operations_are_told() -> None:
     for text in run_ranks(2, astray, "phases"):
         assert "fence before an update" in text and "fence after an update" in text
     for text in run_ranks(2, astray, "operations"):

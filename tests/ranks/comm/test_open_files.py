@@ -24,7 +24,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,7 +56,7 @@ from tests.support.engine_setup import PLANS, meshes, sharded
 from tests.support.launching import SECONDS, forked, start
 from tests.support.on_ranks import on_ranks
 from tests.support.scope import CPU, Scope, values
-from tests.support.sets import full
+from tests.support.sets import campaign, full
 
 RANKS = 4
 
@@ -136,7 +136,15 @@ def written(numel: int, format_: BlockFormat) -> int:
     return -(-numel * format_.bits // 8) + -(-numel // BLOCK)
 
 
-def both(kind: str, name: str) -> None:
+WAYS = (("shared", 3), ("gloo", 3), ("native", 2))
+EVERY = [(name, *way) for name in FORMATS for way in WAYS]
+FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS))]
+"""Each way, and each format."""
+
+
+@pytest.mark.parametrize(("name", "kind", "ranks"), [case if case in FEW else full(case)[0] for case in EVERY])
+@on_ranks()
+def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, ranks: int) -> None:
     """Each dtype with each length, scales by turns."""
     weights, gradients = FORMATS[name]
     with Scope(kind) as group:
@@ -226,17 +234,6 @@ def overflow(group: Group) -> None:
         assert not full.local[:BLOCK].isfinite().any()
         assert full.local[BLOCK:].isfinite().all()
         full.wait_writable()
-
-
-WAYS = (("shared", 3), ("gloo", 3), ("native", 2))
-EVERY = [(name, *way) for name in FORMATS for way in WAYS]
-FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS))]
-"""Each way, and each format."""
-
-
-@pytest.mark.parametrize(("name", "kind", "size"), [case if case in FEW else full(case)[0] for case in EVERY])
-def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, size: int) -> None:
-    run_ranks(size, both, kind, name)
 
 
 def one_message(wire: P2PChannel, rank: int, x: Tensor, lane: int, format_: BlockFormat, tag: int) -> None:
@@ -352,65 +349,54 @@ def sends(numel: int, itemsize: int, ranks: int) -> int:
     return (ranks - 1) * (numel // ranks) * itemsize
 
 
-def check_step(step: dict[str, int], gathered: int, scattered: int, reduced: int = 0) -> None:
-    found = (step["all_gather"], step["reduce_scatter"], step["all_reduce"])
-    assert found == (gathered, scattered, reduced)
-
-
-campaign = pytest.mark.campaign
-
-
 @pytest.mark.parametrize(
-    ("world_size", "shared"),
-    [
-        pytest.param(2, None, id="2-shared"),
-        *full(pytest.param(3, False, id="3-gloo"), pytest.param(4, None, id="4-shared")),
-        pytest.param(2, False, id="2-gloo", marks=campaign),
-        pytest.param(3, None, id="3-shared", marks=campaign),
-        pytest.param(4, False, id="4-gloo", marks=campaign),
-    ],
+    ("ranks", "shared"), [(2, None), *full((3, False), (4, None)), *campaign((2, False), (3, None), (4, False))]
 )
-def test_two_psi(world_size: int, shared: bool | None) -> None:
-    """DDP, ZeRO-1 and ZeRO-2: 2 Psi (N-1)/N."""
-    stages = ("ddp", "zero1", "zero2")
-    results = counts(world_size, [(PLANS[stage].but(shared_memory=shared), {}) for stage in stages])
-    for stage, result in zip(stages, results, strict=True):
-        psi = sends(sum(result.trainable), 4, world_size)
-        for step in result.steps:
-            check_step(step, *((0, 0, 2 * psi) if stage == "ddp" else (psi, psi)))
+def test_bytes_of_a_step(ranks: int, shared: bool | None) -> None:
+    """DDP, ZeRO-1 and ZeRO-2: 2 Psi (N-1)/N, and more for each further pass that is reduced. Frozen parameters cost
+    nothing there; at stage 3 they are gathered but not reduced, and stay valid over the step."""
+    kinds: list[dict[str, Any]] = [{}, {"passes": 3}, {"freeze": 2, "input_grad": False}]
+    cases = [(name, settings) for name in ("ddp", "zero1", "zero2", "zero3") for settings in kinds]
+    cases += [(name, {"passes": 3, "no_sync": True}) for name in ("ddp", "zero1")]
+    plans = [(PLANS[name].but(shared_memory=shared, prefetch=0), settings) for name, settings in cases]
+    for (name, settings), result in zip(cases, counts(ranks, plans), strict=True):
+        passes, frozen = settings.get("passes", 1), settings.get("freeze", 0)
+        psi, unit = (sends(numel, 4, ranks) for numel in (sum(result.trainable), result.trainable[0]))
+        reduced = psi * (1 if "no_sync" in settings else passes)
+        # Backward ends with the first unit in place, where the next forward begins.
+        gathers = passes * (2 * DEPTH - 1) - (passes - 1)
+        if frozen:  # it reads the weights of the trainable units but the first; the last one is still there
+            gathers = DEPTH + (DEPTH - frozen - 1) - 1
+        expected = (unit * gathers if name == "zero3" else psi, reduced, 0)
+        assert_bytes(result, (0, 0, 2 * reduced) if name == "ddp" else expected)
+        assert sum(result.frozen) >= frozen * UNIT
 
 
-def kept_units(budget_units: int, prefetch: int, known: bool) -> int:
-    return max(1 + prefetch if known else 1, budget_units)
+def assert_bytes(result: Counted, expected: tuple[int, int, int]) -> None:
+    """Of each step, gathered, scattered and reduced."""
+    for step in result.steps:
+        assert (step["all_gather"], step["reduce_scatter"], step["all_reduce"]) == expected
 
 
-def test_budgets_fall_from_three_psi_to_two() -> None:
-    per_step = []
-    budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in (0, 1)]
-    plans = [zero(3).but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
+@pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
+def test_budgets_fall_from_three_psi_to_two(shared: bool | None) -> None:
+    """Over messages units as small as these are all fetched ahead, where any are."""
+    per_step, base = [], zero(3).but(shared_memory=shared)
+    budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in ((0, 1) if shared is None else (0,))]
+    plans = [base.but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
     for (units, prefetch), result in zip(budgets, counts(2, [(plan, {}) for plan in plans]), strict=True):
         unit = sends(result.trainable[0], 4, 2)
-        again = max(DEPTH - kept_units(units, prefetch, known=True), 0)
+        kept = max(1 + prefetch, units)
         # A budget of everything is ZeRO-2: one gather, right after the update.
-        check_step(result.steps[1], unit * (DEPTH + again), unit * DEPTH)
-        whole = result.trainable[0] * 4
-        if units < DEPTH:
-            assert result.peak_gathered == whole * kept_units(units, prefetch, known=True)
-        else:
-            assert result.peak_gathered == 0  # resident, not gathered
-        if prefetch == 1:
+        assert_bytes(replace(result, steps=result.steps[1:]), (unit * (DEPTH + max(DEPTH - kept, 0)), unit * DEPTH, 0))
+        # What is resident is not gathered.
+        assert result.peak_gathered == (result.trainable[0] * 4 * kept if units < DEPTH else 0)
+        if prefetch == budgets[-1][1]:
             per_step.append(result.steps[1]["all_gather"])
     assert per_step == sorted(per_step, reverse=True) and per_step[0] > per_step[-1]
 
 
-@pytest.mark.parametrize(
-    ("shared", "stages"),
-    [
-        pytest.param(None, (1, 2, 3), id="shared"),
-        *full(pytest.param(False, (3,), id="gloo")),
-        pytest.param(False, (1, 2), id="gloo-stages-1-2", marks=campaign),
-    ],
-)
+@pytest.mark.parametrize(("shared", "stages"), [(None, (1, 2, 3)), *full((False, (3,))), *campaign((False, (1, 2)))])
 def test_hybrid_shard(shared: bool | None, stages: tuple[int, ...]) -> None:
     """Reduce-scatter over the shard group, then all-reduce of the shard over the replicas."""
     plans = [zero(stage, dp_replicate=2).but(shared_memory=shared, prefetch=0) for stage in stages]
@@ -418,64 +404,18 @@ def test_hybrid_shard(shared: bool | None, stages: tuple[int, ...]) -> None:
         psi = sends(sum(result.trainable), 4, 2)
         replicas = 2 * sends(sum(result.trainable) // 2, 4, 2)
         gathered = psi + psi * (DEPTH - 1) // DEPTH if stage == 3 else psi
-        for step in result.steps:
-            check_step(step, gathered, psi, replicas)
+        assert_bytes(result, (gathered, psi, replicas))
 
 
-@pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
-def test_micro_batches_and_no_sync(shared: bool | None) -> None:
-    passes = 3
-    replicated_once = [(name, no_sync) for name in ("ddp", "zero1") for no_sync in (True, False)]
-    cases: list[Case] = [(PLANS[name], {"passes": passes, "no_sync": no_sync}) for name, no_sync in replicated_once]
-    cases += [(PLANS["zero2"], {"passes": passes}), (PLANS["zero3"].but(prefetch=0), {"passes": passes})]
-    *results, zero2, zero3 = counts(2, [(plan.but(shared_memory=shared), settings) for plan, settings in cases])
-    for (name, no_sync), result in zip(replicated_once, results, strict=True):
-        psi = sends(sum(result.trainable), 4, 2)
-        reductions = 1 if no_sync else passes
-        for step in result.steps:
-            check_step(step, *((0, 0, 2 * psi * reductions) if name == "ddp" else (psi, psi * reductions)))
-    psi = sends(sum(zero2.trainable), 4, 2)
-    for step in zero2.steps:
-        check_step(step, psi, psi * passes)
-    unit = sends(zero3.trainable[0], 4, 2)
-    # Backward ends with the first unit in place, where the next forward begins.
-    gathers = passes * (2 * DEPTH - 1) - (passes - 1)
-    for step in zero3.steps:
-        check_step(step, unit * gathers, unit * DEPTH * passes)
-
-
-def test_frozen_parameters_cost_nothing() -> None:
-    """At stages 1 and 2 nothing at all; at stage 3 they are gathered but not reduced, and stay valid over the step."""
-    names = ("ddp", "zero1", "zero2")
-    settings = {"freeze": 2, "input_grad": False}
-    plans = [*(PLANS[name] for name in names), zero(3).but(prefetch=0)]
-    *results, zero3 = counts(2, [(plan, settings) for plan in plans])
-    for name, result in zip(names, results, strict=True):
-        assert sum(result.frozen) >= 2 * UNIT
-        psi = sends(sum(result.trainable), 4, 2)
-        for step in result.steps:
-            check_step(step, *((0, 0, 2 * psi) if name == "ddp" else (psi, psi)))
-    unit = sends(zero3.trainable[0], 4, 2)
-    # Backward reads the weights of the trainable units but the first of them; the last one is still there.
-    for step in zero3.steps:
-        check_step(step, unit * (DEPTH + (DEPTH - 2 - 1) - 1), unit * (DEPTH - 2))
-
-
-def unused_block(plan: Plan) -> tuple[dict[str, int], int]:
+@on_ranks(2)
+def test_gradients_of_unused_units_are_not_sent() -> None:
     model = chain()
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), plan) as session:
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(3)) as session:
         session.reset_traffic()
         session.backward(model[:2](torch.randn(3, WIDTH)).square().mean())
         session.optimizer.step()
-        return session.traffic(), session.engine.shards.layout.chunks[0].padded_numel
-
-
-def test_gradients_of_unused_units_are_not_sent() -> None:
-    for traffic, padded in run_ranks(2, unused_block, zero(3)):
-        assert traffic["reduce_scatter"] == 2 * sends(padded, 4, 2)
-
-
-FIRST, END = "backward of the first layer", "end of the pass"
+        padded = session.engine.shards.layout.chunks[0].padded_numel
+        assert session.traffic()["reduce_scatter"] == 2 * sends(padded, 4, 2)
 
 
 FLAGS, MORE_FLAGS = 100, 2000

@@ -20,6 +20,7 @@ from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes
 from tests.support.engine_setup import PLANS, adam, check, seeded, sharded
 from tests.support.modules import TinyGpt
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
 
 
@@ -30,10 +31,14 @@ def convolutions() -> nn.Module:
 BUILDERS: dict[str, Callable[[], nn.Module]] = {"gpt": TinyGpt, "convolutions": convolutions}
 
 
-def initial(plan: Plan, how: str) -> dict[str, tuple[dict[str, Tensor], list[bool]]]:
-    results = {}
-    for name, builder in BUILDERS.items():
-        if name == "gpt" and how == "meta":
+IN_FULL = [("ddp", "deferred"), ("zero2", "deferred"), ("zero3", "meta"), ("half", "meta"), ("zero3_gloo", "deferred")]
+
+
+@pytest.mark.parametrize(("name", "how"), [("zero1", "meta"), ("zero3", "deferred"), *full(*IN_FULL)])
+@on_ranks(2)
+def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
+    for kind, builder in BUILDERS.items():
+        if kind == "gpt" and how == "meta":
             continue  # TinyGpt's own parameter has no reset_parameters
         torch.manual_seed(3)
         if how == "deferred":
@@ -46,46 +51,20 @@ def initial(plan: Plan, how: str) -> dict[str, tuple[dict[str, Tensor], list[boo
         if how == "meta":
             torch.manual_seed(3)
         optimizer = adam(model)
-        with sharded(model, optimizer, plan) as session:
-            kinds = [type(p) is nn.Parameter and not p.is_meta for p in model.parameters()]
-            x = torch.zeros(2, 4, dtype=torch.long) if name == "gpt" else torch.ones(2, 3, 6)
+        with sharded(model, optimizer, PLANS[name]) as session:
+            assert all(type(p) is nn.Parameter and not p.is_meta for p in model.parameters())
+            x = torch.zeros(2, 4, dtype=torch.long) if kind == "gpt" else torch.ones(2, 3, 6)
             session.backward(session.module(x).square().mean())
             state = session.module.state_dict()
             session.optimizer.step()
             assert not torch.equal(session.module.state_dict()[next(iter(state))], state[next(iter(state))])
-            results[name] = (state, kinds)
-    return results
-
-
-ALL_VALUES = [
-    (name, how) for name in ("ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo") for how in ("deferred", "meta")
-]
-SOME_VALUES = [("ddp", "deferred"), ("zero1", "meta"), ("zero2", "deferred"), ("zero3", "deferred"), ("zero3", "meta")]
-SOME_VALUES += [("half", "meta"), ("zero3_gloo", "deferred")]
-QUICK_VALUES = [("zero1", "meta"), ("zero3", "deferred")]
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        *QUICK_VALUES,
-        *full(*[each for each in SOME_VALUES if each not in QUICK_VALUES]),
-        *campaign(*[each for each in ALL_VALUES if each not in SOME_VALUES]),
-    ],
-)
-def test_values_equal_the_unsharded_initialisation(name: str, how: str) -> None:
-    results = run_ranks(2, initial, PLANS[name], how)
-    for builder in results[0]:
         torch.manual_seed(3)
-        plain = BUILDERS[builder]()
-        expected = {k: v for k, v in plain.state_dict().items() if "running" not in k and "num_batches" not in k}
-        for result in results:
-            state, kinds = result[builder]
-            assert all(kinds)
-            check([{k: state[k] for k in expected}], expected, f"{name} {how} {builder}", rtol=0.0)
+        plain = builder().state_dict()
+        expected = {k: v for k, v in plain.items() if "running" not in k and "num_batches" not in k}
+        check([{k: state[k] for k in expected}], expected, f"{name} {how} {kind}", rtol=0.0)
 
 
-WIDTH, DEPTH = 256, 16
+WIDTH, HALF = 256, torch.bfloat16
 UNIT = WIDTH * WIDTH + WIDTH
 
 
@@ -147,12 +126,7 @@ def generator_bytes(how: str, depth: int) -> int:
 
 @pytest.mark.parametrize(
     ("dtype", "how"),
-    [
-        pytest.param(None, "deferred", id="fp32-deferred"),
-        pytest.param(torch.bfloat16, "meta", id="bf16-meta", marks=pytest.mark.full),
-        pytest.param(None, "meta", id="fp32-meta", marks=pytest.mark.campaign),
-        pytest.param(torch.bfloat16, "deferred", id="bf16-deferred", marks=pytest.mark.campaign),
-    ],
+    [(None, "deferred"), *full((HALF, "meta")), *campaign((None, "meta"), (HALF, "deferred"))],
 )
 def test_peak_while_building_what_is_trained(dtype: torch.dtype | None, how: str) -> None:
     """Over shared memory, with an optimizer. With w bytes for each of the Psi parameters, 4 or 2, and m for its
@@ -197,24 +171,19 @@ def test_sync_init_takes_rank_zeros_values() -> None:
     assert not torch.equal(first["tokens.weight"], second["tokens.weight"])
 
 
-def eager_is_cut_up(plan: Plan) -> int:
-    """A real model's own memory is gone after build, on every rank."""
+@on_ranks(2)
+def test_a_real_model_is_freed() -> None:
     before = live_tensor_bytes()
     model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])).requires_grad_(False)
-    with sharded(model, None, plan):
+    with sharded(model, None, PLANS["zero3_gloo"]):
         left = live_tensor_bytes() - before
         end = time.monotonic() + HANGS_S
         # The transport's own thread lets go of the last messages a moment after they have arrived.
         while left > CUT_UP and time.monotonic() < end:
             time.sleep(0.01)
             left = live_tensor_bytes() - before
-        return left
+        assert left <= CUT_UP
 
 
 HANGS_S = 60.0
 CUT_UP = 8 * 8 * (64 * 64 + 64) // 2 + 2048
-
-
-def test_a_real_model_is_freed() -> None:
-    for left in run_ranks(2, eager_is_cut_up, PLANS["zero3_gloo"]):
-        assert left <= CUT_UP

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByNumel, Plan, zero
-from shardwise.testing import run_ranks
+from shardwise.session import build
 from tests.ranks.engine.test_host_waits import as_on_a_gpu
 from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, seeded, sharded
 from tests.support.modules import TinyGpt
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 WIDTH, LAYERS = 16, 32
@@ -49,8 +50,13 @@ class Layer(nn.Module):
         return x + self.down(self.up(self.norms[1](x)).relu())
 
 
-def count(plan: Plan) -> list[str]:
-    """The kernels of the last of three steps, in tiles of a GPU's size."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks()
+def test_a_step_launches_fewer_kernels_than_there_are_layers(stage: Any, max_norm: float, ranks: int) -> None:
+    """The last of three steps, in tiles of a GPU's size."""
+    plan = zero(stage, torch.bfloat16).but(max_norm=max_norm, shared_memory=False)
     model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with mock.patch.dict(TILE_NUMEL, cpu=TILE_NUMEL["cuda"]), as_on_a_gpu(), sharded(model, optimizer, plan) as session:
@@ -59,19 +65,7 @@ def count(plan: Plan) -> list[str]:
             session.backward(session.module(x).float().square().mean())
             with Kernels() as kernels:
                 session.optimizer.step()
-        return kernels.names
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_launches_fewer_kernels_than_there_are_layers(stage: Any, max_norm: float) -> None:
-    plan = zero(stage, torch.bfloat16).but(max_norm=max_norm, shared_memory=False)
-    for ranks in (1, 2):
-        for names in run_ranks(ranks, count, plan):
-            assert 0 < len(names) < LAYERS, (len(names), {name: names.count(name) for name in names})
-
-
-WAYS = ["blocks", "blocks after build", "module.compile()", "whole", "whole user module"]
+    assert 0 < len(kernels.names) < LAYERS, {name: kernels.names.count(name) for name in kernels.names}
 
 
 def train(plan: Plan, mesh: Mesh, way: str, backend: str, depth: int) -> dict[str, Tensor]:
@@ -80,13 +74,7 @@ def train(plan: Plan, mesh: Mesh, way: str, backend: str, depth: int) -> dict[st
     if way == "blocks":
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend=backend)
-    if way == "module.compile()":
-        for block in model.blocks:
-            block.compile(backend=backend)
     with sharded(model, adam(model), plan, mesh) as session:
-        if way == "blocks after build":
-            for block in model.blocks:
-                block.compile(backend=backend)
         call: nn.Module = session.module
         if way == "whole":
             call = torch.compile(session.module, backend=backend)
@@ -103,11 +91,6 @@ def train(plan: Plan, mesh: Mesh, way: str, backend: str, depth: int) -> dict[st
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
-def several_ways(plan: Plan, backend: str, ways: list[str], depth: int) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        return {way: train(plan, mesh, way, backend, depth) for way in ways}
-
-
 # Compiling takes nearly all of the time. Two blocks share compiled code; as a whole two are only twice the code of one,
 # and the two readers below are compiled as a whole too.
 @pytest.mark.parametrize(
@@ -118,39 +101,34 @@ def several_ways(plan: Plan, backend: str, ways: list[str], depth: int) -> dict[
         *full(("zero3_tensor", "eager", ["blocks"], 2)),  # no block has a unit of its own
         *campaign(
             ("zero2", "eager", ["whole"], 2),
-            ("zero3", "eager", WAYS[1:], 2),
+            ("zero3", "eager", ["whole", "whole user module"], 2),
             ("zero3_gloo", "eager", ["whole"], 2),
             ("zero3", "aot_eager", ["blocks", "whole"], 2),
         ),
     ],
 )
+@on_ranks(2, timeout=200.0)
 def test_compiled_equals_uncompiled(name: str, backend: str, ways: list[str], depth: int) -> None:
-    results = run_ranks(2, several_ways, PLANS[name], backend, ["none", *ways], depth, timeout=200)
-    for way in ways:
-        for result in results:
-            check([result[way]], result["none"], f"{name}, {way}, {backend}", rtol=1e-9)
+    with one_mesh(PLANS[name]) as mesh:
+        expected = train(PLANS[name], mesh, "none", backend, depth)
+        for way in ways:
+            found = train(PLANS[name], mesh, way, backend, depth)
+            check([found], expected, f"{name}, {way}, {backend}", rtol=1e-9)
 
 
-def refusal(plan: Plan, way: str) -> str:
-    """What is said of a block that ``torch.compile`` makes CUDA graphs of."""
+@pytest.mark.parametrize("in_place", [True, False])
+@on_ranks(2)
+def test_cuda_graphs_need_parameters_that_stay(in_place: bool) -> None:
     model = seeded(lambda: TinyGpt(depth=2))
-    if way == "blocks":
-        model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
-    else:
+    if in_place:
         model.blocks[1].compile(mode="reduce-overhead")
-    try:
-        with sharded(model, adam(model), plan):
-            return ""
-    except ValueError as error:
-        assert all(param.numel() for param in model.parameters()), "nothing has changed"
-        return str(error)
-
-
-@pytest.mark.parametrize("way", WAYS[::2])
-def test_cuda_graphs_need_parameters_that_stay(way: str) -> None:
-    for text in run_ranks(2, refusal, PLANS["zero3"], way):
-        assert text.startswith("module 'blocks.1' is compiled into CUDA graphs") and "mode='default'" in text
-    assert run_ranks(2, refusal, PLANS["zero2"], way) == ["", ""]
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
+    words = "^module 'blocks.1' is compiled into CUDA graphs.*mode='default'"
+    raises(ValueError, words, build, model, adam(model), PLANS["zero3"])
+    assert all(param.numel() for param in model.parameters()), "nothing has changed"
+    with sharded(model, adam(model), PLANS["zero2"]):
+        pass
 
 
 # ---- parameters of modules that are not called
@@ -197,11 +175,6 @@ def read_without_call(plan: Plan, mesh: Mesh, way: str) -> dict[str, Tensor]:
         return dict(session.module.state_dict())
 
 
-def reads_of_each_plan(cases: dict[str, tuple[Plan, str]]) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(PLANS["zero3"]) as mesh:
-        return {name: read_without_call(plan, mesh, way) for name, (plan, way) in cases.items()}
-
-
 REGIONS = {
     "blocks are units": (PLANS["zero3"], "whole"),
     "tensors are units": (PLANS["zero3_tensor"], "blocks"),
@@ -211,22 +184,24 @@ REGIONS = {
 
 
 @pytest.mark.parametrize("names", [["some kept"], *full(["blocks are units", "tensors are units", "renewed late"])])
+@on_ranks(2, timeout=200.0)
 def test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call(names: list[str]) -> None:
     """At ZeRO-3 they are gathered, also where some are by luck; renewed late at ZeRO-2, they are not last step's."""
-    cases = {"not compiled": (PLANS["zero3"], "none"), **{name: REGIONS[name] for name in names}}
-    for result in run_ranks(2, reads_of_each_plan, cases, timeout=200):
-        for name, found in result.items():
-            check([found], result["not compiled"], name, rtol=1e-9)
+    with one_mesh(PLANS["zero3"]) as mesh:
+        expected = read_without_call(PLANS["zero3"], mesh, "none")
+        for name in names:
+            plan, way = REGIONS[name]
+            check([read_without_call(plan, mesh, way)], expected, name, rtol=1e-9)
 
 
 # ---- blocks share compiled code
 
 
-def graphs_of_blocks(ways: list[str]) -> dict[str, int]:
-    """How many graphs a deep model's blocks are compiled to."""
-    found = {}
+@on_ranks(2, timeout=200.0)
+def test_blocks_of_one_class_share_their_graph() -> None:
+    """Torch compiles a function eight times; from the ninth block on a model would run uncompiled."""
     with one_mesh(PLANS["zero3"]) as mesh:
-        for way in ways:
+        for way in ("plain", "before", "after"):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             model = seeded(lambda: TinyGpt(depth=10))
@@ -241,11 +216,4 @@ def graphs_of_blocks(ways: list[str]) -> dict[str, int]:
                         if way == "after":
                             block.compile(backend="eager")
                     session.backward(session.module(torch.zeros(2, 6, dtype=torch.long)).sum())
-            found[way] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return found
-
-
-def test_blocks_of_one_class_share_their_graph() -> None:
-    """Torch compiles a function eight times; from the ninth block on a model would run uncompiled."""
-    for found in run_ranks(2, graphs_of_blocks, ["plain", "before", "after"], timeout=200):
-        assert found == {"plain": 1, "before": 1, "after": 1}
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, way

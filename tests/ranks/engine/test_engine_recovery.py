@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.comm import PeerError
 from shardwise.core.engine import engine as engine_module
@@ -23,9 +22,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
-from tests.support.engine_setup import PLANS, Breaks, adam, check, data, one_mesh, run_plain, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, run_plain, seeded, sgd, sharded
 from tests.support.models import MODELS, make_batches
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
+from tests.support.steps import take_steps, train_sharded
 from tests.support.tier_setup import Fault, with_tiers
 
 STEPS = 2
@@ -45,18 +46,13 @@ class Layer(nn.Linear):
 
 
 class Net(nn.Module):
-    """Four layers, whose backward raises half-way if armed."""
-
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(6, 6) for _ in range(4))
-        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x))
-            if index == 1:
-                x = Breaks.apply(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
         return x
 
 
@@ -82,13 +78,6 @@ def one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, b
     yield square(model, rank, step), False
 
 
-def slope_penalty(model: nn.Module, rank: int, step: int) -> Tensor:
-    x = data(rank, step).requires_grad_()
-    out = model(x).square().sum()
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    return out + slope.square().sum()
-
-
 def ready(session: Session) -> None:
     """Nothing of a forward pass is left behind."""
     assert not any(session.engine.pool._pins.values())
@@ -106,36 +95,6 @@ def plain_gradients(build_model: Callable[[], nn.Module], loss: Callable[..., Te
 # ---- passes that fail
 
 
-def backward_fails(plan: Plan, direct: bool, then_zero_grad: bool) -> dict[str, Tensor]:
-    model = seeded(Net)
-    with sharded(model, adam(model), plan) as session:
-        for step in range(STEPS):
-            if step:
-                # Gradients from before the failure go with it.
-                session.backward(square(session.module, session.mesh.rank, step, 1))
-            loss = square(session.module, session.mesh.rank, step, 2)
-            Breaks.armed = True
-            with pytest.raises(ArithmeticError, match="on purpose"):
-                loss.backward() if direct else session.backward(loss)
-            Breaks.armed = False
-            if then_zero_grad:
-                session.optimizer.zero_grad()
-            loss = square(session.module, session.mesh.rank, step)
-            loss.backward() if direct else session.backward(loss)
-            session.optimizer.step()
-            ready(session)
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("name", "direct", "then_zero_grad"),
-    [("zero2", True, False), ("zero3_gloo", False, False), *full(("ddp", False, True), ("zero3", True, True))],
-)
-def test_exception_in_backward(name: str, direct: bool, then_zero_grad: bool) -> None:
-    results = run_ranks(2, backward_fails, PLANS[name], direct, then_zero_grad)
-    check(results, run_plain(Net, one_pass, 2, STEPS), name)
-
-
 def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[str, Tensor]:
     model = seeded(Net)
     with sharded(model, adam(model), plan) as session:
@@ -145,8 +104,7 @@ def forward_fails(plan: Plan, error: type[BaseException], grad: bool) -> dict[st
                 square(session.module, session.mesh.rank, step, 2)
             ready(session)
             model.layers[1].error = None
-            session.backward(square(session.module, session.mesh.rank, step))
-            session.optimizer.step()
+            take_steps(session, [step], square)
             ready(session)
         return session.module.state_dict()
 
@@ -167,91 +125,47 @@ def test_exception_in_forward(name: str, error: type[BaseException], grad: bool)
 # ---- passes that are no part of the step
 
 
-def inference(session: Session, step: int) -> None:
-    with torch.inference_mode():
-        session.module(data(session.mesh.rank, step, 5))
-
-
-def generation(session: Session, step: int) -> None:
-    """Over gloo a gather that one rank makes alone would hang."""
-    with session.module.gathered(), torch.no_grad():
-        for _ in range(1 + 3 * session.mesh.rank):
-            session.module(data(session.mesh.rank, step, 5))
-
-
-ASIDE: dict[str, Callable[[Session, int], None]] = {
-    "inference": inference,
-    "generation": generation,
-    "before build": lambda session, step: None,
-}
-
-
-def passes_aside(plan: Plan, what: str) -> dict[str, Tensor]:
+def passes_aside(plan: Plan, before_build: bool) -> dict[str, Tensor]:
+    """A pass before the build; or generation, where over gloo a gather that one rank makes alone would hang."""
     model = seeded(Net)
-    if what == "before build":
+    if before_build:
         square(model, 0, 9).backward()
     with sharded(model, adam(model), plan) as session:
         for step in range(STEPS):
-            ASIDE[what](session, step)
-            session.backward(square(session.module, session.mesh.rank, step))
-            session.optimizer.step()
+            if not before_build:
+                with session.module.gathered(), torch.no_grad():
+                    for _ in range(1 + 3 * session.mesh.rank):
+                        session.module(data(session.mesh.rank, step, 5))
+            take_steps(session, [step], square)
         return session.module.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "before_build"),
     [
-        *[("zero3", "inference"), ("zero2", "before build"), ("zero3_gloo", "generation")],
-        *full(*[(name, "inference") for name in ("zero2", "zero3_gloo", "half")]),
-        *full(*[(name, what) for name, what in (("zero3", "before build"), ("zero3_gloo", "before build"))]),
-        *full(*[(name, "generation") for name in ("zero2", "zero3")]),
+        *[("zero2", True), ("zero3_gloo", False)],
+        *full(("zero3", True), ("zero3_gloo", True), ("zero2", False), ("zero3", False)),
     ],
 )
-def test_other_passes_are_no_part_of_the_step(name: str, what: str) -> None:
-    check(run_ranks(2, passes_aside, PLANS[name], what), run_plain(Net, one_pass, 2, STEPS), f"{name} {what}")
+def test_other_passes_are_no_part_of_the_step(name: str, before_build: bool) -> None:
+    check(run_ranks(2, passes_aside, PLANS[name], before_build), run_plain(Net, one_pass, 2, STEPS), name)
 
 
 # ---- autograd beyond one backward
 
 
-def keeps_graph(plan: Plan) -> tuple[bool, dict[str, Tensor]]:
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
+@on_ranks(2)
+def test_create_graph_in_backward(name: str) -> None:
     model = seeded(Net)
-    graphs = False
-    with sharded(model, adam(model), plan) as session, warnings.catch_warnings():
+    with sharded(model, adam(model), PLANS[name]) as session, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward")  # on reference cycles through .grad
         for step in range(STEPS):
             square(session.module, session.mesh.rank, step).backward(create_graph=True)
             held = [t for state in session.engine.grads.reducer.states for t in (state.bucket, state.reduced)]
-            graphs |= any(t is not None and t.requires_grad for t in held)
+            assert not any(t is not None and t.requires_grad for t in held)
             session.optimizer.step()
-        return graphs, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
-def test_create_graph_in_backward(name: str) -> None:
-    results = run_ranks(2, keeps_graph, PLANS[name])
-    assert not any(graphs for graphs, _ in results)
-    check([state for _, state in results], run_plain(Net, one_pass, 2, STEPS), name)
-
-
-def penalties(plan: Plan, direct: bool) -> list[Grads]:
-    """A penalty on the slope, a slope that is thrown away, and a slope taken inside the forward pass."""
-    found = []
-    model, force = seeded(Net), seeded(Force)
-    with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
-        rank = session.mesh.rank
-
-        def finish(of: Session, loss: Tensor) -> None:
-            loss.backward() if direct else of.backward(loss)
-            found.append(of.full_gradients())
-            of.optimizer.zero_grad()
-
-        finish(session, slope_penalty(session.module, rank, 0))
-        x = data(rank, 0).requires_grad_()
-        torch.autograd.grad(session.module(x).sum(), x)
-        finish(session, square(session.module, rank, 0))
-        finish(second, second.module(data(rank, 0)))
-    return found
+        check([session.module.state_dict()], run_plain(Net, one_pass, 2, STEPS), name)
 
 
 @pytest.mark.parametrize(
@@ -262,35 +176,25 @@ def penalties(plan: Plan, direct: bool) -> list[Grads]:
         *campaign(("zero2", False), ("zero3", True), ("zero3_gloo", False)),
     ],
 )
+@on_ranks(2)
 def test_autograd_grad(name: str, direct: bool) -> None:
-    """Under ``average="mean"``, so that autograd.grad counted as a pass would show."""
-    expected = [
-        plain_gradients(Net, slope_penalty),
-        plain_gradients(Net, square),
-        plain_gradients(Force, lambda model, rank, step: model(data(rank, step))),
-    ]
-    for found in run_ranks(2, penalties, PLANS[name].but(average="mean"), direct):
-        for what, actual, plain in zip(("penalty", "thrown away", "force"), found, expected, strict=True):
-            assert_close(actual, plain, 1e-11, f"{name} {what}")
+    """A slope that is thrown away, and one taken inside the forward pass; under ``average="mean"``, so that
+    autograd.grad counted as a pass would show."""
+    plan = PLANS[name].but(average="mean")
+    model, force = seeded(Net), seeded(Force)
+    with sharded(model, sgd(model), plan) as session, sharded(force, sgd(force), plan) as second:
+        rank = session.mesh.rank
 
+        def finish(of: Session, loss: Tensor, expected: Grads) -> None:
+            loss.backward() if direct else of.backward(loss)
+            assert_close(of.full_gradients(), expected, 1e-11, name)
+            of.optimizer.zero_grad()
 
-def reentrant_net() -> nn.Module:
-    return Net(reentrant=True)
-
-
-def reentrant(plan: Plan) -> tuple[dict[int, int], Grads]:
-    model = seeded(reentrant_net)
-    with sharded(model, sgd(model), plan) as session:
-        square(session.module, session.mesh.rank, 0).backward()
-        return dict(session.engine.grads.counts.reduced), session.full_gradients()
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero2", "zero3_gloo")])
-def test_reentrant_checkpointing_is_one_pass(name: str) -> None:
-    expected = plain_gradients(reentrant_net, square)
-    for passes, gradients in run_ranks(2, reentrant, PLANS[name].but(average="mean")):
-        assert passes == {0: 1}
-        assert_close(gradients, expected, 1e-11, name)
+        x = data(rank, 0).requires_grad_()
+        torch.autograd.grad(session.module(x).sum(), x)
+        finish(session, square(session.module, rank, 0), plain_gradients(Net, square))
+        energy = lambda model, rank, step: model(data(rank, step))  # noqa: E731
+        finish(second, energy(second.module, rank, 0), plain_gradients(Force, energy))
 
 
 CASE, BUILDS_STEPS = "gpt", 2
@@ -359,12 +263,8 @@ class AsItWas:
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     """The masters after some steps."""
     batches = make_batches(MODELS[CASE], mesh.size, BUILDS_STEPS, 1)
-    session = build(model, optimizer, plan, mesh)
-    for step in batches:
-        session.backward(MODELS[CASE].loss(session.module, step[0][mesh.rank]))
-        session.optimizer.step()
-    state = session.module.state_dict()
-    session.close()
+    loss = lambda module, rank, step: MODELS[CASE].loss(module, batches[step][0][rank])  # noqa: E731
+    state = train_sharded(model, optimizer, plan, BUILDS_STEPS, loss, mesh)
     return {name: state[name] for name, _ in model.named_parameters()}
 
 
@@ -444,22 +344,6 @@ WRONG: dict[str, Case] = {
 }
 
 
-def wrong(name: str, on: list[int]) -> str:
-    """The message of a build that is wrong on some ranks."""
-    make, kind, _ = WRONG[name]
-    plan = zero(3, torch.bfloat16)
-    with one_mesh(plan) as mesh:
-        here = mesh.rank in on
-        model = MODELS[CASE].factory()
-        optimizer = make(model) if here else stepped(model)
-        before = AsItWas(model, optimizer)
-        capacity = 1 if here and kind is DeviceMemoryError else 2**30
-        with pytest.raises(kind if here else PeerError) as error:
-            build(model, optimizer, plan.but(device_capacity_bytes=capacity), mesh)
-        before.check()
-        return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("name", "on"),
     [
@@ -468,13 +352,23 @@ def wrong(name: str, on: list[int]) -> str:
         *full(("too little memory, with state", [1])),
     ],
 )
+@on_ranks(2)
 def test_what_is_wrong_with_an_optimizer_is_found_before_a_value_moves(name: str, on: list[int]) -> None:
-    messages = run_ranks(2, wrong, name, on)
-    assert all(WRONG[name][2] in message for message in messages), messages
+    make, kind, words = WRONG[name]
+    plan = zero(3, torch.bfloat16)
+    with one_mesh(plan) as mesh:
+        here = mesh.rank in on
+        model = MODELS[CASE].factory()
+        optimizer = make(model) if here else stepped(model)
+        before = AsItWas(model, optimizer)
+        capacity = 1 if here and kind is DeviceMemoryError else 2**30
+        own = plan.but(device_capacity_bytes=capacity)
+        raises(kind if here else PeerError, words, build, model, optimizer, own, mesh)
+        before.check()
 
 
-def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
-    """A build that ends while values are moved: what it says, and its notes."""
+def disturbed(directory: str, how: str) -> None:
+    """A build that ends while values are moved."""
     plan = with_tiers(zero(3, torch.bfloat16), "all_disk", directory)
     fault = Fault()
     with one_mesh(plan) as mesh, fault.installed():
@@ -496,12 +390,12 @@ def disturbed(directory: str, how: str) -> tuple[str, list[str]]:
         with mock.patch.object(engine_module, "load_initial_values", load), pytest.raises(expected) as error:
             build(model, optimizer, plan, mesh)
         given.check_optimizer()
-        return str(error.value), list(error.value.__notes__)
+        assert how == "interrupt" or "rank 1" in str(error.value)
+        (note,) = error.value.__notes__
+        assert "create the model and its optimizers again, and build again" in note
 
 
 @pytest.mark.parametrize("how", ["values", *full("interrupt", "state")])
 def test_what_comes_while_values_are_moved_says_so_and_gives_the_optimizer_back(tmp_path: Path, how: str) -> None:
-    for message, notes in run_ranks(2, disturbed, str(tmp_path), how):
-        assert how == "interrupt" or "rank 1" in message, message
-        assert len(notes) == 1 and "create the model and its optimizers again, and build again" in notes[0], notes
+    run_ranks(2, disturbed, str(tmp_path), how)
     assert not list(tmp_path.iterdir())

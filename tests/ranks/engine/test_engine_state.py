@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.core.checkpoint import Checkpointer, TorchRun
 from shardwise.core.mesh import init_distributed
-from shardwise.plan import Plan, zero
+from shardwise.plan import Plan
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import PLANS, check, seeded, sharded
 from tests.support.on_ranks import on_ranks, raises
@@ -69,7 +69,7 @@ def batch(step: int) -> Tensor:
     return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
 
 
-def plain_steps(kind: str, first: int, last: int, state: tuple[State, State] | None = None) -> tuple[State, State]:
+def plain_states(kind: str, first: int, last: int, state: tuple[State, State] | None = None) -> tuple[State, State]:
     """Model and optimizer state after plain steps ``first .. last - 1``."""
     model = seeded(Net, seed=first)
     if state is None:
@@ -95,10 +95,14 @@ def sharded_steps(
             assert not found.missing_keys and not found.unexpected_keys
             session.optimizer.load_state_dict(state[1])
         for step in range(first, last):
-            mine = batch(step).chunk(session.mesh.size)[session.mesh.rank]
-            session.backward(session.module(mine).square().mean())
-            session.optimizer.step()
+            one_step(session, step)
         return session.module.state_dict(), session.optimizer.state_dict()
+
+
+def one_step(session: shardwise.Session, step: int) -> None:
+    mine = batch(step).chunk(session.mesh.size)[session.mesh.rank]
+    session.backward(session.module(mine).square().mean())
+    session.optimizer.step()
 
 
 def flat(state: State) -> dict[str, Tensor]:
@@ -150,9 +154,9 @@ def test_through_plain_torch_and_other_stages_and_world_sizes(kind: str, count: 
     state: tuple[State, State] | None = None
     stations = [("zero3", 2), ("plain", 1), ("zero1", 3), ("hybrid", 4), ("ddp", 2), ("zero3_gloo", 3), ("half", 2)]
     for index, (name, world_size) in enumerate(stations[:count]):
-        expected = plain_steps(kind, 2 * index, 2 * index + 2, expected)
+        expected = plain_states(kind, 2 * index, 2 * index + 2, expected)
         if name == "plain":
-            state = plain_steps(kind, 2 * index, 2 * index + 2, state)
+            state = plain_states(kind, 2 * index, 2 * index + 2, state)
         else:
             states = run_ranks(world_size, sharded_steps, PLANS[name], kind, 2 * index, 2 * index + 2, state)
             for other in states[1:]:
@@ -161,116 +165,31 @@ def test_through_plain_torch_and_other_stages_and_world_sizes(kind: str, count: 
         same_state(state, expected, f"{kind} after {name} on {world_size}")
 
 
-def bf16_state(name: str) -> tuple[State, State, State]:
-    """A state is exact: bf16 training goes on bit for bit, from masters and not from rounded weights."""
-
-    def session_of(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = Net()
-        return sharded(model, torch.optim.Adam(model.parameters(), lr=1e-3), zero(int(name[-1]), torch.bfloat16))
-
-    def step(session: Any, number: int) -> None:
-        x = batch(number).float().chunk(2)[session.mesh.rank]
-        session.backward(session.module(x).float().square().mean())
-        session.optimizer.step()
-
-    with session_of(0) as session:
-        for number in range(3):
-            step(session, number)
-        model_state, optimizer_state = session.module.state_dict(), session.optimizer.state_dict()
-        step(session, 3)
-        straight = session.module.state_dict()
-    with session_of(1) as session:
-        session.module.load_state_dict(model_state)
-        session.optimizer.load_state_dict(optimizer_state)
-        step(session, 3)
-        return straight, session.module.state_dict(), model_state
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1", "zero2")])
-def test_sixteen_bit_training_resumes_bit_for_bit(name: str) -> None:
-    for straight, resumed, halfway in run_ranks(2, bf16_state, name):
-        assert straight["first.weight"].dtype == torch.float32
-        assert not torch.equal(halfway["first.weight"], halfway["first.weight"].bfloat16().float())
-        check([resumed], straight, name, rtol=0.0)
-
-
-def wrong_states(plan: Plan) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("name", ["zero3", *full("zero1")])
+@on_ranks(2)
+def test_states_that_do_not_fit_are_refused_whole(name: str) -> None:
     model = seeded(Net)
-    messages = []
-    with sharded(model, OPTIMIZERS["adam"](model), plan) as session:
+    with sharded(model, OPTIMIZERS["adam"](model), PLANS[name]) as session:
         before = session.module.state_dict()
         state = {name: value + 1 if value.is_floating_point() else value for name, value in before.items()}
         bad = {n: v for n, v in state.items() if not n.startswith("unused")} | {"new": torch.ones(1)}
         bad["first.weight"] = torch.ones(7, 4)
         for strict in (True, False):
-            try:
-                session.module.load_state_dict(bad, strict=strict)
-            except RuntimeError as error:
-                messages.append(str(error))
+            shapes = r"first.weight: \(7, 4\) instead of \(7, 5\)"
+            message = raises(RuntimeError, shapes, session.module.load_state_dict, bad, strict=strict)
+            assert not strict or all(each in message for each in ("unused.weight", "unused.bias", "'new'"))
         optimizer_state = session.optimizer.state_dict()
         groups = optimizer_state["param_groups"]
         for change in (groups[:1], groups[::-1]):
-            try:
-                session.optimizer.load_state_dict(optimizer_state | {"param_groups": change})
-            except ValueError as error:
-                messages.append(str(error))
-        after = session.module.state_dict()
-        unchanged = all(torch.equal(after[n], before[n]) for n in before)
+            other = optimizer_state | {"param_groups": change}
+            raises(ValueError, "param groups of", session.optimizer.load_state_dict, other)
+        assert_close(session.module.state_dict(), before, 0.0, "after loads that were refused")
         del state["scale"], state["blocks.1.weight"]
         found = session.module.load_state_dict(state | {"new": torch.ones(1)}, strict=False)
-        messages.append(f"{found.missing_keys} {found.unexpected_keys}")
+        assert (found.missing_keys, found.unexpected_keys) == (["scale"], ["new"])
         partly = session.module.state_dict()
         assert all(torch.equal(partly[n], state[n]) for n in state)
         assert torch.equal(partly["scale"], before["scale"])
-        return messages, unchanged
-
-
-@pytest.mark.parametrize("name", ["zero3", *full("zero1")])
-def test_states_that_do_not_fit_are_refused_whole(name: str) -> None:
-    for messages, unchanged in run_ranks(2, wrong_states, PLANS[name]):
-        strict, lax, fewer, swapped, partly = messages
-        assert "unused.weight" in strict and "unused.bias" in strict and "'new'" in strict
-        assert all("first.weight: (7, 4) instead of (7, 5)" in message for message in (strict, lax))
-        assert "param groups of" in fewer and "param groups of" in swapped
-        assert unchanged
-        assert partly == "['scale'] ['new']"
-
-
-def scheduled(plan: Plan, when: str) -> tuple[State, list[float]]:
-    """A scheduler on the user's optimizer (before) or on the session's (after)."""
-    model = seeded(Net)
-    optimizer = OPTIMIZERS["sgd"](model)
-    rates = []
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if when == "before" else None
-    with sharded(model, optimizer, plan) as session:
-        if scheduler is None:
-            scheduler = torch.optim.lr_scheduler.StepLR(session.optimizer, 1, gamma=0.5)
-        for step in range(4):
-            mine = batch(step).chunk(session.mesh.size)[session.mesh.rank]
-            session.backward(session.module(mine).square().mean())
-            session.optimizer.step()
-            scheduler.step()
-            rates.append(session.optimizer.param_groups[1]["lr"])
-            assert session.optimizer.param_groups[1]["lr"] == optimizer.param_groups[1]["lr"]
-        return session.module.state_dict(), rates
-
-
-@pytest.mark.parametrize("when", ["after", *full("before")])
-@pytest.mark.filterwarnings("error")
-def test_learning_rate_schedulers(when: str) -> None:
-    model = seeded(Net)
-    optimizer = OPTIMIZERS["sgd"](model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in range(4):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-    for name in ("zero1", "zero3"):
-        results = run_ranks(2, scheduled, PLANS[name], when)
-        check([state for state, _ in results], dict(model.state_dict()), name)
-        assert all(rates == [0.01, 0.005, 0.0025, 0.00125] for _, rates in results)
 
 
 HooksState = dict[str, Tensor]
@@ -341,9 +260,13 @@ def told(model: nn.Module, wrapped: nn.Module, backward: Callable[..., Any], opt
     return first, out.detach(), {n: v.float().clone() for n, v in wrapped.state_dict().items()}
 
 
-def sessions(directory: str, precision: str) -> dict[str, Any]:
-    """By stage and way of loading; every rank has another model first."""
-    state, found = given(torch.float32), dict[str, Any]()
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
+@on_ranks(2)
+def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Children first, once a load, on all ranks, by each way of loading; at stage 3 with the module's parameters, and
+    what they write stays."""
+    state = given(torch.float32)
+    before, out, after = plain(state)
     for stage in (1, 2, 3):
         for way in ("state", "own", "checkpoint"):
             model = net(1)
@@ -353,16 +276,19 @@ def sessions(directory: str, precision: str) -> dict[str, Any]:
                 other.load_state_dict(state)
                 other[1].weight.data.copy_(state["1.weight"])  # not bounded, as it is in the state
                 source = shardwise.shard(other, sgd(other), stage=stage)
-                source.checkpoints.save(f"{directory}/{stage}", "a")
+                source.checkpoints.save(f"{tmp_path}/{stage}", "a")
                 source.close()
-                session.checkpoints.load(f"{directory}/{stage}", "a")
+                session.checkpoints.load(f"{tmp_path}/{stage}", "a")
             else:
                 (session.module if way == "state" else model).load_state_dict(state)
             assert model[1].calls == ["scaled", "whole"], (stage, way, model[1].calls)
-            found[f"{stage} {way}"] = told(model, session.module, session.backward, session.optimizer)
+            first, outputs, last = told(model, session.module, session.backward, session.optimizer)
+            what = f"stage {stage}, {way}"
+            assert_close(first, before, tolerance, what)
+            assert_close({"out": outputs}, {"out": out}, max(tolerance, 1e-6), what)
+            assert_close(last, after, max(tolerance, 1e-6), what)
             wrong(session, state)
             session.close()
-    return found
 
 
 def wrong(session: shardwise.Session, state: HooksState) -> None:
@@ -382,21 +308,6 @@ def wrong(session: shardwise.Session, state: HooksState) -> None:
         model[0].register_load_state_dict_post_hook(lambda *_: {}["lost"])
     with pytest.raises(KeyError if session.mesh.rank == 0 else shardwise.core.comm.PeerError, match="lost"):
         session.module.load_state_dict(state)
-
-
-def hooks_check(found: dict[str, Any], state: HooksState, tolerance: float) -> None:
-    before, out, after = plain(state)
-    for what, (first, outputs, last) in found.items():
-        assert_close(first, before, tolerance, what)
-        assert_close({"out": outputs}, {"out": out}, max(tolerance, 1e-6), what)
-        assert_close(last, after, max(tolerance, 1e-6), what)
-
-
-@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 2e-2), *full(("fp32", 0.0))])
-def test_hooks_of_loads_are_called(tmp_path: Path, precision: str, tolerance: float) -> None:
-    """Children first, once a load, on all ranks; at stage 3 with the module's parameters, and what they write stays."""
-    for found in run_ranks(2, sessions, str(tmp_path), precision):
-        hooks_check(found, given(torch.float32), tolerance)
 
 
 def hooked_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -429,9 +340,13 @@ def values(model: nn.Module) -> HooksState:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def left_out(stage: int) -> list[HooksState]:
+@pytest.mark.parametrize("stage", [3, *full(1)])
+@on_ranks(2)
+def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
+    """By the names that they have in the model; strict loading misses them."""
     init_distributed()
-    found, pretrained = [], values(adapted(7))
+    plain, pretrained = adapted(1), values(adapted(7))
+    plain.load_state_dict(pretrained)
     for strict in (True, False):
         model = adapted(1)
         with pytest.raises(RuntimeError, match=r"base.weight"):  # as plain torch, which misses it, too
@@ -446,20 +361,8 @@ def left_out(stage: int) -> list[HooksState]:
         with pytest.raises(RuntimeError, match=r"base.weight: \(3, 4\) instead of \(4, 4\)"):
             session.module.load_state_dict(pretrained | {"base.weight": torch.ones(3, 4)})
         with session.module.gathered():
-            found.append(values(model))
+            assert_close(values(model), values(plain), 0.0, f"strict={strict}")
         session.close()
-    return found
-
-
-@pytest.mark.parametrize("stage", [3, *full(1)])
-def test_parameters_that_a_hook_leaves_out_can_be_loaded(stage: int) -> None:
-    """By the names that they have in the model; strict loading misses them."""
-    plain = adapted(1)
-    plain.load_state_dict(values(adapted(7)))
-    for states in run_ranks(2, left_out, stage):
-        for state in states:
-            assert state.keys() == values(plain).keys()
-            assert all(torch.equal(value, state[name]) for name, value in values(plain).items())
 
 
 class Counts(nn.Linear):

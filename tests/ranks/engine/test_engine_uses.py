@@ -1,173 +1,219 @@
 """Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage.
 
-Several models and several optimizers in one process, each against plain PyTorch.
+Several optimizers over one model, against plain PyTorch.
 Parameters that a loss takes from the model by itself: right where they are there, else an error or a warning.
 """
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from uses_setup import PROGRAMS, STEPS, Experts, Passes, expected, mean_square, on_rank
 
-from shardwise.plan import Plan, zero
-from shardwise.session import Session, build
+from shardwise.plan import ByTensor, Plan, zero
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, adam, check, data, one_mesh, plain_steps, run_plain, seeded, sgd, sharded
+from tests.support.engine_setup import (
+    PLANS,
+    Program,
+    check,
+    data,
+    one_mesh,
+    plain_steps,
+    run_plain,
+    run_sharded,
+    seeded,
+    sgd,
+    sharded,
+)
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
+from tests.support.steps import Loss, take_steps, train_sharded
+
+Passes = Iterator[tuple[Tensor, bool]]
+STEPS = 2
+
+
+class Experts(nn.Module):
+    """A trunk and four blocks; the caller says which blocks run, in which order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in range(4))
+        self.idle = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        for index in order:
+            x = x + self.blocks[index](x)
+        return x
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def two_forwards_two_backwards(model: nn.Module, rank: int, step: int) -> Passes:
+    first, second = mean_square(model(data(rank, step, 0))), mean_square(model(data(rank, step, 1), (3, 0)))
+    yield first, False
+    yield second, False
+
+
+def backwards_in_reverse(model: nn.Module, rank: int, step: int) -> Passes:
+    losses = [mean_square(model(data(rank, step, i), (i, 3))) for i in range(3)]
+    for loss in reversed(losses):
+        yield loss, False
+
+
+def retained_graph(model: nn.Module, rank: int, step: int) -> Passes:
+    loss = mean_square(model(data(rank, step)))
+    yield loss, True
+    yield 0.5 * loss, True
+    yield loss, False
+
+
+def evaluation_in_between(model: nn.Module, rank: int, step: int) -> Passes:
+    """Other blocks on every rank, as often on each (over gloo, gathers take all ranks)."""
+    loss = mean_square(model(data(rank, step)))
+    model.eval()
+    with torch.no_grad():
+        for index in range(2):
+            model(data(rank, step, 1 + index), ((rank,), (3, rank, 3))[index])
+    model.train()
+    yield loss, False
+    with torch.inference_mode():
+        model(data(rank, step, 7))
+
+
+def subsets(model: nn.Module, rank: int, step: int) -> Passes:
+    """Every rank runs other blocks, other ones in each micro-batch; block 2 is used by nobody in step 0."""
+    for micro in range(3):
+        order = tuple(i for i in ((rank + micro) % 4, (2 * rank + micro) % 3) if step or i != 2)
+        yield mean_square(model(data(rank, step, micro), order)), False
+
+
+def some_ranks_have_no_gradients(model: nn.Module, rank: int, step: int) -> Passes:
+    """The loss of one rank does not depend on the model at all."""
+    for micro in range(2):
+        loss = mean_square(model(data(rank, step, micro)))
+        if (rank + micro) % 2:
+            loss = loss.detach() + torch.ones((), dtype=torch.float64, requires_grad=True)
+        yield loss, False
+
+
+def submodules_called_directly(model: nn.Module, rank: int, step: int) -> Passes:
+    x = model.trunk(data(rank, step))
+    yield mean_square(model.blocks[rank % 4](x)) + mean_square(model.blocks[3](x)), False
+
+
+def module_used_often(model: nn.Module, rank: int, step: int) -> Passes:
+    yield mean_square(model(data(rank, step), (0, 1, 0, 2, 0, 0))), False
+
+
+def gradient_of_the_input(model: nn.Module, rank: int, step: int) -> Passes:
+    """A gradient penalty: autograd.grad with create_graph inside the forward pass."""
+    x = data(rank, step).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    yield mean_square(out) + mean_square(slope), False
+
+
+PROGRAMS: dict[str, Program] = {
+    function.__name__: function
+    for function in (
+        two_forwards_two_backwards,
+        backwards_in_reverse,
+        retained_graph,
+        evaluation_in_between,
+        subsets,
+        some_ranks_have_no_gradients,
+        submodules_called_directly,
+        module_used_often,
+        gradient_of_the_input,
+    )
+}
+
+
+APART = (evaluation_in_between, subsets, some_ranks_have_no_gradients, submodules_called_directly)
+"""In these ranks take different branches."""
+
 
 QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
-OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned"]
+OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned", "two_secondary_gloo", "two_secondary", "one_secondary_gloo"]
 """Three plans in a row share the programs out among themselves."""
+WHOLE = ["zero3_gloo", "one_secondary"]
+"""With all of them."""
+GLOO = zero(3).but(shared_memory=False)
+USED_PLANS = PLANS | {
+    "zero3_unplanned": zero(3).but(overlap=False),
+    "one_secondary": zero(3).but(secondary=1),
+    "one_secondary_gloo": GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2),
+    "two_secondary": zero(3).but(secondary=2, prefetch=0),
+    "two_secondary_gloo": GLOO.but(secondary=2),
+}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *full(*OTHERS, "zero3_gloo")])
+def on_rank(name: str, programs: list[str]) -> None:
+    plan = USED_PLANS[name]
+    with one_mesh(plan) as mesh:
+        for program in (PROGRAMS[each] for each in programs):
+            own = plan.but(same_order=False) if program in APART else plan
+            found = run_sharded(Experts, program, own, STEPS, mesh)
+            check([found], run_plain(Experts, program, mesh.size, STEPS), f"{name} {program.__name__}")
+
+
+@pytest.mark.parametrize("name", [*QUICK, "one_secondary", *full(*OTHERS, "zero3_gloo")])
 def test_programs(name: str) -> None:
-    plan = zero(3).but(overlap=False) if name == "zero3_unplanned" else PLANS[name]
-    world_size, every = 4 if name == "hybrid" else 2, list(PROGRAMS)
-    programs = every if name == "zero3_gloo" else every[[*QUICK, *OTHERS].index(name) % 3 :: 3]
-    results = run_ranks(world_size, on_rank, plan, programs)
-    for program in programs:
-        check([result[program] for result in results], expected(world_size, program), f"{name} {program}")
+    ranks, every = 4 if name == "hybrid" or name.startswith("two") else 2, list(PROGRAMS)
+    run_ranks(ranks, on_rank, name, every if name in WHOLE else every[[*QUICK, *OTHERS].index(name) % 3 :: 3])
 
 
-def flow_through(plan: Plan) -> list[Tensor]:
-    model = seeded(Experts).requires_grad_(False)
-    grads = []
-    with sharded(model, None, plan.but(same_order=False)) as session:
+@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "half", "zero3_gloo")])
+@on_ranks(2)
+def test_backward_through_a_frozen_model(name: str) -> None:
+    model, plain = seeded(Experts).requires_grad_(False), seeded(Experts)
+    with sharded(model, None, PLANS[name].but(same_order=False)) as session:
         assert session.optimizer is None
         for micro in range(2):
             x = data(session.mesh.rank, 0, micro).requires_grad_()
-            loss = mean_square(session.module(x, (session.mesh.rank, 3)))
+            order = (session.mesh.rank, 3)
+            loss = mean_square(session.module(x, order))
             if micro:
                 loss.backward()
             else:
                 session.backward(loss)
-            assert x.grad is not None
-            grads.append(x.grad)
+            (expected,) = torch.autograd.grad(mean_square(plain(x, order)), x)
+            torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=0.0)
         assert session.memory().gradients_bytes == 0 and session.full_gradients() == {}
-    return grads
 
 
-@pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "half", "zero3_gloo")])
-def test_backward_through_a_frozen_model(name: str) -> None:
-    for rank, grads in enumerate(run_ranks(2, flow_through, PLANS[name])):
-        for micro, grad in enumerate(grads):
-            x = data(rank, 0, micro).requires_grad_()
-            mean_square(seeded(Experts)(x, (rank, 3))).backward()
-            torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=0.0)
+def embedded(sparse: bool) -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Embedding(13, 6, sparse=sparse), nn.Linear(6, 2)))
 
 
-def sync_of_no_sync(plan: Plan) -> dict[str, Tensor]:
-    """Other parameters in the passes under no_sync than in the reduced one; their gradients count too."""
-    model = seeded(Experts)
-    with sharded(model, adam(model), plan) as session:
-        rank = session.mesh.rank
-        for step in range(STEPS):
-            with session.no_sync():
-                for micro in range(2 + rank):
-                    session.backward(mean_square(model(data(rank, step, micro), (micro,))))
-            session.backward(mean_square(model(data(rank, step, 9), (3,))))
-            session.optimizer.step()
-        return session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["zero1", *full("ddp", "zero1_gloo")])
-def test_no_sync_with_other_parameters(name: str) -> None:
-    def program(model: nn.Module, rank: int, step: int) -> Passes:
-        for micro in range(2 + rank):
-            yield mean_square(model(data(rank, step, micro), (micro,))), False
-        yield mean_square(model(data(rank, step, 9), (3,))), False
-
-    plan = zero(1).but(shared_memory=False) if name == "zero1_gloo" else PLANS[name]
-    check(run_ranks(2, sync_of_no_sync, plan), run_plain(Experts, program, 2, STEPS), name)
+def of_tokens(model: nn.Module, rank: int, _step: int) -> Tensor:
+    return mean_square(model(torch.arange(5) * (1 + rank) % 13))
 
 
 def sparse(plan: Plan) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(13, 6, sparse=True), nn.Linear(6, 2)).double()
-    with sharded(model, sgd(model), plan) as session:
-        for _step in range(STEPS):
-            tokens = torch.arange(5) * (1 + session.mesh.rank) % 13
-            session.backward(mean_square(session.module(tokens)))
-            session.optimizer.step()
-        return session.module.state_dict()
+    model = embedded(sparse=True)
+    return train_sharded(model, sgd(model), plan, STEPS, of_tokens)
 
 
 @pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1", "zero3")])
 def test_sparse_embedding_gradients(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(13, 6), nn.Linear(6, 2)).double()
-    loss = lambda model, rank, _step: mean_square(model(torch.arange(5) * (1 + rank) % 13))  # noqa: E731
-    check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, loss), name)
+    model = embedded(sparse=False)
+    check(run_ranks(2, sparse, PLANS[name]), plain_steps(model, sgd(model), STEPS, of_tokens), name)
 
 
 SEVERAL_STEPS, RANKS = 3, 2
-STAGES = ["ddp", "zero1", "zero2", "half", "zero3", "zero3_gloo"]
-
-
-def quick(*names: str) -> list[Any]:
-    """All stages: these, one that keeps parameters and one over messages in the full set, the others."""
-    pairs = [name for name in ("zero2", "zero3_gloo") if name not in names]
-    return [*names, *full(*pairs), *campaign(*[name for name in STAGES if name not in (*names, *pairs)])]
 
 
 def generator() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-
-
-def critic() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
-
-
-def critic_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
-    fake = g(data(rank, step, 1)).detach()
-    return d(fake).square().mean() + (1 - d(data(rank, step, 0))).square().mean()
-
-
-def generator_loss(d: nn.Module, g: nn.Module, rank: int, step: int) -> Tensor:
-    return (1 - d(g(data(rank, step, 2)))).square().mean()
-
-
-def gan(plan: Plan, direct: bool) -> dict[str, Tensor]:
-    d, g = seeded(critic, 1), seeded(generator, 2)
-    with one_mesh(plan) as mesh, sharded(d, adam(d), plan, mesh) as ds, sharded(g, sgd(g), plan, mesh) as gs:
-        for step in range(SEVERAL_STEPS):
-            loss = critic_loss(ds.module, gs.module, mesh.rank, step)
-            loss.backward() if direct else ds.backward(loss)
-            ds.optimizer.step()
-            # The critic's gradients from the generator's loss are not wanted.
-            loss = generator_loss(ds.module, gs.module, mesh.rank, step)
-            loss.backward() if direct else gs.backward(loss)
-            gs.optimizer.step()
-            ds.optimizer.zero_grad()
-        states = {"d": ds.module.state_dict(), "g": gs.module.state_dict()}
-    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
-
-
-def plain_gan() -> dict[str, Tensor]:
-    d, g = seeded(critic, 1), seeded(generator, 2)
-    optimizer_d, optimizer_g = adam(d), sgd(g)
-    for step in range(SEVERAL_STEPS):
-        for optimizer, loss in ((optimizer_d, critic_loss), (optimizer_g, generator_loss)):
-            optimizer_d.zero_grad()
-            optimizer_g.zero_grad()
-            for rank in range(RANKS):
-                (loss(d, g, rank, step) / RANKS).backward()
-            optimizer.step()
-    states = {"d": d.state_dict(), "g": g.state_dict()}
-    return {f"{model}.{name}": value for model, state in states.items() for name, value in state.items()}
-
-
-@pytest.mark.parametrize("name", quick("zero3"))
-def test_gan(name: str) -> None:
-    expected = plain_gan()
-    for direct in (False, True):
-        check(run_ranks(RANKS, gan, PLANS[name], direct), expected, f"{name}, direct={direct}")
 
 
 def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -180,17 +226,13 @@ def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
 def two_optimizers(plan: Plan) -> dict[str, Tensor]:
     """Stepped in turn: the second one accumulates over two passes what the first uses at once."""
     model = seeded(generator)
-    session = build(model, halves(model), plan)
-    assert len(session.optimizers) == 2
-    for step in range(SEVERAL_STEPS):
-        for micro in range(2):
-            session.backward(session.module(data(session.mesh.rank, step, micro)).square().mean())
-            session.optimizers[0].step()
-        session.optimizers[1].step()
-    state = session.module.state_dict()
-    session.close()
-    session.mesh.close()
-    return state
+    with sharded(model, halves(model), plan) as session:
+        for step in range(SEVERAL_STEPS):
+            for micro in range(2):
+                session.backward(mean_square(session.module(data(session.mesh.rank, step, micro))))
+                session.optimizers[0].step()
+            session.optimizers[1].step()
+        return session.module.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -239,50 +281,33 @@ class Towers(nn.Module):
         return found
 
 
-Loss = Callable[[nn.Module, Towers, Tensor], Tensor]
+def by_method(model: Any, rank: int, step: int) -> Tensor:
+    return mean_square(model.encode(data(rank, step)))
 
 
-def by_method(_module: nn.Module, model: Towers, x: Tensor) -> Tensor:
-    return model.encode(x).square().mean()
+def penalty_in_the_loop(model: nn.Module, rank: int, step: int) -> Tensor:
+    return mean_square(model(data(rank, step))) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
 
-def penalty_in_the_loop(module: nn.Module, model: Towers, x: Tensor) -> Tensor:
-    loss: Tensor = module(x).square().mean()
-    return loss + 0.1 * sum(p.square().sum() for p in model.parameters())
-
-
-def penalty_in_forward(module: nn.Module, _model: Towers, x: Tensor) -> Tensor:
-    return module(x, penalty=True).square().mean()
+def penalty_in_forward(model: nn.Module, rank: int, step: int) -> Tensor:
+    return mean_square(model(data(rank, step), penalty=True))
 
 
 LOSSES: dict[str, Loss] = {each.__name__: each for each in (by_method, penalty_in_the_loop, penalty_in_forward)}
 
 
-def plain(loss: Loss) -> dict[str, Tensor]:
+def plain(*loss: Loss) -> dict[str, Tensor]:
     model = seeded(Towers)
-    optimizer = sgd(model)
-    for step in range(READ_STEPS):
-        (sum(loss(model, model, data(rank, step)) for rank in range(2)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
-def train(session: Session, loss: Loss, around: Callable[[], Any] = contextlib.nullcontext) -> dict[str, Tensor]:
-    optimizer = session.optimizer
-    for step in range(READ_STEPS):
-        with around():
-            value = loss(session.module, session.model, data(session.mesh.rank, step))  # type: ignore[arg-type]
-        session.backward(value)
-        optimizer.step()
-        optimizer.zero_grad()
-    return session.module.state_dict()
+    return plain_steps(model, sgd(model), READ_STEPS, *loss)
 
 
 def trained(plan: Plan, name: str, gathered: bool) -> dict[str, Tensor]:
+    def loss(module: Any, rank: int, step: int) -> Tensor:
+        with module.gathered() if gathered else contextlib.nullcontext():
+            return LOSSES[name](module, rank, step)
+
     model = seeded(Towers)
-    with sharded(model, sgd(model), plan) as session:
-        return train(session, LOSSES[name], session.module.gathered if gathered else contextlib.nullcontext)
+    return train_sharded(model, sgd(model), plan, READ_STEPS, loss)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -290,21 +315,6 @@ def test_what_is_there_is_read_as_in_plain_torch(name: str) -> None:
     for plan, gathered in (("zero2", False), ("zero3", True), ("half", True)):
         for found in run_ranks(2, trained, PLANS[plan], name, gathered):
             assert_close(found, plain(LOSSES[name]), 1e-12, f"{name} under {plan}")
-
-
-def misread(plan: Plan, name: str) -> tuple[str, list[str], dict[str, Tensor]]:
-    """What is raised, what is warned of in two passes, and what the model is trained to after these were dropped."""
-    model, error = seeded(Towers), "nothing"
-    with one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
-        with warnings.catch_warnings(record=True, action="always") as told:
-            for _ in range(2):
-                try:
-                    session.backward(LOSSES[name](session.module, model, data(mesh.rank, 0)))  # type: ignore[arg-type]
-                except RuntimeError as found:
-                    error = str(found)
-                session.module.zero_grad()
-        state = train(session, lambda module, _model, x: module(x).square().mean())
-        return error, [str(each.message) for each in told if "the loss is NaN" in str(each.message)], state
 
 
 SAID = {
@@ -315,10 +325,21 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2)
 def test_what_is_not_there_is_told(name: str) -> None:
-    error, times = SAID[name]
-    expected = plain(lambda module, _model, x: module(x).square().mean())
-    for said, told, state in run_ranks(2, misread, PLANS["zero3"], name):
-        assert error in said and len(told) == times
-        assert all("inside `with model.gathered():`" in each for each in [*told, *[said][: error != "nothing"]])
-        assert_close(state, expected, 1e-12, "what is trained after the passes that were dropped")
+    """By an error or a warning; when these passes are dropped, the model trains."""
+    model, error = seeded(Towers), "nothing"
+    with sharded(model, sgd(model), PLANS["zero3"]) as session:
+        with warnings.catch_warnings(record=True, action="always") as told:
+            for _ in range(2):
+                try:
+                    session.backward(LOSSES[name](session.module, session.mesh.rank, 0))
+                except RuntimeError as found:
+                    error = str(found)
+                session.module.zero_grad()
+        take_steps(session, range(READ_STEPS))
+        said = [str(each.message) for each in told if "the loss is NaN" in str(each.message)]
+        words, times = SAID[name]
+        assert words in error and len(said) == times
+        assert all("inside `with model.gathered():`" in each for each in [*said, *[error][: words != "nothing"]])
+        assert_close(session.module.state_dict(), plain(), 1e-12, "after the passes that were dropped")

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
-import shardwise
 from shardwise import shard
 from shardwise.core.base.torch_internals import give_subclass
 from shardwise.core.checkpoint import CheckpointError
@@ -29,8 +28,10 @@ from shardwise.core.mesh import Mesh, init_distributed
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import data, one_mesh, seeded, sgd, sharded, told
+from tests.support.engine_setup import data, mean_square, one_mesh, plain_steps, seeded, sgd, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
+from tests.support.steps import take_steps
 from tests.support.tier_setup import with_tiers
 
 RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
@@ -286,39 +287,24 @@ def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: 
     check(results, name, name if name in LARGEST else "int8")
 
 
-def on_its_way() -> dict[str, Any]:
-    """Bytes of an evaluation, of trained weights in 8 bits as well, and of one behind it with secondary shards."""
-    found: dict[str, Any] = {}
+@on_ranks(2)
+def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
     plan = zero(3).but(shared_memory=False, compress_frozen="int8", gathered_fraction=0.0)
-    for name, each in {"frozen": plan, "plain": plan.but(compress_frozen=None)}.items():
-        model = net()
-        with one_mesh(each) as mesh, sharded(model, optimizer_of(model), each, mesh) as session:
+    for each in (plan, plan.but(compress_frozen=None)):
+        model, expected = net(), 0
+        with sharded(model, optimizer_of(model), each) as session:
             session.reset_traffic()
             with torch.no_grad():
-                session.module.unwrap().layers[0](torch.zeros(1, WIDTH, dtype=torch.float64))
-            unit = {at for at, shape in enumerate(shapes(session)) if shape.slots[0][0].startswith("layers.0")}
-            found[name] = session.traffic()["all_gather"], [shapes(session)[at] for at in sorted(unit)]
-    return found
+                model.layers[0](torch.zeros(1, WIDTH, dtype=torch.float64))
+            for shape in (shape for shape in shapes(session) if shape.slots[0][0].startswith("layers.0")):
+                numel, compressed = shape.bounds[1], each is plan and narrow(shape)
+                expected += numel + -(-numel // 128) if compressed else numel * shape.dtype.itemsize
+            assert session.traffic()["all_gather"] == expected
 
 
-def row_bytes(numel: int) -> int:
-    return numel + -(-numel // 128)
-
-
-def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
-    for found in run_ranks(2, on_its_way):
-        for name, (sent, chunks) in found.items():
-            of_shards = [(each.bounds[1], each) for each in chunks]
-            expected = [
-                row_bytes(numel) if name == "frozen" and narrow(each) else numel * each.dtype.itemsize
-                for numel, each in of_shards
-            ]
-            assert sent == sum(expected) and any(narrow(each) for each in chunks)
-        assert found["frozen"][0] < found["plain"][0]
-
-
-def resumed(folder: str) -> None:
-    plan = zero(3).but(compress_frozen="int8")
+@on_ranks(2)
+def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    plan, folder = zero(3).but(compress_frozen="int8"), tmp_path / "saved"
     with one_mesh(plan) as mesh:
         model, whole = net(), Told([], [], [], {})
         with sharded(model, optimizer_of(model), plan, mesh) as session:
@@ -344,13 +330,10 @@ def resumed(folder: str) -> None:
             assert all(is_trained(n) or torch.equal(state[n], p) for n, p in net().named_parameters())
 
 
-def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
-    run_ranks(2, resumed, str(tmp_path / "saved"))
-
-
-def written(folder: str) -> None:
+@on_ranks(2)
+def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
     for name in ("modules", "tensors", "host", "disk", "second copy"):
-        plan = plans(folder)[name]
+        plan = plans(str(tmp_path))[name]
         model = net()
         with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
             expected = {n: v.clone() for n, v in session.module.full_state() if isinstance(v, Tensor)}
@@ -380,10 +363,6 @@ def written(folder: str) -> None:
 def same(session: Session, expected: dict[str, Tensor], what: str) -> None:
     for key, value in session.module.full_state():
         assert not isinstance(value, Tensor) or torch.equal(value, expected[key]), (what, key)
-
-
-def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
-    run_ranks(2, written, str(tmp_path))
 
 
 def test_what_cannot_be() -> None:
@@ -453,21 +432,6 @@ def numbers_net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *own).double()
 
 
-def steps(model: nn.Module, run: object, rank: int) -> None:
-    run(model(data(rank, 0)[:, :6].double()).square().mean())  # type: ignore[operator]
-
-
-def expected() -> dict[str, Tensor]:
-    model = seeded(numbers_net)
-    optimizer = sgd(model)
-    for _ in range(2):
-        for rank in range(2):
-            steps(model, lambda loss: (loss / 2).backward(), rank)
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict())
-
-
 def numbers_plans(folder: str) -> list[Plan]:
     on_disk = {"param_disk_fraction": 1.0, "state_disk_fraction": 1.0, "disk": DiskPlan(directory=folder)}
     return [
@@ -480,79 +444,54 @@ def numbers_plans(folder: str) -> list[Plan]:
     ]
 
 
-class Found(NamedTuple):
-    trained: dict[str, Tensor]
-    loaded: dict[str, Tensor]
-    errors: list[str]
-    parameter_bytes: int
-    formula_bytes: int
-
-
-def wrong_uses(session: Session, model: nn.Module) -> list[str]:
+def wrong_uses(session: Session, model: nn.Module) -> None:
     """A write to what is not gathered, and numbers of another kind."""
     state = session.module.state_dict()
     with torch.no_grad():
         model[1].codes.zero_()
-    errors = [told(lambda: session.module(data(0, 0)))]
+    raises(RuntimeError, r"1\.codes \(6, 4\) was written to", session.module, data(0, 0))
     given = {name: value.float() if "codes" in name else value for name, value in state.items()}
-    return [*errors, told(lambda: session.module.load_state_dict(given))]
+    raises(RuntimeError, r"1\.codes: torch\.float32 instead of torch\.uint8", session.module.load_state_dict, given)
 
 
-def on_rank(folder: str) -> list[Found]:
-    found = []
-    for number, plan in enumerate(numbers_plans(folder)):
+@on_ranks(2)
+def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
+    model = seeded(numbers_net)
+    wanted = plain_steps(model, sgd(model), 2)
+    for number, plan in enumerate(numbers_plans(str(tmp_path))):
         with one_mesh(plan) as mesh:
-            model, errors = seeded(numbers_net), []
+            model = seeded(numbers_net)
             with sharded(model, sgd(model), plan, mesh) as session:
-                for _ in range(2):
-                    steps(session.module, session.backward, mesh.rank)
-                    session.optimizer.step()
-                    session.optimizer.zero_grad()
+                take_steps(session, range(2))
                 trained = session.module.state_dict()
+                assert_close(trained, wanted, 1e-11, f"plan {number}")
+                assert all(trained[name].dtype is wanted[name].dtype for name in wanted)
                 held = sum(tier.get("parameters", 0) for tier in session.memory().by_tier.values())
-                chunks = session.engine.shards.layout.chunks
-                whole = sum(chunk.padded_bytes for chunk in chunks)
-                session.checkpoints.save(folder, f"plan-{number}")
+                whole = sum(chunk.padded_bytes for chunk in session.engine.shards.layout.chunks)
+                assert held == (whole if plan.shard.always_gathered else whole // mesh.shard.size), number
+                session.checkpoints.save(tmp_path, f"plan-{number}")
                 if number == 0:
-                    errors = wrong_uses(session, model)
+                    wrong_uses(session, model)
                 if number < 2:
                     session.unshard()
-                    steps(model, lambda loss: loss.backward(), 0)  # what followed parameters is theirs again
+                    mean_square(model, 0, 0).backward()  # what followed parameters is theirs again
                     assert_close(dict(model.state_dict()), trained, 0.0, "unsharded")
             other = seeded(numbers_net, 7)
             with sharded(other, sgd(other), plan, mesh) as session:
-                session.checkpoints.load(folder, f"plan-{max(number - 1, 0)}")
-                loaded = session.module.state_dict()
-            stays = plan.shard.always_gathered
-            found.append(Found(trained, loaded, errors, held, whole if stays else whole // mesh.shard.size))
-    return found
-
-
-def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
-    wanted = expected()
-    assert any(not value.is_floating_point() for value in wanted.values())
-    for rank, results in enumerate(run_ranks(2, on_rank, str(tmp_path))):
-        for plan, found in enumerate(results):
-            assert_close(found.trained, wanted, 1e-11, f"plan {plan}, rank {rank}")
-            assert all(found.trained[name].dtype is wanted[name].dtype for name in wanted)
-            assert_close(found.loaded, found.trained, 1e-11, f"loaded, plan {plan}, rank {rank}")
-            assert found.parameter_bytes == found.formula_bytes, plan
-        assert "1.codes (6, 4) was written to" in results[0].errors[0]
-        assert "1.codes: torch.float32 instead of torch.uint8" in results[0].errors[1]
+                session.checkpoints.load(tmp_path, f"plan-{max(number - 1, 0)}")
+                assert_close(session.module.state_dict(), trained, 1e-11, f"loaded under plan {number}")
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:
     model = seeded(numbers_net)
     model[1].codes = give_subclass(NumbersCodes, torch.zeros(6, 4))
     model[1].codes.bnb_quantized = False
-    assert "1.codes (NumbersCodes, (6, 4)) is still torch.float32, and is packed when it moves" in told(
-        lambda: build(model, None, zero(3)), ValueError
-    )
+    still = r"1\.codes \(NumbersCodes, \(6, 4\)\) is still torch\.float32, and is packed when it moves"
+    raises(ValueError, still, build, model, None, zero(3))
     quantized = nn.Sequential(nn.Linear(2, 2))
     quantized[0].weight = nn.Parameter(TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2)), requires_grad=False)
-    assert "0.weight (TwoTensor, (2, 2)) has its values in other tensors" in told(
-        lambda: build(quantized, None, zero(3)), ValueError
-    )
+    elsewhere = r"0\.weight \(TwoTensor, \(2, 2\)\) has its values in other tensors"
+    raises(ValueError, elsewhere, build, quantized, None, zero(3))
 
 
 MAKE: dict[str, Any] = {
@@ -574,59 +513,50 @@ class Graph(nn.Module):
         return self.lin(self.edges @ inputs)
 
 
-def _trained(folder: str) -> None:
+def of_graph(model: nn.Module, _rank: int, _step: int) -> Tensor:
+    return model(torch.arange(36.0).view(6, 6) / 36).square().mean()
+
+
+def sharded_graph(model: nn.Module, stage: int = 1) -> Session:
+    return shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
     init_distributed()
-    inputs = torch.arange(36.0).view(6, 6) / 36
     for stage, kind in ((1, "coo"), (3, "csr"), (3, "csc")):
-        plain = Graph(kind, 1.0)
-        model = Graph(kind, 1.0 + dist.get_rank())
-        session = shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+        plain, model = Graph(kind, 1.0), Graph(kind, 1.0 + dist.get_rank())
+        session = sharded_graph(model, stage)
         assert torch.equal(model.edges.to_dense(), plain.edges.to_dense()) and model.edges.layout is plain.edges.layout
-        oracle = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for _ in range(2):
-            session.backward(session.module(inputs).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            plain(inputs).square().mean().backward()
-            oracle.step()
-            oracle.zero_grad()
-        session.checkpoints.save(folder, kind)
-        session.checkpoints.load(folder, kind)
-        state = session.module.state_dict()
-        assert list(state) == ["lin.weight", "lin.bias"]
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-6)
+        take_steps(session, range(2), of_graph)
+        session.checkpoints.save(tmp_path, kind)
+        session.checkpoints.load(tmp_path, kind)
+        expected = plain_steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 2, of_graph, ranks=1)
+        assert_close(session.module.state_dict(), expected, 1e-6, kind)
         with pytest.raises(CheckpointError, match=r"user_state/graph is a tensor \(6, 6\) of layout .*to_dense\(\)"):
-            session.checkpoints.save(folder, "refused", user_state={"graph": model.edges})
+            session.checkpoints.save(tmp_path, "refused", user_state={"graph": model.edges})
 
 
-def _refused() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_others_are_refused_by_name(ranks: int) -> None:
     init_distributed()
     for kind in MAKE:
         model = Graph(kind, 1.0, persistent=True)
-        with pytest.raises(ValueError, match=r"edges \(6, 6\) has the layout torch.sparse_c.*persistent=False"):
-            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+        raises(ValueError, r"edges \(6, 6\) has the layout torch.sparse_c.*persistent=False", sharded_graph, model)
         assert torch.equal(model.lin.weight, Graph(kind, 1.0).lin.weight)
-    if dist.get_world_size() > 1:
+    if ranks > 1:
         model = Graph("coo", 1.0)
         if dist.get_rank():
             model.edges = torch.zeros(6, 6).to_sparse()
-        with pytest.raises(ValueError, match="tensor edges"):
-            shardwise.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+        raises(ValueError, "tensor edges", sharded_graph, model)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, _trained, str(tmp_path))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_others_are_refused_by_name(ranks: int) -> None:
-    run_ranks(ranks, _refused)
-
-
-def averages(stage: int) -> list[str]:
-    """What a direct update says, with the average of the copy held against one made by hand."""
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_an_average_of_masters_and_what_an_average_of_16_bits_says(stage: int) -> None:
+    """The average of a copy is held against one made by hand."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     plain, average = copy.deepcopy(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -646,11 +576,6 @@ def averages(stage: int) -> list[str]:
     assert_close(found, expected, 1e-6, "average")
     with pytest.raises(RuntimeError) as error, session.module.gathered():
         average.update_parameters(model)
+    (note,) = error.value.__notes__
+    assert "torch.bfloat16" in note and "load session.module.state_dict()" in note
     session.close()
-    return getattr(error.value, "__notes__", [])
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_average_of_masters_and_what_an_average_of_16_bits_says(stage: int) -> None:
-    for notes in run_ranks(2, averages, stage):
-        assert len(notes) == 1 and "torch.bfloat16" in notes[0] and "load session.module.state_dict()" in notes[0]

@@ -18,16 +18,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise
 from shardwise.core.checks import batches, guards
-from shardwise.core.comm import Group
 from shardwise.core.engine import optimizer, pipelined
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close, run_ranks
-from tests.support.engine_setup import adam, one_mesh, seeded, sharded, told
+from tests.support import meetings_setup
+from tests.support.engine_setup import adam, one_mesh, seeded, sharded
 from tests.support.late_setup import train
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.stream_setup import Branching, losses_of
 
@@ -71,7 +71,6 @@ def as_on_a_gpu() -> Iterator[None]:
 def counted() -> Iterator[tuple[list[str], list[str]]]:
     """What is read of tensors inside, by the place that reads it, and for what ranks exchange something."""
     reads: list[str] = []
-    exchanges: list[str] = []
 
     def reading(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
@@ -85,27 +84,17 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
 
         return read
 
-    def telling(name: str) -> Callable[..., Any]:
-        original = getattr(Group, name)
-
-        def tell(group: Group, values: Any, purpose: str = "", *rest: Any, **named: Any) -> Any:
-            exchanges.append(purpose)
-            return original(group, values, purpose, *rest, **named)
-
-        return tell
-
     patched = {name: reading(name) for name in READS}
-    told = {name: telling(name) for name in ("exchange", "summarize")}
-    with mock.patch.multiple(torch.Tensor, **patched), mock.patch.multiple(Group, **told):
+    with mock.patch.multiple(torch.Tensor, **patched), meetings_setup.counted() as exchanges:
         yield reads, exchanges
 
 
-def one_step(plan: Plan, dtype: torch.dtype) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
+def one_step(plan: Plan) -> tuple[list[str], list[str], list[float | None], list[float | None]]:
     """Of the last of some steps: what was read and exchanged; norms of all steps, and those of a host that waits."""
     norms: dict[bool, list[float | None]] = {True: [], False: []}
     for ahead in (True, False):
         with as_on_a_gpu() if ahead else contextlib.nullcontext(), counted() as (reads, exchanges):
-            model: nn.Module = seeded(Branching).to(dtype)
+            model = seeded(Branching)
             with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
                 for step in range(STEPS):
                     loss = losses_of(session.module, mesh.rank, step, False)
@@ -125,7 +114,7 @@ OTHERS = ["which parameters had gradients", "the gradient norm"]
 @pytest.mark.parametrize(("stage", "shared"), [(2, False), (3, None), *full((1, None), (3, False))])
 def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> None:
     plan = zero(stage).but(shared_memory=shared)
-    for reads, exchanges, late, now in run_ranks(2, one_step, plan, torch.float64):
+    for reads, exchanges, late, now in run_ranks(2, one_step, plan):
         assert reads == []
         assert exchanges == OTHERS
         assert_close({"norms": torch.tensor(late)}, {"norms": torch.tensor(now)}, 1e-6, f"stage {stage}")
@@ -133,29 +122,23 @@ def test_a_step_reads_nothing_of_the_device(stage: int, shared: bool | None) -> 
 
 @pytest.mark.parametrize("stage", [3, *full(2)])
 def test_clipping_reads_the_norm_once(stage: int) -> None:
-    for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1), torch.float64):
+    for reads, exchanges, late, now in run_ranks(2, one_step, zero(stage).but(max_norm=0.1)):
         assert reads == ["cpu in _shares of norm.py", "tolist in _shares of norm.py"]
         assert exchanges == OTHERS
         assert late == now
 
 
-def late_write(plan: Plan) -> str:
-    with as_on_a_gpu():
-        model = seeded(Branching)
-        with one_mesh(plan) as mesh, sharded(model, adam(model), plan, mesh) as session:
-            weight = session.module.unwrap().layers[2].weight
-            session.backward(losses_of(session.module, mesh.rank, 0, False))
-            session.optimizer.step()
-            weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
-            session.backward(losses_of(session.module, mesh.rank, 1, False))
-            session.optimizer.step()
-            session.backward(losses_of(session.module, mesh.rank, 2, False))
-            return told(session.optimizer.step)
-
-
+@on_ranks(2)
 def test_a_write_to_an_absent_parameter_is_told_a_step_later() -> None:
-    for message in run_ranks(2, late_write, zero(3)):
-        assert "layers.2.weight" in message and "was written to" in message
+    model = seeded(Branching)
+    with as_on_a_gpu(), sharded(model, adam(model), zero(3)) as session:
+        for step in range(3):
+            session.backward(losses_of(session.module, session.mesh.rank, step, False))
+            if step < 2:
+                session.optimizer.step()
+            if step == 0:
+                model.layers[2].weight.data[0, 0] = 3.0  # it is not gathered: one NaN stands for all of it
+        raises(RuntimeError, "layers.2.weight.* was written to", session.optimizer.step)
 
 
 # ---- on a late device: events and streams that the host waits for, and copies that block it

@@ -85,14 +85,22 @@ def values(session: Session) -> str:
     return digest([session.module.state_dict(), session.optimizers[0].state_dict()])
 
 
-def states(session: Session) -> tuple[dict[str, Any], dict[str, Any]]:
-    return session.module.state_dict(), session.optimizers[0].state_dict()
-
-
 def undisturbed(plan: Plan) -> str:
     with contextlib.closing(started(plan)) as session:
         train(session)
         return values(session)
+
+
+States = tuple[dict[str, Any], dict[str, Any]]
+
+
+def states(session: Session) -> States:
+    return session.module.state_dict(), session.optimizers[0].state_dict()
+
+
+def load(session: Session, saved: States) -> None:
+    session.module.load_state_dict(saved[0])
+    session.optimizers[0].load_state_dict(saved[1])
 
 
 @contextlib.contextmanager
@@ -106,36 +114,20 @@ def begun(plan: Plan, kind: Kind = OPTIMIZERS["adamw"]) -> Iterator[tuple[Sessio
             yield session, like
 
 
-def load(session: Session, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    session.module.load_state_dict(saved[0])
-    session.optimizers[0].load_state_dict(saved[1])
-
-
-@contextlib.contextmanager
-def pressed(at: nn.Module, times: int = 1, backward: bool = False) -> Iterator[None]:
-    """Ctrl-C in the forward pass of ``at``, or in the backward pass of its output."""
-
-    def in_backward(grad: torch.Tensor) -> None:
-        press()
-
-    def in_forward(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-        if backward:
-            output.register_hook(in_backward)
-        for _ in range(0 if backward else times):
-            press()
-
-    hook = at.register_forward_hook(in_forward)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def in_a_pass(plan: Plan, _directory: str, in_backward: bool = False) -> None:
     with begun(plan) as (session, like):
         block = [each for each in session.model.modules() if isinstance(each, nn.Linear)][1]
-        with pytest.raises(KeyboardInterrupt), pressed(block, backward=in_backward):
+
+        def in_forward(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+            if in_backward:
+                output.register_hook(lambda _: press())
+            else:
+                press()
+
+        hook = block.register_forward_hook(in_forward)
+        with pytest.raises(KeyboardInterrupt):
             backward(session, 1)
+        hook.remove()
         session.optimizers[0].zero_grad()
         train(session, first=1)
         assert values(session) == like
@@ -270,7 +262,8 @@ def at_random_moments(plan: Plan, times: int, seed: int) -> None:
         like = undisturbed(plan)
         for _ in range(times):
             with contextlib.closing(started(plan)) as session:
-                timer = threading.Timer(draw.uniform(0.0, 0.05), interrupt_main)
+                main = threading.main_thread().ident
+                timer = threading.Timer(draw.uniform(0.0, 0.05), signal.pthread_kill, (main, signal.SIGINT))
                 try:
                     timer.start()
                     train(session)
@@ -285,9 +278,3 @@ def at_random_moments(plan: Plan, times: int, seed: int) -> None:
 @pytest.mark.parametrize("name", ["stage 3", *full("stage 1", "stage 2, fp16", "stage 3, disk")])
 def test_training_goes_on_after_one_at_any_moment(name: str, seed: int, tmp_path: Path) -> None:
     run_ranks(1, at_random_moments, plan_of(name, str(tmp_path)), 8, seed)
-
-
-def interrupt_main() -> None:
-    thread = threading.main_thread().ident
-    assert thread is not None
-    signal.pthread_kill(thread, signal.SIGINT)

@@ -16,47 +16,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from uses_setup import PROGRAMS, STEPS, Experts, expected, mean_square, plan_for
 
 from shardwise.core.comm import BLOCK, FORMATS
 from shardwise.core.mesh import Mesh
-from shardwise.plan import ByNumel, ByTensor, MeshPlan, Plan, on_device, replicated, zero
+from shardwise.plan import ByNumel, MeshPlan, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import tiers
-from tests.support.engine_setup import adam, check, meshes, one_mesh, run_sharded, seeded, sgd, sharded
-from tests.support.on_ranks import on_ranks
+from tests.support.engine_setup import adam, meshes, one_mesh, seeded, sgd, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 GLOO = zero(3).but(shared_memory=False)
-NAMES = list(PROGRAMS)
-
-
-Cases = list[tuple[Plan, list[str]]]
-
-
-def programs(cases: Cases) -> list[dict[str, dict[str, Tensor]]]:
-    with meshes() as mesh_of:
-        return [
-            {name: run_sharded(Experts, PROGRAMS[name], plan_for(name, plan), STEPS, mesh_of(plan)) for name in names}
-            for plan, names in cases
-        ]
-
-
-FOUR: Cases = [(GLOO.but(secondary=2), NAMES[::2]), (zero(3).but(secondary=2, prefetch=0), NAMES[1::3])]
-TWO: Cases = [
-    (zero(3).but(secondary=1), NAMES),
-    (GLOO.but(secondary=1, packing=ByTensor(persist_numel=7), prefetch=2), NAMES[2::3]),
-]
-
-
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), *full((4, FOUR))])
-def test_programs(ranks: int, cases: Cases) -> None:
-    """Every way to use a model, other blocks on every rank among them."""
-    results = run_ranks(ranks, programs, cases)
-    for index, (_, names) in enumerate(cases):
-        for name in names:
-            check([result[index][name] for result in results], expected(ranks, name), f"{name}, case {index}")
 
 
 class Life(nn.Module):
@@ -91,7 +62,7 @@ class Plainly:
     def train(self, step: int) -> None:
         for micro in range(2):
             for rank in range(self._ranks):
-                (mean_square(self.module(tokens(rank, step + micro))) / self._ranks).backward()
+                (self.module(tokens(rank, step + micro)).square().mean() / self._ranks).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -114,7 +85,7 @@ class Sharded(Plainly):
 
     def train(self, step: int) -> None:
         for micro in range(2):
-            self.session.backward(mean_square(self.module(tokens(self.session.mesh.rank, step + micro))))
+            self.session.backward(self.module(tokens(self.session.mesh.rank, step + micro)).square().mean())
         self.session.optimizer.step()
 
     def write(self, scale: float) -> None:
@@ -152,31 +123,23 @@ def live(one: Plainly) -> dict[str, Tensor]:
     return seen | one.module.state_dict()
 
 
-def lives(plans: list[Plan], directory: Path) -> list[dict[str, Tensor]]:
-    """The last one's checkpoint is read by a session without secondary shards."""
-    found = []
-    with meshes() as mesh_of:
-        for plan in plans:
-            one = Sharded(plan, mesh_of(plan))
-            found.append(live(one))
-            one.session.checkpoints.save(directory / "last")
-            one.session.close()
-        other = Sharded(plan.but(secondary=None), mesh_of(plan))
-        other.session.checkpoints.load(directory / "last")
-        found.append(other.module.state_dict())
-        other.session.close()
-    return found
-
-
+@on_ranks(4)
 def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
+    """The last one's checkpoint is read by a session without secondary shards."""
     wanted = live(Plainly(4))
     looks = [value for name, value in wanted.items() if name.startswith("look")]
     assert len(looks) == 8 and not any(torch.equal(one, other) for one, other in pairwise(looks))
-    plans = [GLOO.but(secondary=2), zero(3).but(secondary=2, gathered_fraction=0.3), GLOO.but(secondary=1)]
-    for *results, loaded in run_ranks(4, lives, plans, tmp_path):
-        for plan, found in zip(plans, results, strict=True):
+    with meshes() as mesh_of:
+        for plan in (GLOO.but(secondary=2), zero(3).but(secondary=2, gathered_fraction=0.3), GLOO.but(secondary=1)):
+            one = Sharded(plan, mesh_of(plan))
+            found = live(one)
             assert_close(found, wanted, 1e-11, f"{plan.mesh}")
-        assert all(torch.equal(value, results[-1][name]) for name, value in loaded.items())
+            one.session.checkpoints.save(tmp_path / "last")
+            one.session.close()
+        other = Sharded(plan.but(secondary=None), mesh_of(plan))
+        other.session.checkpoints.load(tmp_path / "last")
+        assert all(torch.equal(value, found[name]) for name, value in other.module.state_dict().items())
+        other.session.close()
 
 
 # ---- what they hold, and what each group sends
@@ -273,18 +236,15 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
 
 
-def groups(plan: MeshPlan) -> list[int]:
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (8, 2)])
+@on_ranks()
+def test_neighbours_keep_them_together(ranks: int, tp: int) -> None:
+    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=tp, secondary=2)
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
-    found = [int(row[0]) for row in mesh.secondary.exchange([mesh.mesh_group.rank])]
+    me = mesh.mesh_group.rank
+    low = me // (2 * tp) * 2 * tp + me % tp
+    assert mesh.secondary.exchange([me]) == [[low], [low + tp]]
     mesh.close()
-    return found
-
-
-def test_neighbours_keep_them_together() -> None:
-    found = run_ranks(4, groups, MeshPlan(dp_shard=-1, dp_replicate=1, secondary=2))
-    assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    found = run_ranks(8, groups, MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, secondary=2))
-    assert found == [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
 
 
 TRAINING_WIDTH, HIDDEN = 24, 37
@@ -343,19 +303,17 @@ def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def trained(plan: Plan, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    model = net()
-    session = build(model, torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01), plan, mesh)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(session.module, mesh.rank, step)
-        session.backward(loss)
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-        losses.append(loss.item())
-    alike(session)
-    state = {name: value.clone() for name, value in session.module.full_state() if isinstance(value, Tensor)}
-    session.close()
-    return losses, state
+    model, losses = net(), list[float]()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    with sharded(model, optimizer, plan, mesh) as session:
+        for step in range(steps):
+            loss = loss_of(session.module, mesh.rank, step)
+            session.backward(loss)
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            losses.append(loss.item())
+        alike(session)
+        return losses, {name: value.clone() for name, value in session.module.state_dict().items()}
 
 
 def alike(session: Session) -> None:
@@ -394,89 +352,57 @@ def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return results
 
 
-@pytest.mark.parametrize("size", [3, *full(2, 4)])
-def test_the_same_bits_whatever_carries_them(size: int) -> None:
-    names = {2: list(SHARDED), 3: ["zero1", "zero3"], 4: list(REPLICATED)}[size]
+@pytest.mark.parametrize(
+    ("size", "names"), [(3, ["zero1", "zero3"]), (2, list(WHOLE)), *full((2, list(SHARDED)), (4, list(REPLICATED)))]
+)
+def test_the_same_bits_whatever_carries_them(size: int, names: list[str]) -> None:
     results = run_ranks(size, transports, names)
-    before = net().state_dict()
-    for (_, state), name in zip(results[0], names, strict=True):
-        for key, value in before.items():
-            if "still" in key:
-                exact = value.to(HALF) if (SHARDED | REPLICATED)[name].precision.param_dtype is HALF else value
-                assert torch.equal(state[key].to(exact.dtype), exact)  # frozen: travels as it is
+    frozen = {key: value for key, value in net().state_dict().items() if "still" in key}
+    for name, one, *others in zip(names, *results, strict=True):
+        for key, value in frozen.items():  # travels as it is
+            exact = value.to((SHARDED | REPLICATED | WHOLE)[name].precision.param_dtype or torch.float32)
+            assert torch.equal(one[1][key].to(exact.dtype), exact)
+        for other in others:
+            assert_close(other[1], one[1], 0.0, name)
+    if "frozen" in names:  # before any step: what is frozen is rounded, too
+        assert results[0][names.index("frozen")][0][0] != results[0][names.index("int8")][0][0]
 
 
-def test_whole_numbers_are_the_same_bits_whatever_carries_them() -> None:
-    results = run_ranks(2, transports, list(WHOLE))
-    half = {key: value.to(HALF) for key, value in net().state_dict().items() if "still" in key}
-    both, alone = results[0][-1], results[0][list(WHOLE).index("int8")]
-    assert both[0][0] != alone[0][0]  # before any step: what is frozen is rounded, too
-    assert half and all(torch.equal(both[1][key].to(HALF), value) for key, value in half.items())
-    for one, other in zip(results[0], results[1], strict=True):
-        assert all(torch.equal(value, other[1][key]) for key, value in one[1].items())
-
-
-def one_step(plan: Plan) -> dict[str, Any]:
-    with one_mesh(plan) as mesh:
-        model = net()
-        session = build(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh)
+@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
+@on_ranks(2)
+def test_one_step_is_within_the_stated_bounds(name: str) -> None:
+    model, exact = net(), net().state_dict()
+    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
         with session.module.gathered():
             used = {name: p.detach().clone() for name, p in session.module.module.named_parameters()}
         masters = dict(session.module.full_state())
         session.reset_traffic()
-        loss = loss_of(session.module, mesh.rank, 0)
-        session.backward(loss)
-        gradients = session.full_gradients()
-        traffic = session.traffic()
+        session.backward(loss_of(session.module, session.mesh.rank, 0))
+        gradients, traffic = session.full_gradients(), session.traffic()
         session.optimizer.step()
-        stepped = {n: v for n, v in session.module.full_state() if isinstance(v, Tensor)}
-        whole = session.traffic()
-        chunks = [(c.padded_numel, c.shard_numel(0), c.trainable) for c in session.engine.shards.layout.chunks]
-        session.close()
-    return {
-        "used": used,
-        "masters": masters,
-        "gradients": gradients,
-        "stepped": stepped,
-        "traffic": traffic,
-        "whole": whole,
-        "chunks": chunks,
-    }
-
-
-def row_bytes(numel: int) -> int:
-    return numel + -(-numel // BLOCK)
-
-
-@pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
-def test_one_step_is_within_the_stated_bounds(name: str) -> None:
-    size = 2
-    plan = SHARDED[name].but(compress="fp8", shared_memory=False)
-    found = run_ranks(size, one_step, plan)[0]
-    exact = net().state_dict()
-    for key, value in found["used"].items():
+        stepped, whole = session.module.state_dict(), session.traffic()
+        chunks = [chunk for chunk in session.engine.shards.layout.chunks if chunk.trainable]
+    for key, value in used.items():
         error = (value - exact[key]).abs()
-        rounded = name != "ddp" and "still" not in key
         assert (error <= 2**-4 * exact[key].abs() + 2**-17).all()
-        assert bool(error.any()) == rounded
-        assert torch.equal(found["masters"][key], exact[key])  # masters are never rounded
-    per_rank = [gradients_at(found["used"], rank) for rank in range(size)]
-    for key, value in found["gradients"].items():
+        assert bool(error.any()) == (name != "ddp" and "still" not in key)
+        assert torch.equal(masters[key], exact[key])  # masters are never rounded
+    per_rank = [gradients_at(used, rank) for rank in range(2)]
+    for key, value in gradients.items():
         terms = torch.stack([each[key] for each in per_rank])
         bound = (0.27 if name == "ddp" else 0.126) * terms.abs().mean(0) + 2**-28 * terms.abs().max()
         assert ((value - terms.mean(0)).abs() <= bound).all()
         assert not torch.equal(value, terms.mean(0))
-        torch.testing.assert_close(found["stepped"][key], exact[key] - value, atol=1e-7, rtol=1e-6)
-    own = [row_bytes(numel // size) for numel, _, trains in found["chunks"] if trains]
+        torch.testing.assert_close(stepped[key], exact[key] - value, atol=1e-7, rtol=1e-6)
+    own = sum(numel + -(-numel // BLOCK) for numel in (chunk.padded_numel // 2 for chunk in chunks))
     if name == "ddp":
-        assert found["traffic"]["all_reduce"] == 2 * (size - 1) * sum(own)
-        assert found["whole"]["all_gather"] == 0
+        assert traffic["all_reduce"] == 2 * own and whole["all_gather"] == 0
     else:
-        assert found["traffic"]["reduce_scatter"] == (size - 1) * sum(own)
+        assert traffic["reduce_scatter"] == own
     if name == "zero2_fp32":  # updated parameters are gathered once; states are read whole
-        reading = sum((size - 1) * shard * 4 for _, shard, trains in found["chunks"] if trains)
-        assert found["whole"]["all_gather"] - found["traffic"]["all_gather"] >= (size - 1) * sum(own)
-        assert found["whole"]["all_gather"] <= (size - 1) * sum(own) + 3 * reading + 4096
+        assert whole["all_gather"] - traffic["all_gather"] >= own
+        assert whole["all_gather"] <= own + 3 * sum(chunk.shard_numel(0) * 4 for chunk in chunks) + 4096
 
 
 def gradients_at(params: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -497,9 +423,8 @@ def test_masters_keep_what_is_not_written() -> None:
     """What a program writes is taken; what it does not write keeps its master's bits, when it is read back too."""
     for plan in (zero(3), zero(2), zero(2, HALF)):
         plan = plan.but(compress="fp8")
-        with one_mesh(plan) as mesh:
-            model = net()
-            session = build(model, torch.optim.SGD(model.parameters(), lr=0.0), plan, mesh)
+        model = net()
+        with sharded(model, torch.optim.SGD(model.parameters(), lr=0.0), plan) as session:
             before = {n: v.clone() for n, v in session.module.full_state()}
             with session.module.gathered(write_back=True), torch.no_grad():
                 model.first.bias[2] = 0.5
@@ -510,7 +435,7 @@ def test_masters_keep_what_is_not_written() -> None:
                 with torch.no_grad():
                     model.last.weight[1].fill_(0.25)
                 expected["last.weight"][1] = 0.25
-            session.backward(loss_of(session.module, mesh.rank, 0))
+            session.backward(loss_of(session.module, session.mesh.rank, 0))
             session.optimizer.step()
             same(session, expected)
             half = dict(session.module.full_state(masters=False))
@@ -519,47 +444,20 @@ def test_masters_keep_what_is_not_written() -> None:
                 assert torch.equal(half[name], value.to(kind))
             session.module.load_state_dict(before)
             same(session, before)
-            session.close()
 
 
-def overflows(shared: bool) -> list[tuple[bool, float]]:
-    plan = zero(2, torch.float16).but(compress="fp8", shared_memory=shared)
-    with one_mesh(plan) as mesh:
-        model = net()
-        session = build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
-        told = []
-        for step in range(3):
-            before = {n: v.clone() for n, v in session.module.full_state()}
-            loss = loss_of(session.module, mesh.rank, step)
-            session.backward(loss * 1e30 if step == 1 and mesh.rank == 1 else loss)  # of one rank alone
-            session.optimizer.step()
-            changed = any(not torch.equal(v, before[n]) for n, v in session.module.full_state())
-            told.append((changed, session.optimizer.scaler.scale))
-        session.close()
-    return told
-
-
-@pytest.mark.parametrize("shared", [False, *full(True)])
-def test_an_overflow_is_found(shared: bool) -> None:
-    for told in run_ranks(2, overflows, shared):
-        assert [changed for changed, _ in told] == [True, False, True]
-
-
-def refused() -> None:
-    model = net().double()
-    plan = zero(2).but(compress="fp8")
-    with one_mesh(plan) as mesh, pytest.raises(ValueError, match=r"compress='fp8'.*float64.*first.weight"):
-        build(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, mesh)
-
-
+@on_ranks(2)
 def test_what_cannot_be() -> None:
-    run_ranks(2, refused)
+    model, plan = net().double(), zero(2)
+    with one_mesh(plan) as mesh:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        refusal = r"compress='fp8'.*float64.*first.weight"
+        raises(ValueError, refusal, build, model, optimizer, plan.but(compress="fp8"), mesh)
     disk = tiers("/tmp", (0.0, 0.0), (0.0, 1.0))
-    with pytest.raises(ValueError, match=r"compress='fp8' \(fp8_communication\) with disk=DiskPlan"):
-        zero(2).but(compress="fp8", tiers=disk)
-    with pytest.raises(ValueError, match="compress='fp4'"):
-        zero(2).but(compress="fp4")
-    with pytest.raises(ValueError, match="compress_gradients='int2': give one of 'fp8', 'int8', 'int4', or None"):
-        zero(2).but(compress_gradients="int2")
-    with pytest.raises(ValueError, match=r"compress_weights='int8' \(fp8_communication\) with disk=DiskPlan"):
-        zero(2).but(compress_weights="int8", tiers=disk)
+    for changes, words in (
+        ({"compress": "fp8", "tiers": disk}, r"compress='fp8' \(fp8_communication\) with disk=DiskPlan"),
+        ({"compress": "fp4"}, "compress='fp4'"),
+        ({"compress_gradients": "int2"}, "compress_gradients='int2': give one of 'fp8', 'int8', 'int4', or None"),
+        ({"compress_weights": "int8", "tiers": disk}, r"compress_weights='int8' \(fp8_communication\) with disk=Disk"),
+    ):
+        raises(ValueError, words, plan.but, **changes)

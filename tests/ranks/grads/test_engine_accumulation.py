@@ -3,7 +3,6 @@
 Gradients of many passes add up in ``accumulate_dtype``, where whole ones are kept as where shards are.
 """
 
-import functools
 import math
 from contextlib import nullcontext
 from itertools import product
@@ -17,13 +16,13 @@ from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, replicated, zero
 from shardwise.session import Session
 from shardwise.testing import run_ranks
-from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded, told
+from tests.support.engine_setup import PLANS, adam, check, one_mesh, plain_steps, seeded, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 RANKS, MICRO, STEPS = 2, 3, 2
 # Rows of each rank's micro-batches: as uneven as it gets, one of them empty.
 ROWS = [[1, 5, 2], [7, 0, 3]]
-NORMS = (2.0, math.inf, 1.0, 3.0)
 
 
 def net() -> nn.Module:
@@ -42,59 +41,6 @@ def rows(rank: int, micro: int, step: int, even: bool) -> Tensor:
 def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
     """The mean over the rows, zero for none."""
     return model(x).square().sum() / max(len(x), 1)
-
-
-def accumulate(plan: Plan) -> dict[str, tuple[dict[str, Tensor], list[float]]]:
-    results = {}
-    with one_mesh(plan) as mesh:
-        for average in ("sum", "mean", "tokens"):
-            for norm_type in NORMS:
-                chosen = plan.but(average=average, max_norm=0.1, norm_type=norm_type)
-                results[f"{average} {norm_type}"] = _train(chosen, mesh)
-    return results
-
-
-def _train(plan: Plan, mesh: object) -> tuple[dict[str, Tensor], list[float]]:
-    model = seeded(net)
-    average = plan.grad.average
-    norms = []
-    with sharded(model, adam(model), plan, mesh) as session:
-        for step in range(STEPS):
-            for micro in range(MICRO):
-                x = rows(session.mesh.rank, micro, step, average != "tokens")
-                loss = mean_loss(session.module, x)
-                session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
-            session.optimizer.step()
-            norms.append(session.optimizer.get_grad_norm())
-        return session.module.state_dict(), norms
-
-
-def one_large_batch(average: str, norm_type: float) -> tuple[dict[str, Tensor], list[float]]:
-    model = seeded(net)
-    optimizer = adam(model)
-    norms = []
-    for step in range(STEPS):
-        everything = torch.cat([rows(r, m, step, average != "tokens") for r in range(RANKS) for m in range(MICRO)])
-        loss = mean_loss(model, everything) * (MICRO if average == "sum" else 1)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(model.state_dict()), norms
-
-
-@pytest.mark.parametrize("name", ["ddp", *full("zero1", "zero2"), "zero3", *full("zero3_gloo")])
-def test_equals_one_large_batch(name: str) -> None:
-    results = run_ranks(RANKS, accumulate, PLANS[name])
-    for average in ("sum", "mean", "tokens"):
-        for norm_type in NORMS:
-            # torch clips by max_norm / (norm + 1e-6) as well, so nothing but rounding may differ.
-            expected, norms = one_large_batch(average, norm_type)
-            case = f"{average} {norm_type}"
-            check([result[case][0] for result in results], expected, f"{name} {case}")
-            for result in results:
-                assert result[case][1] == pytest.approx(norms, rel=1e-12)
-                assert min(norms) > 0.1
 
 
 def _drop(session: Session, how: str, weight: float | None) -> None:
@@ -126,9 +72,11 @@ def of_all_rows(even: bool) -> dict[str, Tensor]:
     return plain_steps(model, sgd(model), STEPS, loss, ranks=1)
 
 
-def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
+@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
+@on_ranks(RANKS)
+def test_what_is_dropped_is_not_counted(name: str) -> None:
     """The passes before are dropped, and their number and tokens too."""
-    found = {}
+    plan, hows = PLANS[name], ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
     with one_mesh(plan) as mesh:
         for average, how in product(("mean", "tokens"), hows):
             model = seeded(net)
@@ -140,56 +88,38 @@ def dropped(plan: Plan, hows: list[str]) -> dict[str, dict[str, Tensor]]:
                         loss = mean_loss(session.module, x)
                         session.backward(loss, tokens=float(len(x)) if average == "tokens" else None)
                     session.optimizer.step()
-                found[f"{average} {how}"] = session.module.state_dict()
-    return found
+                check([session.module.state_dict()], of_all_rows(average == "mean"), f"{name} {average} {how}")
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3", *full("ddp", "zero2")])
-def test_what_is_dropped_is_not_counted(name: str) -> None:
-    hows = ["optimizer", "module", "failed", *(["no_sync"] if name in ("ddp", "zero1") else [])]
-    results = run_ranks(RANKS, dropped, PLANS[name], hows)
-    for average in ("mean", "tokens"):
-        expected = of_all_rows(average == "mean")
-        for how in hows:
-            case = f"{average} {how}"
-            check([result[case] for result in results], expected, f"{name} {case}")
-
-
-def clip_by_norm(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[str]]:
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@on_ranks(RANKS)
+def test_clip_grad_by_norm(name: str) -> None:
+    plain = seeded(net)
+    mean_loss(plain, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
+    before = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
     model = seeded(net)
-    messages = []
-    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
+    with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), PLANS[name]) as session:
         session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 0, True)))
-        norms = [session.optimizer.clip_grad_by_norm(0.25), session.optimizer.clip_grad_by_norm(0.25)]
+        assert session.optimizer.clip_grad_by_norm(0.25) == pytest.approx(before, rel=1e-12) and before > 0.25
+        assert session.optimizer.clip_grad_by_norm(0.25) == pytest.approx(0.25, rel=1e-5)
         for bad in (0.0, -1.0, math.nan):
-            messages.append(told(functools.partial(session.optimizer.clip_grad_by_norm, bad), ValueError))
-        x = rows(session.mesh.rank, 0, 1, True)
-        messages.append(told(lambda: session.backward(mean_loss(session.module, x), tokens=7.0), ValueError))
+            raises(ValueError, f"^max_norm={bad}:", session.optimizer.clip_grad_by_norm, bad)
+        loss = mean_loss(session.module, rows(session.mesh.rank, 0, 1, True))
+        raises(ValueError, "tokens=7.0", session.backward, loss, tokens=7.0)
         session.optimizer.step()
-        norms.append(session.optimizer.get_grad_norm())
-        return norms, session.module.state_dict(), messages
+        assert session.optimizer.get_grad_norm() == pytest.approx(0.25, rel=1e-5)
+        check([session.module.state_dict()], dict(plain.state_dict()), name)
 
 
-def test_clip_grad_by_norm() -> None:
-    model = seeded(net)
-    mean_loss(model, torch.cat([rows(r, 0, 0, True) for r in range(RANKS)])).backward()
-    before = float(nn.utils.clip_grad_norm_(model.parameters(), 0.25))
-    nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for name in ("zero1", "zero3"):
-        results = run_ranks(RANKS, clip_by_norm, PLANS[name])
-        for norms, _, messages in results:
-            assert norms[0] == pytest.approx(before, rel=1e-12) and before > 0.25
-            assert norms[1] == pytest.approx(0.25, rel=1e-5)
-            assert norms[2] == pytest.approx(0.25, rel=1e-5)
-            assert [m.split(":")[0] for m in messages[:3]] == ["max_norm=0.0", "max_norm=-1.0", "max_norm=nan"]
-            assert "tokens=7.0" in messages[3]
-        check([state for _, state, _ in results], dict(model.state_dict()), name)
-
-
-def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
-    """Every pass, or every pass but the last, under ``no_sync``."""
-    found = []
+@pytest.mark.parametrize(
+    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
+)
+@on_ranks(RANKS)
+def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
+    """Of every pass under it, as where it is of every pass but the last."""
+    plan, found = PLANS[name].but(average=average), []
     with one_mesh(plan) as mesh:
         for synced in (MICRO, MICRO - 1):
             model = seeded(net)
@@ -203,16 +133,9 @@ def all_unreduced(plan: Plan) -> list[tuple[dict[str, Tensor], list[float]]]:
                     session.optimizer.step()
                     norms.append(session.optimizer.get_grad_norm())
                 found.append((session.module.state_dict(), norms))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("average", "name"), [("sum", "ddp"), ("mean", "zero1"), *full(("mean", "ddp"), ("sum", "zero1"))]
-)
-def test_a_step_reduces_what_no_sync_left(name: str, average: str) -> None:
-    for (state, norms), (expected, others) in run_ranks(RANKS, all_unreduced, PLANS[name].but(average=average)):
-        assert norms == pytest.approx(others, rel=1e-12)
-        check([state], expected, "state")
+    (state, norms), (expected, others) = found
+    assert norms == pytest.approx(others, rel=1e-12)
+    check([state], expected, "state")
 
 
 def _around(session: Session, loss: Tensor) -> None:
@@ -225,34 +148,30 @@ def _expected(session: Session, loss: Tensor) -> None:
     loss.backward()
 
 
-WITHOUT_TOKENS = {"bare": lambda session, loss: loss.backward(), "around": _around, "expected": _expected}
+WITHOUT_TOKENS = (lambda session, loss: loss.backward(), _around, _expected)
 
 
-def without_tokens(plan: Plan) -> tuple[list[str], dict[str, Tensor]]:
-    """What passes without a weight say, each after one that has it, and what trains after them."""
-    model, messages = seeded(net), []
-    with sharded(model, sgd(model), plan.but(average="tokens")) as session:
-        for make in (*WITHOUT_TOKENS.values(), lambda session, loss: session.backward(loss)):
+@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
+@on_ranks(RANKS)
+def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
+    """Each after one that has a weight; what trains after them is right."""
+    model = seeded(net)
+    with sharded(model, sgd(model), PLANS[name].but(average="tokens")) as session:
+        for make in (*WITHOUT_TOKENS, lambda session, loss: session.backward(loss)):
             session.backward(mean_loss(session.module, rows(session.mesh.rank, 0, 9, True)), tokens=7.0)
             loss = mean_loss(session.module, rows(session.mesh.rank, 1, 9, True))
-            messages.append(told(functools.partial(make, session, loss), (RuntimeError, ValueError)))
+            said = raises((RuntimeError, ValueError), None, make, session, loss)
+            if make in WITHOUT_TOKENS:
+                assert "session.backward(loss, tokens=...)" in said and "average='tokens'" in said
+            else:
+                assert "tokens=None" in said
             session.optimizer.zero_grad()
         for step in range(STEPS):
             for micro in range(MICRO):
                 x = rows(session.mesh.rank, micro, step, False)
                 session.backward(mean_loss(session.module, x), tokens=float(len(x)))
             session.optimizer.step()
-        return messages, session.module.state_dict()
-
-
-@pytest.mark.parametrize("name", ["ddp", *full("zero1"), *full("zero2"), "zero3"])
-def test_a_pass_without_tokens_under_tokens_is_an_error(name: str) -> None:
-    results = run_ranks(RANKS, without_tokens, PLANS[name])
-    for (*messages, by_session), _ in results:
-        assert "tokens=None" in by_session
-        for message, how in zip(messages, WITHOUT_TOKENS, strict=True):
-            assert "session.backward(loss, tokens=...)" in message and "average='tokens'" in message, how
-    check([state for _, state in results], of_all_rows(False), name)
+        check([session.module.state_dict()], of_all_rows(False), name)
 
 
 HALF, FIRST, NUMEL = torch.bfloat16, 256.0, 192

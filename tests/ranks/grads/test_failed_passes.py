@@ -34,7 +34,7 @@ from tests.support.engine_setup import (
     seeded,
     sharded,
 )
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.tier_setup import with_tiers
 
@@ -55,13 +55,23 @@ def two_passes(model: nn.Module, rank: int, step: int):  # type: ignore[no-untyp
         yield model(data(rank, step, index)).square().mean(), False
 
 
-def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], dict[str, Tensor]]:
-    """Warnings of a step in which a pass fails after ``good`` ones, and is made again; the state after it."""
-    model, found = seeded(Net), list[str]()
-    with one_mesh(PLANS[name]) as mesh, sharded(model, adam(model), PLANS[name], mesh) as session:
+CASES = [
+    (name, good, then, direct, ranks)
+    for place, name in enumerate(("ddp", "zero1", "zero2", "zero3"))
+    for turn, (good, then) in enumerate([(0, "forward"), (1, "forward"), (2, "forward"), (2, "zero_grad")])
+    for direct, ranks in [((place + turn) % 2 == 0, 1 + (place + turn // 2) % 2)]
+]
+
+
+@pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
+@on_ranks()
+def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
+    """Warnings of a step in which a pass fails after ``good`` ones, and is made again."""
+    model = seeded(Net)
+    with sharded(model, adam(model), PLANS[name]) as session:
 
         def one(index: int) -> None:
-            loss = session.module(data(mesh.rank, 0, index)).square().mean()
+            loss = session.module(data(session.mesh.rank, 0, index)).square().mean()
             loss.backward() if direct else session.backward(loss)
 
         with warnings.catch_warnings(record=True, action="always") as caught:
@@ -76,30 +86,16 @@ def said_of(name: str, good: int, then: str, direct: bool) -> tuple[list[str], d
             for index in range(2):
                 one(index)
             session.optimizer.step()
-            found += [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
-        return found, session.module.state_dict()
-
-
-CASES = [
-    (name, good, then, direct, ranks)
-    for place, name in enumerate(("ddp", "zero1", "zero2", "zero3"))
-    for turn, (good, then) in enumerate([(0, "forward"), (1, "forward"), (2, "forward"), (2, "zero_grad")])
-    for direct, ranks in [((place + turn) % 2 == 0, 1 + (place + turn // 2) % 2)]
-]
-
-
-@pytest.mark.parametrize(("name", "good", "then", "direct", "ranks"), CASES)
-def test_passes_that_go_with_a_failed_one_are_told(name: str, good: int, then: str, direct: bool, ranks: int) -> None:
-    found = run_ranks(ranks, said_of, name, good, then, direct)
-    for said, _ in found:
+            assert not any(session.engine.pool._pins.values())
+        said = [str(each.message) for each in caught if "backward pass failed" in str(each.message)]
         if good and then == "forward":
             (only,) = said
             assert f"those of {good} earlier pass{'es' * (good > 1)} of this step" in only
             assert "Make all passes of the step again" in only
         else:
             assert said == []
-    # Both passes were made again, and nothing of those before is left.
-    check([state for _, state in found], run_plain(Net, two_passes, ranks, 1), name)
+        # Both passes were made again, and nothing of those before is left.
+        check([session.module.state_dict()], run_plain(Net, two_passes, ranks, 1), name)
 
 
 LAYERS = 5
@@ -290,70 +286,53 @@ def test_all_ranks_fail_in_program_order(shared: bool | None, tmp_path: Path) ->
         assert all(each.ends == [["ArithmeticError", "made"]] * STEPS for each in tries), run.what
 
 
-def goes_on(plan: Plan) -> list[str]:
-    """Rank 0 fails; what its next step and pass say, and what the other's do. Nothing has changed."""
-    model, told = seeded(PassesNet), []
-    with one_mesh(plan) as mesh:
-        session = build(model, adam(model), plan, mesh)
-        before = full_state(session)
+@pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
+@on_ranks(2)
+def test_step_or_pass_after_one_that_failed(name: str) -> None:
+    """On rank 0: is refused, since what has been reduced by then differs between ranks. Nothing changes."""
+    model = seeded(PassesNet)
+    with sharded(model, adam(model), PLANS[name].but(same_order=False)) as session:
+        before, rank = full_state(session), session.mesh.rank
         for direct in (True, False):
-            loss, other = square(session, 0), session.module(data(mesh.rank, 1))
-            At.in_backward = staticmethod(lambda place: 1 // (place - 2 + 9 * mesh.rank))  # type: ignore[assignment]
-            with pytest.raises(PeerError if mesh.rank else ZeroDivisionError):
+            loss, other = square(session, 0), session.module(data(rank, 1))
+            At.in_backward = staticmethod(lambda place: 1 // (place - 2 + 9 * rank))  # type: ignore[assignment]
+            with pytest.raises(PeerError if rank else ZeroDivisionError):
                 loss.backward() if direct else session.backward(loss)
             At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
             for then in (session.optimizer.step, other.sum().backward, session.optimizer.step):
-                error = raises(RuntimeError, None, then)
-                told.append(error)
-            if mesh.rank == 0:
+                assert "failed" in raises(RuntimeError, r"zero_grad\(\)", then)
+            if rank == 0:
                 raises(PeerError, "how far a failed backward pass came", lambda: session.optimizer.zero_grad())
             session.optimizer.zero_grad()
             session.optimizer.step()  # of nothing
             assert full_state(session) == before
-        session.close()
-    return told
-
-
-@pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("zero3"), "zero3_gloo"])
-def test_step_or_pass_after_one_that_failed(name: str) -> None:
-    """Is refused: what has been reduced by then differs between ranks."""
-    for told in run_ranks(2, goes_on, PLANS[name].but(same_order=False)):
-        assert len(told) == 6 and all("zero_grad()" in each and "failed" in each for each in told), told
-
-
-def in_place(direct: bool) -> tuple[str, dict[str, Tensor]]:
-    """Rank 0 fails where updates were made already: what the next pass says, until a state is loaded."""
-    with one_mesh(zero(3)) as mesh:
-        model = seeded(PassesNet)
-        session = build(model, adam(model), zero(3).but(update="backward"), mesh)
-        own = session.optimizer
-        saved = session.module.state_dict(), own.state_dict()
-        loss = square(session, 5)
-        At.in_backward = staticmethod(lambda place: 1 // (place + 9 * mesh.rank))  # type: ignore[assignment]
-        with pytest.raises(PeerError if mesh.rank else ZeroDivisionError):
-            loss.backward() if direct else session.backward(loss)
-        At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
-        if mesh.rank == 0:  # the other one is in the pass still
-            raises(PeerError, None, lambda: own.zero_grad())
-        own.zero_grad()
-        error = raises(RuntimeError, None, lambda: square(session, 5))
-        session.module.load_state_dict(saved[0])
-        own.load_state_dict(saved[1])
-        for step in range(STEPS):
-            own.zero_grad()
-            loss = square(session, step)
-            loss.backward() if direct else session.backward(loss)
-            own.step()
-        found = session.module.state_dict()
-        session.close()
-    return error, found
 
 
 @pytest.mark.parametrize("direct", [True, *full(False)])
+@on_ranks(2)
 def test_updates_in_place_of_a_pass_that_failed_are_refused_until_a_load(direct: bool) -> None:
-    for said, found in run_ranks(2, in_place, direct):
-        assert "load a checkpoint" in said and "update='backward'" in said
-        assert_close(found, plain(2), 1e-11, "after the load")
+    """Rank 0 fails where updates were made already."""
+    model = seeded(PassesNet)
+    with sharded(model, adam(model), zero(3).but(update="backward")) as session:
+        own, rank = session.optimizer, session.mesh.rank
+        saved = session.module.state_dict(), own.state_dict()
+        loss = square(session, 5)
+        At.in_backward = staticmethod(lambda place: 1 // (place + 9 * rank))  # type: ignore[assignment]
+        with pytest.raises(PeerError if rank else ZeroDivisionError):
+            loss.backward() if direct else session.backward(loss)
+        At.in_backward = staticmethod(lambda place: None)  # type: ignore[assignment]
+        if rank == 0:  # the other one is in the pass still
+            raises(PeerError, None, own.zero_grad)
+        own.zero_grad()
+        assert "update='backward'" in raises(RuntimeError, "load a checkpoint", square, session, 5)
+        session.module.load_state_dict(saved[0])
+        own.load_state_dict(saved[1])
+        for step in range(STEPS):
+            loss = square(session, step)
+            loss.backward() if direct else session.backward(loss)
+            own.step()
+            own.zero_grad()
+        assert_close(session.module.state_dict(), plain(2), 1e-11, "after the load")
 
 
 # ---- at random

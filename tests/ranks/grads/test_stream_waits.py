@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from wait_setup import quick_patience
 
 from shardwise.core.comm import Handle, NativeGroup
 from shardwise.core.grads.chunk_grads import ChunkGrads
@@ -161,20 +160,6 @@ def fails_apart(in_time: bool) -> tuple[Program, dict[str, Tensor]]:
 def test_ranks_that_fail_apart_close_no_cycle_when_they_drop_the_pass() -> None:
     check([(state, program) for program, state in run_ranks(2, fails_apart, True)], 3, False)
     assert stuck([program for program, _ in run_ranks(2, fails_apart, False)]), "the test cannot fail"
-
-
-@pytest.mark.parametrize("stage", [*full(2), 3])
-def test_groups_of_the_backend_train_on_branches_that_differ(stage: int) -> None:
-    """Over gloo it is the host that waits, where a GPU's stream would."""
-    found = run_ranks(3, on_the_backend, zero(stage).but(same_order=False), STEPS)
-    expected = plain(3, STEPS, True)
-    for rank, state in enumerate(found):
-        assert_close(state, expected, 1e-9, f"rank {rank}")
-
-
-def on_the_backend(plan: Plan, steps: int) -> dict[str, Tensor]:
-    with quick_patience():
-        return train_on(NativeGroup, plan, steps, True)[0]
 
 
 @pytest.mark.parametrize(

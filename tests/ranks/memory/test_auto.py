@@ -6,9 +6,8 @@ A declared device capacity with fixed homes: who does not fit is told so, on eve
 """
 
 import contextlib
-import dataclasses
 import json
-import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,10 +29,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
-from shardwise.testing import run_ranks
+from shardwise.testing import assert_close, run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
 from tests.support.engine_setup import one_mesh, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import digest
 
@@ -91,12 +91,10 @@ class Found:
     """One training run on a rank; lists by step."""
 
     losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
     state: str = ""
     moved: list[int] = field(default_factory=list)
     budgets: list[list[int]] = field(default_factory=list)
     peak_gathered: list[int] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
     peak: int = 0
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     stats: MemStats | None = None
@@ -133,7 +131,6 @@ def train(
         if prepare is not None:
             prepare(session)
         pool = session.engine.pool
-        found.sizes = dict(pool.sizes)
         if watched:
             watch(session, found)
         for step in range(steps):
@@ -143,7 +140,6 @@ def train(
                 session.backward(loss)
                 found.losses.append(float(loss.detach()))
             session.optimizers[0].step()
-            found.norms.append(session.optimizers[0].get_grad_norm() or math.nan)
             found.moved.append(pool.moved_bytes - before)
             found.peak_gathered.append(pool.peak_gathered_bytes)
             stats = session.memory_stats()
@@ -165,20 +161,14 @@ def watch(session: Session, found: Found) -> None:
 
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
-            counted, accounted = model_data(session), ledger.model_bytes() - foreseen(session)
-            assert counted == accounted, (
-                f"{accounted} bytes are accounted, {counted} are there: {ledger.bytes_by_kind()}"
-            )
+            # Optimizer state that is not made yet is accounted for.
+            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.foreseen_bytes()
+            assert counted == accounted, f"{accounted} accounted, {counted} are there: {ledger.bytes_by_kind()}"
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
     session.engine.events.unit_wanted.listen(use)
     session.engine.events.unit_ready.listen(ready)
-
-
-def foreseen(session: Session) -> int:
-    """Optimizer state that is accounted for and not made yet."""
-    return session.engine.accounts.foreseen_bytes()
 
 
 def model_data(session: Session) -> int:
@@ -245,10 +235,7 @@ def by_rank(session: Session, step: int) -> list[Tensor]:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Stack], Step]] = {
-    "plain": (partial(Stack, PLAIN), plain_step),
-    "checkpointed": (partial(Stack, PLAIN, checkpointed=True), plain_step),
     "checkpointed twice": (partial(Stack, TWICE, checkpointed=True), plain_step),
-    "twice": (partial(Stack, TWICE), plain_step),
     "changing": (partial(Stack, SKIPS), plain_step),
     "ranks differ": (partial(Stack, SKIPS, checkpointed=True), by_rank),
     "evaluation": (partial(Stack, PLAIN), with_evaluation),
@@ -270,8 +257,7 @@ def tight(name: str, rest: int, ranks: int) -> int:
 
 
 SOME = {"checkpointed twice": 3, "changing": 4, "evaluation": 3, "rows": 4, "forwards": 3, "accumulation": 3}
-"""Steps of each; every model and every kind of step is there: what is left out is a part of one of them, but for "ranks
-differ", which several ranks run."""
+"""Steps of each; "ranks differ" is what several ranks run."""
 SEVERAL = dict.fromkeys(["checkpointed twice", "evaluation", "ranks differ"], 4)
 
 
@@ -316,8 +302,9 @@ def test_same_bits_within_the_capacity(
 # ---- the ratios
 
 
-def ratios() -> dict[str, Found]:
-    model = partial(Stack, PLAIN)
+@pytest.mark.full
+@on_ranks(1)
+def test_ratios_are_respected() -> None:
     runs = {
         "narrow start": auto(ROOMY, warmup=0.97),
         "no start": auto(ROOMY, warmup=1.0),
@@ -327,12 +314,7 @@ def ratios() -> dict[str, Found]:
         "margin": auto(60 * BLOCK_BYTES, margin=1.0),
         "no margin": auto(60 * BLOCK_BYTES),
     }
-    return {name: train(model, plan_of(tiers), None) for name, tiers in runs.items()}
-
-
-@pytest.mark.full
-def test_ratios_are_respected() -> None:
-    found = run_ranks(1, ratios)[0]
+    found = {name: train(partial(Stack, PLAIN), plan_of(tiers), None) for name, tiers in runs.items()}
     everything = 8 * BLOCK_BYTES
     assert len({run.state for run in found.values()}) == 1
     # Before there is a trace: that share of the capacity stays free of model data, but the block in use is there.
@@ -362,16 +344,13 @@ def more_rows(session: Session, step: int) -> list[Tensor]:
     return [session.module(x_of(session.mesh.rank, step, rows=50 if step >= 2 else 2)).square().mean()]
 
 
-def grown_batches() -> tuple[Found, Found, Found]:
+@on_ranks(1)
+def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
     """The first steps leave room for all blocks; what a later step needs itself leaves room for some of them."""
     model = partial(Stack, PLAIN)
     plain, roomy = (train(model, plan_of(tiers), None, more_rows) for tiers in (None, auto(ROOMY)))
-    return plain, roomy, train(model, plan_of(auto(roomy.rest + 7 * BLOCK_BYTES)), None, more_rows)
-
-
-def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
-    plain, roomy, found = run_ranks(1, grown_batches)[0]
     limit = roomy.rest + 7 * BLOCK_BYTES
+    found = train(model, plan_of(auto(limit)), None, more_rows)
     assert found.losses == plain.losses and found.state == plain.state
     assert found.peak_gathered[1] > found.peak_gathered[3] or found.moved[3] > found.moved[1]
     assert 0 < found.peak <= limit
@@ -380,78 +359,45 @@ def test_a_batch_that_has_grown_makes_room_for_itself() -> None:
 # ---- saved traces
 
 
-def with_saved_trace(path: str) -> dict[str, Any]:
+@on_ranks(1)
+def test_a_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
+    """Runs with a saved trace, and with one of ``trace_memory``, which knows modules and no units."""
     model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
     first = train(model, plan_of(tiers), None)
-    assert first.stats is not None
-    first.stats.save(path)
-    saved = MemStats.load(path)
-    second = train(model, plan_of(tiers), None, prepare=lambda session: session.use_memory_stats(saved))
-    found: dict[str, Any] = {"first": first, "second": second, "equal": saved == first.stats, "refused": []}
-    other = dataclasses.replace(saved, moments=[dataclasses.replace(m, unit=m.unit + 5) for m in saved.moments])
-    named = [dataclasses.replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments]
-    renamed = dataclasses.replace(saved, moments=named)
-    resized = dataclasses.replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
-    refused = [(other, plan_of(tiers), "blocks.0"), (saved, plan_of(), "declare one")]
-    refused += [(renamed, plan_of(tiers), "unit 3 is 'blocks.9'"), (resized, plan_of(tiers), str(BLOCK_BYTES + 4))]
-    for stats, plan, word in refused:
+    assert first.stats is not None and first.moved[0] > first.moved[-1]
+    first.stats.save(tmp_path / "trace.json")
+    saved = MemStats.load(tmp_path / "trace.json")
+    assert saved == first.stats
+    of_modules = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
+    orders = list[tuple[int, ...]]()
+
+    def prepare(stats: MemStats, session: Session) -> None:
+        session.use_memory_stats(stats)
+        orders.append(session.memory_stats().order)  # type: ignore[union-attr]
+
+    for stats in (saved, of_modules):
+        other = train(model, plan_of(tiers), None, prepare=partial(prepare, stats))
+        assert other.state == first.state and other.moved == [first.moved[-1]] * 4
+    assert orders == [first.stats.order] * 2
+    shifted = replace(saved, moments=[replace(m, unit=m.unit + 5) for m in saved.moments])
+    renamed = replace(saved, moments=[replace(m, name="blocks.9") if m.unit == 3 else m for m in saved.moments])
+    resized = replace(saved, gathered_bytes={**saved.gathered_bytes, 3: BLOCK_BYTES + 4})
+    of_another = trace_memory(nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
+    for stats, plan, words in [
+        (shifted, plan_of(tiers), "blocks.0"),
+        (saved, plan_of(), "declare one"),
+        (renamed, plan_of(tiers), "unit 3 is 'blocks.9'"),
+        (resized, plan_of(tiers), str(BLOCK_BYTES + 4)),
+        (of_another, plan_of(tiers), "unit 0 is"),
+    ]:
         network = model()
-        session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan)
-        with pytest.raises(ValueError, match="same plan recorded") as error:
-            session.use_memory_stats(stats)
-        assert word in str(error.value), error.value
-        session.close()
-        session.mesh.close()
+        with sharded(network, torch.optim.SGD(network.parameters(), lr=0.1), plan) as session:
+            assert words in raises(ValueError, "same plan recorded", session.use_memory_stats, stats)
     # A trace of another order is only a bad guess.
-    wrong = dataclasses.replace(saved, moments=list(saved.moments)[::-1])
-    found["wrong"] = train(partial(Stack, SKIPS), plan_of(tiers), None, prepare=lambda s: s.use_memory_stats(wrong))
-    found["skips"] = train(partial(Stack, SKIPS), plan_of(), None)
-    return found
-
-
-def test_a_saved_trace_replaces_the_warm_up_step(tmp_path: Path) -> None:
-    found = run_ranks(1, with_saved_trace, str(tmp_path / "trace.json"))[0]
-    first, second = found["first"], found["second"]
-    assert found["equal"] and first.state == second.state
-    assert second.moved == [first.moved[-1]] * 4
-    assert first.moved[0] > first.moved[-1]
-    assert found["wrong"].state == found["skips"].state
-
-
-def with_a_trace_of_modules() -> dict[str, Any]:
-    """The same from ``trace_memory``, which knows modules and no units."""
-    model, tiers = partial(Stack, PLAIN), auto(12 * BLOCK_BYTES, warmup=1.0)
-    outside = trace_memory(model(), x_of(0, 0), lambda module, x: module(x).square().mean())
-    found: dict[str, Any] = {"first": train(model, plan_of(tiers), None)}
-    orders: list[tuple[int, ...]] = []
-
-    def prepare(session: Session) -> None:
-        session.use_memory_stats(outside)
-        stats = session.memory_stats()
-        assert stats is not None
-        orders.append(stats.order)
-
-    found["second"] = train(model, plan_of(tiers), None, prepare=prepare)
-    found["order"] = orders[0]
-    network = Stack(SKIPS)
-    session = build(network, torch.optim.SGD(network.parameters(), lr=0.1), plan_of(tiers))
-    other = trace_memory(torch.nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH))
-    with pytest.raises(ValueError, match="unit 0 is"):
-        session.use_memory_stats(other)
-    session.close()
-    session.mesh.close()
-    return found
-
-
-def test_a_trace_of_modules_replaces_the_warm_up_step() -> None:
-    found = run_ranks(1, with_a_trace_of_modules)[0]
-    first, second = found["first"], found["second"]
-    assert first.state == second.state
-    assert found["order"] == first.stats.order
-    assert first.moved[0] > first.moved[-1] and second.moved == [first.moved[-1]] * 4
-
-
-TAKEN = "already loaded (load another checkpoint before going on)"
+    wrong = replace(saved, moments=list(saved.moments)[::-1])
+    skips = partial(Stack, SKIPS)
+    guessed = train(skips, plan_of(tiers), None, prepare=partial(prepare, wrong))
+    assert guessed.state == train(skips, plan_of(), None).state
 
 
 def save(root: str, tags: list[str]) -> None:
@@ -492,24 +438,22 @@ def without(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, *full(2)])
-def test_auto_says_that_values_were_replaced_as_an_explicit_load_does(tmp_path: Path, ranks: int) -> None:
-    run_ranks(ranks, save, str(tmp_path), ["old", "new"])
-    damage(tmp_path / "new", "model/second.bias")
-    assert run_ranks(ranks, loaded, str(tmp_path), True) == [("old", "")] * ranks
-    damage(tmp_path / "old", "model/second.bias")
-    for kind, text in run_ranks(ranks, loaded, str(tmp_path), True):
+def test_auto_says_what_damaged_checkpoints_have_replaced(tmp_path: Path, ranks: int) -> None:
+    whole, partly = tmp_path / "whole", tmp_path / "partly"
+    run_ranks(ranks, save, str(whole), ["old", "new"])
+    damage(whole / "new", "model/second.bias")
+    assert run_ranks(ranks, loaded, str(whole), True) == [("old", "")] * ranks
+    shutil.copytree(whole, partly)
+    without(partly / "old", "narrow")
+    assert run_ranks(ranks, loaded, str(partly / "old"), False) == [("old", "")] * ranks
+    for kind, text in run_ranks(ranks, loaded, str(partly), False):
+        assert kind == CheckpointError.__name__
+        assert f"{partly}/old does not replace narrow, which a damaged checkpoint changed" in text
+        assert "already loaded (load another checkpoint before going on)" in text
+    damage(whole / "old", "model/second.bias")
+    for kind, text in run_ranks(ranks, loaded, str(whole), True):
         assert kind == CheckpointDamage.__name__
-        assert f"{tmp_path}/new, {tmp_path}/old were already loaded); load another copy" in text
-
-
-def test_auto_does_not_go_on_with_what_a_damaged_checkpoint_left(tmp_path: Path) -> None:
-    run_ranks(1, save, str(tmp_path), ["old", "new"])
-    without(tmp_path / "old", "narrow")
-    assert run_ranks(1, loaded, str(tmp_path / "old"), False) == [("old", "")]
-    damage(tmp_path / "new", "model/second.bias")
-    ((kind, text),) = run_ranks(1, loaded, str(tmp_path), False)
-    assert kind == CheckpointError.__name__
-    assert f"{tmp_path}/old does not replace narrow, which a damaged checkpoint changed" in text and TAKEN in text
+        assert f"{whole}/new, {whole}/old were already loaded); load another copy" in text
 
 
 FOUR, FOUR_BACK = range(4), [3, 2, 1, 0]
@@ -517,59 +461,13 @@ FOUR_BLOCKS = 4 * BLOCK_BYTES
 
 
 def fixed(capacity: int | None, param: float = 0.0, state: float = 0.0) -> TierPlan:
-    return dataclasses.replace(
-        on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state
-    )
-
-
-LIMIT_BLOCKS = {1: 15, 2: 12}
-SHARES = [(0.0, 0.0), (1.0, 0.0), (0.0, 0.25), (0.5, 0.25)]
-"""Of parameters and of state on the host: the device is too small for what these leave on it."""
-
-
-def attempts(shared: bool | None) -> dict[str, Any]:
-    """What each placement makes of one capacity: a training run, or the error's message."""
-    found: dict[str, Any] = {}
-    with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
-        limit = LIMIT_BLOCKS[mesh.size] * BLOCK_BYTES
-        placed: dict[str, tuple[TierPlan | None, dict[str, Any]]] = {
-            f"static {param} {state}": (fixed(limit, param, state), {}) for param, state in SHARES
-        }
-        placed["always gathered"] = fixed(limit, state=1.0), {"gathered_fraction": 1.0, "reduce": "last"}
-        placed["right shares"] = fixed(limit, param=1.0, state=1.0), {}
-        placed["auto"] = auto(limit), {}
-        placed["no limit"] = None, {}
-        for name, (tiers, changes) in placed.items():
-            try:
-                plan = plan_of(tiers, shared_memory=shared, **changes)
-                found[name] = train(lambda: Stack(PLAIN), plan, mesh, steps=2)
-            except DeviceMemoryError as error:
-                found[name] = str(error)
-    return found
+    return replace(on_device(), device_capacity_bytes=capacity, param_host_fraction=param, state_host_fraction=state)
 
 
 @pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
-def test_auto_finishes_what_fixed_homes_cannot(ranks: int, shared: bool | None) -> None:
-    """Under one capacity ``auto`` trains; everything on the device, and too small fixed shares elsewhere, do not. The
-    right shares train as well, but someone has to find them: ``auto`` is told nothing but the capacity."""
-    for found in run_ranks(ranks, attempts, shared):
-        free = found["no limit"]
-        for name in ("auto", "right shares"):
-            assert isinstance(found[name], Found), found[name]
-            assert found[name].losses == free.losses and found[name].state == free.state, name
-            assert 0 < found[name].peak <= LIMIT_BLOCKS[ranks] * BLOCK_BYTES, name
-        message = found["static 0.0 0.0"]
-        assert "the model and its optimizers: cpu holds" in message or "masters and optimizer state" in message
-        for kind in ("masters and optimizer state", "gradients", "parameter shards", "state_host_fraction"):
-            assert kind in message, message
-        for name in ("always gathered", *(f"static {param} {state}" for param, state in SHARES)):
-            assert isinstance(found[name], str), f"{name} fits in {LIMIT_BLOCKS[ranks]} blocks: {found[name].peak}"
-            assert "too much" in found[name] and "of a capacity of" in found[name], found[name]
-
-
-def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
+@on_ranks()
+def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
     """A step fails for its batch; smaller ones go on from where training was."""
-    found: dict[str, Any] = {}
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=shared)) as mesh:
@@ -581,18 +479,14 @@ def too_large_a_batch(shared: bool | None) -> dict[str, Any]:
                 for step in range(4):
                     if tiers.device_capacity_bytes is not None and step in (0, 2):
                         before = session.module.state_dict()
-                        with pytest.raises(DeviceMemoryError) as error:
-                            one_step(session, step, rows=400)
-                        found["message"] = str(error.value)
-                        del error  # with it go the activations that its frames hold
+                        said = raises(DeviceMemoryError, "smaller micro-batch", one_step, session, step, rows=400)
+                        assert "activations and the rest: " in said
                         session.optimizers[0].zero_grad()
-                        after = session.module.state_dict()
-                        assert all(torch.equal(before[name], after[name]) for name in before)
+                        assert_close(session.module.state_dict(), before, 0.0, "after a batch that was too large")
                     one_step(session, step, rows=4)
                     assert tiers.device_capacity_bytes is None or model_data(session) <= limit
                 states.append({n: v.clone() for n, v in session.module.state_dict().items()})
-    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
-    return found
+                assert_close(states[-1], states[0], 0.0, f"{tiers}")
 
 
 def one_step(session: Session, step: int, rows: int) -> None:
@@ -600,51 +494,39 @@ def one_step(session: Session, step: int, rows: int) -> None:
     session.optimizers[0].step()
 
 
-@pytest.mark.parametrize("ranks, shared", [(1, None), *full((2, False)), *campaign((2, None))])
-def test_training_goes_on_with_a_smaller_batch(ranks: int, shared: bool | None) -> None:
-    for found in run_ranks(ranks, too_large_a_batch, shared):
-        assert found["same"] == [True, True]
-        assert "activations and the rest: " in found["message"] and "smaller micro-batch" in found["message"]
-
-
 # ---- one rank only: without shared memory the others would wait for it
 
 
-class Place:
-    """Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
-
-    def __init__(self, phase: str, when: str) -> None:
-        self.phase, self.when = phase, when
-
-    @contextlib.contextmanager
-    def too_small(self, session: Session) -> Iterator[None]:
-        ledger, pool = session.ledger, session.engine.pool
-        real = ledger.check_peak
-
-        def check(non_model_bytes: int, when: str, total_bytes: int = 0) -> None:
-            phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
-            if (phase, when) == (self.phase, self.when):
-                raise DeviceMemoryError(f"{when}: made up for the test")
-            real(non_model_bytes, when, total_bytes)
-
-        with mock.patch.object(ledger, "check_peak", check):
-            others = mock.patch.object(pool, "_peers_fit", lambda *_: False)
-            with others if self.when == "what others gather" else contextlib.nullcontext():
-                yield
-
-
 PLACES = [
-    Place("forward", "before the next unit"),
-    Place("forward", "in the forward pass"),
-    Place("forward", "what others gather"),
-    Place("backward", "before the next unit"),
-    Place("backward", "in the backward pass"),
+    ("forward", "before the next unit"),
+    ("forward", "in the forward pass"),
+    ("forward", "what others gather"),
+    ("backward", "before the next unit"),
+    ("backward", "in the backward pass"),
 ]
+"""Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
 
 
-def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
+@contextlib.contextmanager
+def too_small(session: Session, place: tuple[str, str]) -> Iterator[None]:
+    real = session.ledger.check_peak
+
+    def check(non_model_bytes: int, when: str, total_bytes: int = 0) -> None:
+        phase = "backward" if in_backward() or when == "in the backward pass" else "forward"
+        if (phase, when) == place:
+            raise DeviceMemoryError(f"{when}: made up for the test")
+        real(non_model_bytes, when, total_bytes)
+
+    alone = mock.patch.object(session.engine.pool, "_peers_fit", lambda *_: False)
+    others = alone if place == PLACES[2] else contextlib.nullcontext()
+    with mock.patch.object(session.ledger, "check_peak", check), others:
+        yield
+
+
+@pytest.mark.parametrize(("prefetches", "places"), [([0], [2, 3]), *full(([0, 2], [*range(len(PLACES))]))])
+@on_ranks(2)
+def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
     """Rank 1 fails in each of ``places`` in turn, and for its batch; all go on afterwards as if nothing had been."""
-    found: dict[str, Any] = {"messages": []}
     limit = FOUR_BLOCKS + 8 * BLOCK_BYTES
     states = []
     with one_mesh(zero(3).but(shared_memory=False)) as mesh:
@@ -656,63 +538,28 @@ def one_rank_alone(prefetches: list[int], places: list[int]) -> dict[str, Any]:
                 for step, place in enumerate([*(PLACES[at] for at in places), None]):
                     if disturbed:
                         # Ranks in different orders want different units.
-                        model.calls = step + (mesh.rank if place and place.when == "what others gather" else 0)
-                        alone = place is not None and mesh.rank == 1
-                        context = place.too_small(session) if place and alone else contextlib.nullcontext()
-                        with context, pytest.raises(DeviceMemoryError) as error:
-                            one_step(session, step, rows=4 if place or mesh.rank == 0 else 400)
-                        found["messages"].append(str(error.value))
-                        del error
+                        model.calls = step + (mesh.rank if place == PLACES[2] else 0)
+                        words = "made up" if place else "activations and the rest: "
+                        if mesh.rank == 0 or place == PLACES[2]:
+                            words = r"ranks \[1\] of.*not enough device memory|not enough device.*ranks \[1\] of"
+                        with too_small(session, place) if place and mesh.rank else contextlib.nullcontext():
+                            rows = 4 if place or mesh.rank == 0 else 400
+                            raises(DeviceMemoryError, words, one_step, session, step, rows)
                         session.optimizers[0].zero_grad()
                     model.calls = step
                     one_step(session, step, rows=4)
                 states.append({n: v.clone() for n, v in session.module.state_dict().items()})
-    found["same"] = [all(torch.equal(states[0][n], other[n]) for n in other) for other in states[1:]]
-    return found
+                assert_close(states[-1], states[0], 0.0, f"disturbed={disturbed}, prefetch={prefetch}")
 
 
-@pytest.mark.parametrize(
-    ("prefetches", "places"),
-    [
-        pytest.param([0], [2, 3], id="some"),
-        pytest.param([0, 2], list(range(len(PLACES))), id="all", marks=pytest.mark.full),
-    ],
-)
-def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places: list[int]) -> None:
-    found = run_ranks(2, one_rank_alone, prefetches, places)  # ends long before the group would give up waiting
-    for rank, each in enumerate(found):
-        assert each["same"] == [True] * len(prefetches)
-        tried = [*(PLACES[at] for at in places), None]
-        for place, message in zip(tried * len(prefetches), each["messages"], strict=True):
-            if rank == 0 or (place and place.when == "what others gather"):
-                assert "ranks [1] of" in message and "not enough device memory" in message, message
-            else:
-                assert ("made up" if place else "activations and the rest: ") in message, message
-
-
-def at_build() -> dict[str, Any]:
-    """State that does not exist yet is counted when the model is sharded."""
-    found: dict[str, Any] = {}
-    parameters = sum(p.numel() * 4 for p in Stack(PLAIN).parameters())
-    for name, kind, states in (("sgd", torch.optim.SGD, 0), ("adam", torch.optim.Adam, 2)):
-        for room in (-1000, 1000):
-            model = Stack(PLAIN)
-            optimizer = kind(model.parameters(), lr=0.1)
-            gradients = 2 * BLOCK_BYTES
-            plan = plan_of(fixed(parameters * (1 + states) + gradients + room))
-            try:
-                session = build(model, optimizer, plan)
-            except DeviceMemoryError:
-                found[f"{name} {room}"] = "refused"
-                continue
-            found[f"{name} {room}"] = session.engine.accounts.state_bytes(Tier.DEVICE), dict(optimizer.state)
-            session.close()
-            session.mesh.close()
-    return found
-
-
-def test_optimizer_state_is_foreseen() -> None:
-    found = run_ranks(1, at_build)[0]
-    for name in ("sgd", "adam"):
-        assert found[f"{name} -1000"] == "refused"
-        assert found[f"{name} 1000"] == ((0, 0), {})  # and looking leaves nothing
+@pytest.mark.parametrize(("kind", "states"), [(torch.optim.SGD, 0), (torch.optim.Adam, 2)])
+@on_ranks(1)
+def test_optimizer_state_is_foreseen(kind: Any, states: int) -> None:
+    """What does not exist yet is counted when the model is sharded."""
+    model = Stack(PLAIN)
+    optimizer, gradients = kind(model.parameters(), lr=0.1), 2 * BLOCK_BYTES
+    needed = sum(p.numel() * 4 for p in model.parameters()) * (1 + states) + gradients
+    raises(DeviceMemoryError, None, build, model, optimizer, plan_of(fixed(needed - 1000)))
+    with sharded(model, optimizer, plan_of(fixed(needed + 1000))) as session:
+        assert session.engine.accounts.state_bytes(Tier.DEVICE) == (0, 0)
+        assert not optimizer.state  # looking leaves nothing

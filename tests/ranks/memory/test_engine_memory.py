@@ -17,7 +17,6 @@ kept (stage 1).
 """
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -28,26 +27,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.cli.main import main
 from shardwise.core.comm.shared_buffer import MappedBuffer
-from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
 from shardwise.session import MemoryReport, Session, estimate_memory, shard
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes, live_tensors
-from tests.support.engine_setup import PLANS, adam, data, one_mesh, seeded, sgd, sharded
+from tests.support.engine_setup import PLANS, adam, data, seeded, sharded
 from tests.support.models import MODELS
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
 
 WIDTH, DEPTH = 64, 12
 UNIT = WIDTH * WIDTH + WIDTH
-
-
-@dataclass(frozen=True)
-class Measured:
-    report: MemoryReport
-    live: int
-    """Storage bytes of all tensors that the session added, peers' memory mapped here left out."""
 
 
 def mapped_bytes(session: Session) -> int:
@@ -67,7 +58,8 @@ def mapped_bytes(session: Session) -> int:
     return sum(peers.values())
 
 
-def measure(plan: Plan) -> Measured:
+def measure(plan: Plan) -> tuple[MemoryReport, int]:
+    """And storage bytes of all tensors that the session added, peers' memory mapped here left out."""
     before = live_tensor_bytes()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
     with sharded(model, torch.optim.Adam(model.parameters()), plan) as session:
@@ -77,7 +69,7 @@ def measure(plan: Plan) -> Measured:
             held = session.memory()
             session.optimizer.step()
         del loss
-        return Measured(held, live_tensor_bytes() - before - mapped_bytes(session))
+        return held, live_tensor_bytes() - before - mapped_bytes(session)
 
 
 def padded(unit_numel: int, ranks: int) -> int:
@@ -85,17 +77,11 @@ def padded(unit_numel: int, ranks: int) -> int:
     return -(-unit_numel // (32 * ranks)) * 32 * ranks
 
 
-@pytest.mark.parametrize(
-    ("world_size", "shared", "more"),
-    [
-        pytest.param(2, None, None, id="2-shared", marks=pytest.mark.full),
-        pytest.param(3, False, 0, id="3-gloo", marks=pytest.mark.full),
-        pytest.param(3, False, 3, id="3-gloo-more", marks=pytest.mark.full),
-        pytest.param(2, None, 1, id="2-shared-more"),
-        pytest.param(3, None, None, id="3-shared", marks=pytest.mark.campaign),
-        pytest.param(2, False, None, id="2-gloo", marks=pytest.mark.campaign),
-    ],
-)
+SETTINGS = [(2, None, 1), *full((2, None, None), (3, False, 0), (3, False, 3))]
+SETTINGS += campaign((3, None, None), (2, False, None))
+
+
+@pytest.mark.parametrize(("world_size", "shared", "more"), SETTINGS)
 def test_formulas(world_size: int, shared: bool | None, more: int | None) -> None:
     """``more``: so many buffers beside two; what is not said is none over mapped memory, and all over messages."""
     unit = padded(UNIT, world_size)
@@ -112,8 +98,7 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
         slots = count * 2 * unit
         receive = 0 if shared is None else (world_size - 1) * 2 * (psi if stage == 1 else count * unit) // world_size
         whole = {1: 2 * psi + 2 * psi + 12 * share, 2: 2 * psi + 14 * share + slots, 3: 16 * share + slots}[stage]
-        for found in run_ranks(world_size, measure, plan):
-            report = found.report
+        for report, live in run_ranks(world_size, measure, plan):
             assert report.master_bytes == 4 * share
             steps = 4 * 2 * DEPTH * 2  # Adam's step counters: fp32 scalars, at most two pieces a parameter
             assert 8 * share - 8 * 32 * DEPTH * world_size <= report.optimizer_bytes <= 8 * share + steps
@@ -127,68 +112,17 @@ def test_formulas(world_size: int, shared: bool | None, more: int | None) -> Non
             assert 0 < report.scratch_bytes <= 4 * share
             assert report.total_bytes - report.scratch_bytes - copied <= whole + steps
             slack = scratch + copied + receive + steps + 4096
-            assert whole - slots <= found.live + copied <= whole + copied + slack, (stage, found, whole, slack)
+            assert whole - slots <= live + copied <= whole + copied + slack, (stage, report, live, whole, slack)
 
 
-class Around(nn.Module):
-    """Its own parameter is in use while each block is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x) * self.scale
-        return x
-
-
-def peaks(plans: list[Plan]) -> list[int]:
-    with one_mesh(plans[0]) as mesh:
-        return [peak(plan, mesh) for plan in plans]
-
-
-def peak(plan: Plan, mesh: Mesh) -> int:
-    model = Around()
-    with sharded(model, sgd(model), plan, mesh) as session:
-        for _ in range(3):
-            x = torch.randn(2, WIDTH, requires_grad=True)
-            session.backward(session.module(x).square().mean())
-            session.optimizer.step()
-        return session.memory().peak_gathered_bytes
-
-
-BUDGETS = [(0, 0), (0, 1), (0, 2), (1, 1), (3, 0), (3, 2), (6, 1)]
-"""In blocks, and how many units are fetched ahead."""
-
-
-@pytest.mark.parametrize(
-    ("shared", "cases"),
-    [
-        pytest.param(None, [(0, 0), (3, 2)], id="some"),
-        pytest.param(None, BUDGETS, id="shared", marks=pytest.mark.campaign),
-        pytest.param(False, BUDGETS, id="gloo", marks=pytest.mark.full),
-    ],
-)
-def test_peak_gathered_bytes(shared: bool | None, cases: list[tuple[int, int]]) -> None:
-    """At most max(budget, what is pinned at once) and the units fetched ahead; over messages all, which are small."""
-    block, own = 4 * UNIT, 4 * WIDTH
-    plan = zero(3).but(shared_memory=shared)
-    plans = [plan.but(gathered_budget_bytes=budget * block + own, prefetch=prefetch) for budget, prefetch in cases]
-    for result in run_ranks(2, peaks, plans):
-        for (budget, prefetch), found in zip(cases, result, strict=True):
-            ahead = DEPTH if shared is False and prefetch else prefetch
-            bound = min(max(budget * block + own, block + own) + ahead * block, DEPTH * block + own)
-            assert max(budget, 1) * block <= found <= bound, (budget, prefetch, found, bound)
-
-
-def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:
-    """Live bytes and tensors after steps 10, 20, ...: training, evaluation and now and then a full state."""
-    model = seeded(MODELS["residual"].factory)
-    points = []
+@pytest.mark.parametrize("name", ["zero3", *campaign("zero1", "zero2", "zero3_gloo", "zero2_gloo")])
+@on_ranks(2, timeout=120)
+def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
+    """Live bytes and tensors after training, evaluation and now and then a full state. A rank that falls behind may
+    keep a buffer more, once; a leak of one tensor in two steps would be 40."""
+    model, plan, points = seeded(MODELS["residual"].factory), PLANS[name], list[tuple[int, int]]()
     with sharded(model, adam(model, 1e-3), plan) as session:
-        for step in range(1, steps + 1):
+        for step in range(1, 101):
             session.backward(session.module(data(session.mesh.rank, step)).square().mean())
             session.optimizer.step()
             with torch.no_grad():
@@ -196,17 +130,9 @@ def long_run(plan: Plan, steps: int) -> tuple[list[tuple[int, int]], int]:
             if step % 10 == 0:
                 session.module.state_dict(), session.optimizer.state_dict(), session.full_gradients()
                 points.append((live_tensor_bytes(), sum(1 for _ in live_tensors())))
-        return points, len(session.engine.pool._gathered)
-
-
-@pytest.mark.parametrize("name", ["zero3", *campaign("zero1_gloo", "zero1", "zero2", "zero3_gloo")])
-def test_nothing_grows_over_a_hundred_steps(name: str) -> None:
-    """A rank that falls behind may keep a buffer more, once; a leak of one tensor in two steps would be 40."""
-    plan = zero(1).but(shared_memory=False) if name == "zero1_gloo" else PLANS[name]
-    for points, held in run_ranks(2, long_run, plan, 100, timeout=120):
-        assert len(points) == 10 and held <= 2
-        (first_bytes, first_count), (last_bytes, last_count) = points[1], points[-1]
-        assert last_count <= first_count + 6 and last_bytes <= first_bytes + 3 * 8 * 140, points
+        assert len(session.engine.pool._gathered) <= 2
+    (first_bytes, first_count), (last_bytes, last_count) = points[1], points[-1]
+    assert last_count <= first_count + 6 and last_bytes <= first_bytes + 3 * 8 * 140, points
 
 
 TRANSIENT = ("gathered parameters", "idle arrays", "update scratch")

@@ -10,8 +10,6 @@ A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with eve
 read: every gather the shard; once the masters and (from the second step on) the moments;
 written: once the shard, the masters and the moments. Also with updates during backward.
 
-Every argument of a disk reaches the transfers of a training step, as queues, threads and buffers show.
-
 What each means to the store itself is in ``tests/unit/test_disk_io.py``; here it comes from a plan, and from a
 DeepSpeed configuration.
 """
@@ -21,9 +19,7 @@ import errno
 import os
 import resource
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,9 +31,7 @@ from torch import nn
 
 from shardwise.core.base.sizes import size_text
 from shardwise.core.memory.disk import file
-from shardwise.core.memory.disk import store as disk
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, Plan, zero
@@ -45,7 +39,7 @@ from shardwise.session import build
 from shardwise.testing import RankError, run_ranks
 from tests.support.counters import live_tensor_bytes
 from tests.support.engine_setup import one_mesh, sharded
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import (
     SHARES,
@@ -60,7 +54,7 @@ from tests.support.tier_setup import (
     with_tiers,
 )
 
-BF16, FP32 = torch.bfloat16, None
+BF16 = torch.bfloat16
 
 
 def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:
@@ -144,9 +138,12 @@ def test_after_a_failed_step_the_state_before_it_can_be_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def gather_fails(plan: Plan) -> tuple[list[str], bool]:
+@pytest.mark.parametrize("ranks", [2, *full(1)])
+@on_ranks()
+def test_a_gather_that_fails_is_repeated(ranks: int, tmp_path: Path) -> None:
     """Reads of parameters fail in forward and in backward; the step is made again from its start."""
-    messages = []
+    # Nothing else is read from the disk.
+    plan, messages = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path)), list[str]()
     with one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 2)
         with Fault().installed() as fault, session_of(plan, "adamw", mesh) as session:
@@ -163,16 +160,8 @@ def gather_fails(plan: Plan) -> tuple[list[str], bool]:
                     finally:
                         fault.lift()
                 session.optimizer.step()
-            return messages, everything(session) == expected
-
-
-@pytest.mark.parametrize("world_size", [2, *full(1)])
-def test_a_gather_that_fails_is_repeated(world_size: int, tmp_path: Path) -> None:
-    # Nothing else is read from the disk.
-    plan = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path))
-    for messages, same in run_ranks(world_size, gather_fails, plan):
-        assert len(messages) >= 4 and same
-        assert all("parameters of chunk" in message for message in messages)
+            assert everything(session) == expected
+    assert len(messages) >= 4 and all("parameters of chunk" in message for message in messages)
 
 
 # ---- no space, no directory
@@ -192,22 +181,29 @@ def _reservation_fails(at: int) -> Iterator[None]:
         yield
 
 
-def build_fails(plan: Plan, how: str) -> tuple[str, list[str]]:
+@pytest.mark.parametrize("mix", ["all_disk", "s_disk"])
+@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
+@on_ranks(2)
+def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, mix: str, tmp_path: Path) -> None:
     """Rank 1 cannot build, so nobody does; a second try works."""
-    model = make_net()
+    # Without shared memory, whose files the limit would meet first.
+    plan, model = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path)), make_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with one_mesh(plan) as mesh:
-        with _no_disk(how if mesh.rank == 1 else ""), pytest.raises(DiskError) as error:
-            build(model, torch.optim.AdamW(model.parameters()), plan, mesh)
+        with _no_disk(how if mesh.rank == 1 else ""):
+            said = raises(
+                DiskError, "rank 1: DiskError", build, model, torch.optim.AdamW(model.parameters()), plan, mesh
+            )
+        assert {"read-only": "EROFS", "write": "EIO"}.get(how, how) in said and "rank 0" not in said
         dist.barrier()
-        left = os.listdir(plan.tiers.disk.directory)
+        left = os.listdir(tmp_path)
         dist.barrier()
         if how != "write":
+            assert left == []
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         with session_of(plan, "adamw", mesh) as session:
             backward(session, 0)
             session.optimizer.step()
-        return str(error.value), left
 
 
 @contextlib.contextmanager
@@ -234,22 +230,14 @@ def _no_disk(how: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
-def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, tmp_path: Path) -> None:
-    found = {"read-only": "EROFS", "write": "EIO"}.get(how, how)
-    # Without shared memory, whose files the limit would meet first.
-    for mix in ("all_disk", "s_disk"):
-        plan = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path))
-        for message, left in run_ranks(2, build_fails, plan, how):
-            assert "rank 1: DiskError" in message and found in message and "rank 0" not in message
-            assert how == "write" or left == []
-
-
 # ---- loading
 
 
-def load_fails(plan: Plan) -> tuple[str, str, bool]:
+@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
+@on_ranks(2)
+def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
     """Writes fail on rank 0 while a state is loaded, which is loaded again."""
+    plan = with_tiers(zero(3, BF16), mix, str(tmp_path))
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 3)
         with session_of(plan, "adamw", mesh) as session:
@@ -262,45 +250,36 @@ def load_fails(plan: Plan) -> tuple[str, str, bool]:
             session.optimizer.step()
             if mesh.rank == 0:
                 fault.arm(5, writing=True)
-            optimizer_error = raises(DiskError, None, lambda: session.optimizer.load_state_dict(state))
+            assert "load it again" in raises(DiskError, "rank 0", session.optimizer.load_state_dict, state)
             fault.lift()
             if mesh.rank == 0:
                 fault.arm(3, writing=True)
-            model_error = raises(DiskError, None, lambda: session.module.load_state_dict(model_state))
+            assert "load them again" in raises(DiskError, "rank 0", session.module.load_state_dict, model_state)
             fault.lift()
             session.module.load_state_dict(model_state)
             session.optimizer.load_state_dict(state)
             backward(session, 2)
             session.optimizer.step()
-            return optimizer_error, model_error, everything(session) == expected
-
-
-@pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
-def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
-    for optimizer, model, same in run_ranks(2, load_fails, with_tiers(zero(3, BF16), mix, str(tmp_path))):
-        assert "rank 0" in optimizer and "load it again" in optimizer
-        assert "rank 0" in model and "load them again" in model
-        assert same
+            assert everything(session) == expected
 
 
 # ---- killed
 
 
 def dies_in_a_step(plan: Plan) -> None:
-    model = make_net()
-    session = build(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), plan)
-    backward(session, 0)
-    session.optimizer.step()
-    backward(session, 1)
     real, count = DiskStore.write, iter(range(1000))
 
     def write(self: DiskStore, *args: Any) -> Any:
-        if session.mesh.rank == 1 and next(count) == 2:
+        if dist.get_rank() == 1 and next(count) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *args)
 
-    with mock.patch.object(DiskStore, "write", write):
+    with one_mesh(plan) as mesh, session_of(plan, "adamw", mesh) as session:
+        backward(session, 0)
         session.optimizer.step()
+        backward(session, 1)
+        with mock.patch.object(DiskStore, "write", write):
+            session.optimizer.step()
 
 
 def trains(plan: Plan) -> list[str]:
@@ -425,19 +404,6 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
     assert not held("disk", "gradients") and not held("disk", "gathered parameters")
 
 
-def test_shares_are_met_to_the_nearest_chunk(tmp_path: Path) -> None:
-    """A quarter of K = 4 equal chunks each."""
-    plan = plan_of(3, "device", "")
-    plan = plan.but(tiers=with_tiers(plan, "all_disk", str(tmp_path)).tiers)
-    plan = plan.but(param_host_fraction=0.25, param_disk_fraction=0.25)
-    plan = plan.but(state_host_fraction=0.5, state_disk_fraction=0.25)
-    unit = UNIT // 2
-    for found in by_plan(2, [plan])[0]:
-        tiers = found["by_tier"]
-        assert [tiers[t]["parameters"] for t in ("device", "host", "disk")] == [4 * unit, 2 * unit, 2 * unit]
-        assert [tiers[t]["masters"] for t in ("device", "host", "disk")] == [4 * unit, 8 * unit, 4 * unit]
-
-
 def test_memory_is_what_the_report_says(tmp_path: Path) -> None:
     """One rank, nothing mapped: live storages are what is on device and host, and the disk's buffers."""
     mixes = [mix for mix in SHARES if mix not in ("device", "thirds")]
@@ -467,12 +433,7 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
 
 @pytest.mark.parametrize(
     ("shared", "update"),
-    [
-        pytest.param(None, "step", id="shared-step", marks=pytest.mark.full),
-        pytest.param(None, "backward", id="shared-backward", marks=pytest.mark.campaign),
-        pytest.param(False, "step", id="gloo-step", marks=pytest.mark.campaign),
-        pytest.param(False, "backward", id="gloo-backward"),
-    ],
+    [(False, "backward"), *full((None, "step")), *campaign((None, "backward"), (False, "step"))],
 )
 def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_path: Path) -> None:
     share = UNIT // 2
@@ -496,57 +457,6 @@ def test_disk_traffic_and_wire_traffic(shared: bool | None, update: str, tmp_pat
 
 KNOB_WIDTH, KNOB_DEPTH = 96, 4
 TILE = 2048
-KIB = 1024
-
-
-@dataclass
-class Seen:
-    """What the queues of one rank's store were given in a training run."""
-
-    depths: list[int] = field(default_factory=list)
-    """Of each queue: there is one for each submitting thread."""
-    sizes: set[int] = field(default_factory=set)
-    submissions: set[int] = field(default_factory=set)
-    most_in_flight: int = 0
-    threads: int = 0
-    shard_buffers: int = 0
-    value_buffers: int = 0
-    state_buffers: int = 0
-    losses: list[float] = field(default_factory=list)
-
-
-class _Spy:
-    def __init__(self, inner: RequestQueue, seen: Seen) -> None:
-        self.inner, self.seen, self.in_flight = inner, seen, 0
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        seen = self.seen
-        seen.sizes |= {request.nbytes for request in requests}
-        seen.submissions.add(len(requests))
-        self.inner.submit(requests)
-        self.in_flight += len(requests)
-        seen.most_in_flight = max(seen.most_in_flight, self.in_flight)
-
-    def reap(self, at_least: int) -> list[tuple[Request, int]]:
-        done = self.inner.reap(at_least)
-        self.in_flight -= len(done)
-        return done
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@contextlib.contextmanager
-def spied() -> Iterator[Seen]:
-    """What the store that is made inside does."""
-    seen = Seen()
-
-    def make(depth: int, transfer: TransferFunction) -> _Spy:
-        seen.depths.append(depth)
-        return _Spy(ThreadQueue(depth, transfer), seen)
-
-    with mock.patch.object(disk, "ThreadQueue", make):
-        yield seen
 
 
 def _buffers(store: DiskStore, nbytes: int) -> int:
@@ -554,35 +464,23 @@ def _buffers(store: DiskStore, nbytes: int) -> int:
     return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
 
 
-def train(plan: Plan) -> Seen:
-    torch.manual_seed(0)
+def buffers(plan: Plan) -> list[int]:
+    """After steps, how many there are for values, for the state of tiles, and for shards."""
     model = nn.Sequential(*[nn.Linear(KNOB_WIDTH, KNOB_WIDTH) for _ in range(KNOB_DEPTH)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with spied() as seen, small_tiles(TILE), sharded(model, optimizer, plan) as session:
-        for step in range(3):
-            loss = session.module(torch.full((2, KNOB_WIDTH), 0.1 * (step + 1))).square().mean()
-            session.backward(loss)
+    with small_tiles(TILE), sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
+        for _ in range(3):
+            session.backward(session.module(torch.ones(2, KNOB_WIDTH)).square().mean())
             session.optimizer.step()
-            seen.losses.append(float(loss.detach()))
-        seen.threads = sum(thread.name == "shardwise-disk" for thread in threading.enumerate())
-        store = session.engine.shards.storage.store
-        seen.shard_buffers = _buffers(store, pages(4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)))
-        seen.value_buffers = _buffers(store, pages(4 * TILE))
-        seen.state_buffers = _buffers(store, pages(2 * 4 * TILE + 4096))
-    return seen
+        sizes = 4 * TILE, 2 * 4 * TILE + 4096, 4 * (KNOB_WIDTH * KNOB_WIDTH + KNOB_WIDTH)
+        return [_buffers(session.engine.shards.storage.store, pages(size)) for size in sizes]
 
 
-USUAL: dict[str, Any] = {"block_bytes": 4 * KIB, "queue_depth": 4, "threads": 1}
-
-
-def seen_with(directory: Path, **knobs: Any) -> Seen:
-    plan = with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **(USUAL | knobs))
-    return run_ranks(1, train, plan)[0]
+def buffers_with(directory: Path, **knobs: Any) -> list[int]:
+    return run_ranks(1, buffers, with_tiers(zero(3).but(prefetch=0), "all_disk", str(directory), **knobs))[0]
 
 
 @pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
 def test_buffer_counts(state: int, param: int, tmp_path: Path) -> None:
     """For values and for the state of tiles as many as asked for, and for shards; of these there are at least two."""
-    seen = seen_with(tmp_path, state_buffers=state, param_buffers=param)
-    assert (seen.value_buffers, seen.state_buffers, seen.shard_buffers) == (state, state, param)
-    assert seen_with(tmp_path, param_buffers=1).shard_buffers == 2
+    assert buffers_with(tmp_path, state_buffers=state, param_buffers=param) == [state, state, param]
+    assert buffers_with(tmp_path, param_buffers=1)[2] == 2

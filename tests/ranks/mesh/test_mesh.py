@@ -20,14 +20,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.core.comm import choose
 from shardwise.core.mesh import LaunchFacts, Mesh, init_distributed
 from shardwise.plan import CommPlan, MeshPlan
 from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
 from tests.support.hosts import ADDRESSES, WIRE, TwoHosts
 from tests.support.launching import finished
-from tests.support.on_ranks import raises
+from tests.support.on_ranks import on_ranks, raises
+from tests.support.scope import hosts_of
 from tests.support.sets import full
 
 CPU = torch.device("cpu")
@@ -35,8 +35,9 @@ COMM = CommPlan(overlap=True, shared_memory=None, gather_on_use=False, sync_init
 
 
 def create(dp_shard: int, dp_replicate: int, shared_memory: bool | None = None) -> Mesh:
-    comm = CommPlan(overlap=True, shared_memory=shared_memory, gather_on_use=False, sync_init=True)
-    return Mesh.create(MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, comm)
+    return Mesh.create(
+        MeshPlan(dp_shard=dp_shard, dp_replicate=dp_replicate), CPU, replace(COMM, shared_memory=shared_memory)
+    )
 
 
 def test_without_torch_distributed_it_is_a_mesh_of_one() -> None:
@@ -84,43 +85,26 @@ def test_ranks_divide_into_shards_and_replicas(shared_memory: bool | None) -> No
     assert run_ranks(1, grid, 1, 1, shared_memory)[0][2] == ["LocalGroup"] * 3  # type: ignore[index]
 
 
-def sequences(plan: MeshPlan) -> list[object]:
+@pytest.mark.parametrize(
+    "plan",
+    [MeshPlan(dp_shard=-1, dp_replicate=1, sp=2), MeshPlan(dp_shard=1, dp_replicate=-1, sp=2, tp=2)],
+    ids=["data", "tensor and data"],
+)
+@on_ranks(4)
+def test_neighbours_among_data_parallel_ranks_share_sequences(plan: MeshPlan) -> None:
+    me, apart = dist.get_rank(), plan.tp
+    other = me ^ apart
     mesh = Mesh.create(plan, CPU, COMM)
     own = mesh.sequence.rank
-    mesh.ring.send(torch.tensor(dist.get_rank()), 1 - own, 0, 0, "a test's number")
-    beside = int(mesh.ring.receive((torch.Size([]), torch.int64), 1 - own, 0, 0, "a test's number"))
+    mesh.ring.send(torch.tensor(me), 1 - own, 0, 0, "a test's number")
+    assert int(mesh.ring.receive((torch.Size([]), torch.int64), 1 - own, 0, 0, "a test's number")) == other
     mesh.ring.settle()
-    told: list[object] = [[int(row[0]) for row in mesh.sequence.exchange([dist.get_rank()])], beside, mesh.size]
+    assert mesh.sequence.exchange([me]) == [[min(me, other)], [max(me, other)]] and mesh.size == 4 // apart
     sent = mesh.traffic()
     assert sent["send"] == 8 and sent["exchange"] == mesh.sequence.traffic.bytes["exchange"] > 0
     mesh.reset_traffic()
     assert not any(mesh.traffic().values())
     mesh.close()
-    return told
-
-
-def test_neighbours_among_data_parallel_ranks_share_sequences() -> None:
-    for rank, told in enumerate(run_ranks(4, sequences, MeshPlan(dp_shard=-1, dp_replicate=1, sp=2))):
-        low = rank // 2 * 2
-        assert told == [[low, low + 1], low + 1 - rank % 2, 4]
-    for rank, told in enumerate(run_ranks(4, sequences, MeshPlan(dp_shard=1, dp_replicate=-1, sp=2, tp=2))):
-        assert told == [[rank % 2, rank % 2 + 2], (rank + 2) % 4, 2]
-
-
-def of_one_stage(plan: MeshPlan) -> list[int]:
-    mesh = Mesh.create(plan, CPU, COMM)
-    rows = mesh.stage_group.exchange([dist.get_rank()])
-    mesh.close()
-    return [int(row[0]) for row in rows]
-
-
-@pytest.mark.full
-def test_ranks_of_one_stage_know_each_other() -> None:
-    plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2)
-    assert run_ranks(8, of_one_stage, plan) == [list(range(4))] * 4 + [list(range(4, 8))] * 4
-    inside = MeshPlan(dp_shard=-1, dp_replicate=1, tp=2, pp=2, dp_outside=True)
-    for rank, told in enumerate(run_ranks(8, of_one_stage, inside)):
-        assert told == [[0, 1, 4, 5], [2, 3, 6, 7]][rank // 2 % 2]
 
 
 def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[int]]:
@@ -130,7 +114,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
         made = dist.new_group(ranks, backend="gloo")
         group = made if me in ranks else group
     mesh = Mesh.create(plan, CPU, COMM, group)
-    names = ("shard", "replicate", "world", "tensor", "pipeline", "mesh_group")
+    names = ("shard", "replicate", "world", "tensor", "pipeline", "mesh_group", "stage_group")
     told = {name: [int(row[0]) for row in getattr(mesh, name).exchange([me])] for name in names}
     others = [me] if mesh.model_parallel is None else [int(row[0]) for row in mesh.model_parallel.exchange([me])]
     assert others == sorted(told["tensor"] if plan.pp == 1 else told["pipeline"] if plan.tp == 1 else others)
@@ -166,7 +150,7 @@ def parts(group_of: list[list[int]] | None, plan: MeshPlan) -> dict[str, list[in
 
 def test_four_ranks_hold_parts_of_the_same_layers() -> None:
     for me, told in enumerate(run_ranks(4, parts, None, MeshPlan(dp_shard=-1, dp_replicate=1, tp=4))):
-        every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group")}
+        every = {name: [0, 1, 2, 3] for name in ("tensor", "mesh_group", "stage_group")}
         assert told == {name: [me] for name in ("shard", "replicate", "world", "pipeline")} | every
     for me, told in enumerate(run_ranks(4, parts, [[0, 2], [1, 3]], MeshPlan(dp_shard=-1, dp_replicate=1, tp=2))):
         assert told["tensor"] == told["mesh_group"] == [me % 2, me % 2 + 2] and told["world"] == [me]
@@ -179,51 +163,41 @@ def test_stages_are_far_apart_or_next_to_each_other() -> None:
         low, part, stage = me - me % 2, me % 2, me // 4 * 4
         assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [me % 4, me % 4 + 4])
         assert told["shard"] == told["world"] == [stage + part, stage + part + 2]
+        assert told["stage_group"] == list(range(stage, stage + 4))
     for me, told in enumerate(run_ranks(8, parts, None, replace(plan, dp_outside=True))):
         low, part, inside = me - me % 2, me % 2, me // 4 * 4
         assert (told["tensor"], told["pipeline"]) == ([low, low + 1], [inside + part, inside + part + 2])
         assert told["shard"] == told["world"] == [me % 4, me % 4 + 4]
+        assert told["stage_group"] == [[0, 1, 4, 5], [2, 3, 6, 7]][me // 2 % 2]
 
 
-def refusals() -> list[str]:
-    told = []
-    for plan in (MeshPlan(dp_shard=-1, dp_replicate=1, tp=3), MeshPlan(dp_shard=4, dp_replicate=1, tp=2)):
-        error = raises(ValueError, None, Mesh.create, plan, CPU, COMM)
-        told.append(error)
-    raises(ValueError, "tp=0", lambda: MeshPlan(dp_shard=-1, dp_replicate=1, tp=0))
-    return told
-
-
+@on_ranks(4)
 def test_sizes_that_do_not_divide_are_refused_with_all_of_them() -> None:
-    first, second = run_ranks(4, refusals)[0]
-    assert first.startswith("the sizes tp=3 need a multiple of 3 ranks, but there are 4")
-    assert "multiple of 8" in second and "dp_shard=4" in second and "tp=2" in second
+    for sizes, words in (
+        ({"dp_shard": -1, "tp": 3}, "^the sizes tp=3 need a multiple of 3 ranks, but there are 4"),
+        ({"dp_shard": 4, "tp": 2}, "dp_shard=4.* tp=2.* multiple of 8"),
+    ):
+        raises(ValueError, words, Mesh.create, MeshPlan(dp_replicate=1, **sizes), CPU, COMM)
+    raises(ValueError, "tp=0", MeshPlan, dp_shard=-1, dp_replicate=1, tp=0)
 
 
-def two_hosts() -> list[str]:
+@on_ranks(4)
+def test_shared_memory_within_a_host_and_messages_between_them() -> None:
     """Ranks 0 and 1 on one host, 2 and 3 on another."""
-    real = choose.host_facts()
-    with mock.patch.object(choose, "host_facts", lambda: real | {"host": f"host {dist.get_rank() // 2}"}):
+    with hosts_of(2):
         raises(ValueError, "not on one host", lambda: create(4, 1, True))
         mesh = create(2, 2)
-    full = mesh.world.buffers([(8, torch.float32)])[0]
-    full.local.fill_(mesh.rank)
-    mesh.world.all_reduce(full, 1.0).wait()
-    assert full.local.tolist() == [6.0] * 8
     names = [type(group).__name__ for group in (mesh.shard, mesh.replicate, mesh.world)]
+    assert names == ["SharedGroup", "GlooGroup", "GlooGroup"]
     mesh.close()
-    return names
-
-
-def test_shared_memory_within_a_host_and_messages_between_them() -> None:
-    assert run_ranks(4, two_hosts) == [["SharedGroup", "GlooGroup", "GlooGroup"]] * 4
 
 
 def refuse(*_: object) -> int:
     raise PermissionError(1, "not here")
 
 
-def without_memfd() -> str:
+@on_ranks(2)
+def test_fallbacks_are_agreed() -> None:
     """The file in /dev/shm takes over, on one rank's word for all; with that gone too, gloo does."""
     made, make = list[str](), tempfile.mkstemp
 
@@ -245,27 +219,9 @@ def without_memfd() -> str:
         mesh.close()
         with mock.patch.object(os, "posix_fallocate", refuse):
             mesh = create(-1, 1)
-            kind = type(mesh.shard).__name__
+            assert type(mesh.shard).__name__ == "GlooGroup"
             mesh.close()
             raises(ValueError, r"rank 1: .* by memfd: .*not here.*rank 0: .* by file: .*not here", create, -1, 1, True)
-    return kind
-
-
-def test_fallbacks_are_agreed() -> None:
-    assert run_ranks(2, without_memfd) == ["GlooGroup"] * 2
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, (False, 0, 1, 0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (True, 3, 4, 1, 2)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, (True, 1, 2, 1, 2)),
-    ],
-)
-def test_launch_facts(environment: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    facts = LaunchFacts.read(environment)
-    assert (facts.launched, facts.rank, facts.world_size, facts.local_rank, facts.local_world_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -286,34 +242,6 @@ def test_alone_nothing_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     device = init_distributed()
     assert device.type in ("cpu", "cuda") and not dist.is_initialized()
     raises(ValueError, "cuda:99", lambda: init_distributed("cuda:99"))
-
-
-@pytest.mark.full
-def test_torchrun(tmp_path: Path) -> None:
-    """From the command line, with every process a new Python."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch.distributed as dist
-            from shardwise.core.mesh import Mesh, init_distributed, shutdown
-            from shardwise.plan import zero
-            device = init_distributed("cpu")
-            assert init_distributed("cpu") == device
-            plan = zero(3)
-            mesh = Mesh.create(plan.mesh, device, plan.comm)
-            # One write, so that the ranks' lines do not mix.
-            print(f"ranks {mesh.world.exchange([mesh.rank])} {dist.get_backend()}\\n", end="", flush=True)
-            mesh.close()
-            shutdown()
-            shutdown()
-            """
-        )
-    )
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    status, shown = finished(*command, log=tmp_path / "log", whole=True)
-    assert status == 0, shown
-    assert shown.count("ranks [[0.0], [1.0]] gloo") == 2
 
 
 def test_torchrun_with_gpus_of_each_kind(tmp_path: Path) -> None:

@@ -33,23 +33,6 @@ def facts(name: str, shared_memory: bool | None) -> list[object]:
     own, me = lists[number], dist.get_rank()
     assert mesh.ranks == tuple(own) and mesh.ranks[mesh.rank] == me and mesh.size == len(own)
     assert [row[0] for row in mesh.world.exchange([me], "the gradient norm")] == own
-    assert mesh.world.exchange_object({"rank": me}) == [{"rank": rank} for rank in own]
-    value = torch.full((3,), float(me))
-    mesh.world.broadcast(value, len(own) - 1)
-    assert value.tolist() == [float(own[-1])] * 3
-    mesh.reset_traffic()
-    full = mesh.world.buffers([(6, torch.float32)])[0]
-    full.local.fill_(10.0**mesh.rank)
-    mesh.world.all_reduce(full, 1.0).wait()
-    assert full.local.tolist() == [sum(10.0**rank for rank in range(len(own)))] * 6
-    assert mesh.traffic()["all_reduce"] == 2 * (len(own) - 1) * 24 // len(own)
-    shard = mesh.shard.shards([(range(0, 2 * len(own) + 1, 2), torch.float32)], mapped=True)[0]
-    shard.local.fill_(float(me))
-    mesh.shard.fence()
-    gathered = torch.empty(2 * len(own))
-    mesh.shard.all_gather(gathered, shard).wait()
-    assert gathered.tolist() == [float(rank) for rank in own for _ in range(2)]
-    mesh.shard.fence()
     assert mesh.device_mesh is not None and mesh.device_mesh.mesh.tolist() == [own]
     assert mesh.device_mesh.get_group("dp_shard") is group
     assert mesh.members is not None and mesh.members.timeout_s == 17.0
@@ -89,27 +72,18 @@ def test_a_group_is_divided_by_the_plan() -> None:
 # ---- errors
 
 
-def strangers() -> list[str]:
-    said = []
+@on_ranks(2)
+def test_a_group_that_this_rank_is_not_in() -> None:
     alone = dist.new_group([0], backend="gloo")
     gone = dist.new_group([0, 1], backend="gloo")
     dist.barrier()  # who destroys a group that the other still connects to fails it there
     dist.destroy_process_group(gone)
-    for group in (alone, gone, "data", 3):
-        try:
-            create(group).close()  # type: ignore[arg-type]
-            said.append("made")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_group_that_this_rank_is_not_in() -> None:
-    member, other = run_ranks(2, strangers)
-    assert member[0] == "made" and "rank 1 is not a member" in other[0] and other[0].startswith("group=-100")
-    for said in (member, other):
-        assert "was destroyed" in said[1]
-        assert "'data' is not a process group" in said[2] and "3 is not a process group" in said[3]
+    if dist.get_rank() == 0:
+        create(alone).close()
+    else:
+        raises(ValueError, "^group=-100.*rank 1 is not a member", create, alone)
+    for group, words in ((gone, "was destroyed"), ("data", "'data' is not a pro"), (3, "3 is not a process group")):
+        raises(ValueError, words, create, group)
 
 
 def test_without_torch_distributed_there_are_no_groups() -> None:
@@ -117,37 +91,27 @@ def test_without_torch_distributed_there_are_no_groups() -> None:
     raises(ValueError, r"torch\.distributed is not initialised", lambda: create("some"))
 
 
-def disagreeing() -> str:
-    _, group = join(GROUPS["three_and_one"])
-    if dist.get_rank() == 2:
-        return ""
-    sizes = (3, 1) if dist.get_rank() == 1 else (1, 3)
-    caught = raises(ValueError, "want different things", lambda: create(group, *sizes))
-    with pytest.raises(ValueError, match=r"shared_memory differs between the ranks of group 'dp_shard of ranks"):
-        create(group, shared=dist.get_rank() == 1)
-    return caught
-
-
+@on_ranks(4)
 def test_members_that_want_different_meshes() -> None:
-    said = run_ranks(4, disagreeing)
-    assert said[0] == said[1] == said[3]
-    assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3, " in said[0] and "rank 3: {'dp_replicate': 3" in said[0]
+    _, group = join(GROUPS["three_and_one"])
+    if dist.get_rank() != 2:
+        sizes = (3, 1) if dist.get_rank() == 1 else (1, 3)
+        said = raises(ValueError, "want different things", create, group, *sizes)
+        assert "rank 1: {'dp_replicate': 1, 'dp_shard': 3, " in said and "rank 3: {'dp_replicate': 3" in said
+        differs = "shared_memory differs between the ranks of group 'dp_shard of ranks"
+        raises(ValueError, differs, create, group, shared=dist.get_rank() == 1)
 
 
-def absent() -> str:
-    """A member that never comes to the making of the mesh."""
+@on_ranks(4)
+def test_a_member_that_does_not_come() -> None:
+    """To the making of the mesh."""
     _, group = join(GROUPS["strided"])
     if dist.get_rank() == 1:
         distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
-        caught = raises(PeerError, r"agreeing among ranks \[1, 3\] failed on rank 1", lambda: create(group))
-        return caught
-    if dist.get_rank() != 3:
+        failed = r"agreeing among ranks \[1, 3\] failed on rank 1"
+        assert "did not come in time" in raises(PeerError, failed, create, group)
+    elif dist.get_rank() != 3:
         create(group).close()
-    return ""
-
-
-def test_a_member_that_does_not_come() -> None:
-    assert "did not come in time" in run_ranks(4, absent)[1]
 
 
 @on_ranks(4)

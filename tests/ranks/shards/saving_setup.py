@@ -162,7 +162,7 @@ class Table(nn.Module):
         self.last = nn.Linear(WIDTH, WIDTH)
         self.around_all: Callable[[], AbstractContextManager[object]] = nullcontext
         self.around_op: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.together = 0
+        self.together, self.reentrant = 0, True
 
     def few(self, x: Tensor, *names: str) -> Tensor:
         total = x.new_zeros(())
@@ -186,7 +186,7 @@ class Table(nn.Module):
             total = x.new_zeros(())
             for start in range(0, len(names), self.together):
                 some = names[start : start + self.together]
-                total = total + checkpoint(self.few, x, *some, use_reentrant=True)
+                total = total + checkpoint(self.few, x, *some, use_reentrant=self.reentrant)
         return total + self.last(x).square().mean()
 
 
@@ -223,6 +223,16 @@ def checkpointed_without_reentry(_table: Table, model: nn.Module, x: Tensor) -> 
 def checkpointed_within(table: Table, model: nn.Module, x: Tensor) -> Tensor:
     table.together = 2
     return model(x)  # type: ignore[no-any-return]
+
+
+def checkpointed_twice(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.together = 2
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def checkpointed_twice_without_reentry(table: Table, model: nn.Module, x: Tensor) -> Tensor:
+    table.together, table.reentrant = 2, False
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def inner_identity(table: Table, model: nn.Module, x: Tensor) -> Tensor:
@@ -270,6 +280,8 @@ WAYS: dict[str, Way] = {
         checkpointed,
         checkpointed_without_reentry,
         checkpointed_within,
+        checkpointed_twice,
+        checkpointed_twice_without_reentry,
         inner_identity,
         inner_on_cpu,
         without_hooks,

@@ -24,18 +24,23 @@ from tests.support.engine_setup import (
     data,
     loss_of,
     one_mesh,
+    plain_steps,
     run_plain,
     run_sharded,
     seeded,
     sgd,
     sharded,
-    told,
 )
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 # A unit a module, and one a parameter; nothing that is idle stays gathered.
-SHARED, ALONE = zero(3), zero(3).but(packing=ByTensor(persist_numel=0))
-GLOO = zero(3).but(shared_memory=False)
+PLANS_OF_3 = {
+    "shared": zero(3),
+    "gloo": zero(3).but(shared_memory=False),
+    "alone": zero(3).but(packing=ByTensor(persist_numel=0)),
+}
+SHARED = PLANS_OF_3["shared"]
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -95,14 +100,15 @@ def test_every_operator_that_saves_parameters(ways: list[str]) -> None:
     compare(SHARED, ways)
 
 
-@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
-def test_some(plan: Plan) -> None:
-    compare(plan, list(WAYS), some=FEW)
+@pytest.mark.parametrize("name", ["shared", *full("gloo")])
+def test_some(name: str) -> None:
+    compare(PLANS_OF_3[name], list(WAYS), some=FEW)
 
 
-def stale(plan: Plan) -> dict[str, str]:
-    """What the backward pass of a graph from before an update says."""
-    found = {}
+@pytest.mark.parametrize("name", ["shared", *full("gloo")])
+@on_ranks(2)
+def test_graphs_from_before_an_update_are_refused(name: str) -> None:
+    plan = PLANS_OF_3[name]
     with one_mesh(plan) as mesh:
         for way in ("plainly", "without_hooks", "under_identity", "graph_inside", "mapped", "penalty"):
             table = seeded(lambda: Table(["layer_norm", "mul", "linear"]))
@@ -110,15 +116,7 @@ def stale(plan: Plan) -> dict[str, str]:
                 late = WAYS[way](table, session.module, data(0, 0, rows=ROWS).requires_grad_())
                 session.backward(plainly(table, session.module, data(0, 1, rows=ROWS)))
                 session.optimizer.step()
-                found[way] = told(late.backward)
-    return found
-
-
-@pytest.mark.parametrize("plan", [SHARED, *full(GLOO)], ids=["shared", "gloo"])
-def test_graphs_from_before_an_update_are_refused(plan: Plan) -> None:
-    for found in run_ranks(2, stale, plan):
-        for way, message in found.items():
-            assert "inplace operation" in message or "since the forward pass" in message, way
+                raises(RuntimeError, "inplace operation|since the forward pass", late.backward)
 
 
 def net() -> nn.Module:
@@ -133,18 +131,13 @@ class Overwriting(nn.Module):
         return y.add_(1.0)
 
 
-def overwritten(plan: Plan) -> str:
-    model = seeded(lambda: nn.Sequential(net(), Overwriting(), net()))
-    with sharded(model, sgd(model), plan) as session:
-        loss = loss_of(session)
-        return told(lambda: session.backward(loss))
-
-
 @pytest.mark.parametrize("name", ["zero2", "zero3", *full("zero3_gloo")])
+@on_ranks(2)
 def test_saved_values_that_were_changed_are_an_error(name: str) -> None:
     """As in plain torch, whose own check leaves out what hooks have packed."""
-    for message in run_ranks(2, overwritten, PLANS[name]):
-        assert "modified by an inplace operation" in message
+    model = seeded(lambda: nn.Sequential(net(), Overwriting(), net()))
+    with sharded(model, sgd(model), PLANS[name]) as session:
+        raises(RuntimeError, "modified by an inplace operation", session.backward, loss_of(session))
 
 
 class Net(nn.Module):
@@ -185,46 +178,24 @@ USES: dict[str, Use] = {
     "functional_call": lambda m, x: functional_call(m, dict(m.named_parameters()), (x,)),
     "other_values": other_values,
 }
-TRANSFORMS_PLANS = {
-    "shared": zero(3),
-    "gloo": zero(3).but(shared_memory=False),
-    "alone": zero(3).but(packing=ByTensor(persist_numel=0)),
-}
 
 
 def numbers(result: Any) -> dict[str, Tensor]:
     return {str(i): leaf.detach().clone() for i, leaf in enumerate(tree_leaves(result))}
 
 
-def transformed(plan: Plan, mesh: Mesh) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    model = seeded(Net)
-    with sharded(model, sgd(model), plan, mesh) as session:
-        for name, use in USES.items():
-            found[name] = numbers(use(model, data(0, 0)))
-            session.backward(square(session.module)(data(mesh.rank, 1)))  # it trains as before
-        session.optimizer.step()
-        found["trained"] = session.module.state_dict()
-    return found
-
-
-def transforms_on_rank(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        return transformed(plan, mesh)
-
-
 @pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
+@on_ranks(2, timeout=120.0)
 def test_transforms_of_the_whole_model(name: str) -> None:
-    model = seeded(Net)
-    optimizer = sgd(model)
-    expected = {use: numbers(USES[use](model, data(0, 0))) for use in USES}
-    for rank in range(2):
-        (len(USES) * square(model)(data(rank, 1)) / 2).backward()
-    optimizer.step()
-    expected["trained"] = dict(model.state_dict())
-    for rank, found in enumerate(run_ranks(2, transforms_on_rank, TRANSFORMS_PLANS[name], timeout=120)):
-        for use, wanted in expected.items():
-            assert_close(found[use], wanted, 1e-10, f"{name}, {use}, rank {rank}")
+    model, plain = seeded(Net), seeded(Net)
+    with sharded(model, sgd(model), PLANS_OF_3[name]) as session:
+        for what, use in USES.items():
+            expected = numbers(use(plain, data(0, 0)))
+            assert_close(numbers(use(model, data(0, 0))), expected, 1e-10, f"{name}, {what}")
+            session.backward(square(session.module)(data(session.mesh.rank, 1)))  # it trains as before
+        session.optimizer.step()
+        trained = plain_steps(plain, sgd(plain), 1, lambda m, rank, _: len(USES) * square(m)(data(rank, 1)))
+        assert_close(session.module.state_dict(), trained, 1e-10, f"{name}, trained")
 
 
 class Within(Net):
@@ -232,16 +203,11 @@ class Within(Net):
         return grad(lambda x: Net.forward(self, x).square().mean())(x)
 
 
-def within(plan: Plan) -> str:
-    model = seeded(Within)
-    with sharded(model, sgd(model), plan) as session:
-        return told(lambda: session.module(data(0, 0)))
-
-
+@on_ranks(2)
 def test_transforms_inside_a_forward_pass_are_refused() -> None:
-    for message in run_ranks(2, within, TRANSFORMS_PLANS["shared"]):
-        assert "inside the forward pass of a Within" in message
-        assert "stage 2" in message
+    model = seeded(Within)
+    with sharded(model, sgd(model), SHARED) as session:
+        raises(RuntimeError, "inside the forward pass of a Within.*stage 2", session.module, data(0, 0))
 
 
 # ---- reads in backward
@@ -287,13 +253,9 @@ def reading(model: nn.Module, rank: int, step: int) -> Any:
     yield model(data(rank, step).requires_grad_()).square().mean(), False
 
 
-def read_in_backward(plan: Plan) -> dict[str, dict[str, Tensor]]:
-    with one_mesh(plan) as mesh:
-        return {name: run_sharded(READERS[name], reading, plan, 2, mesh) for name in READERS}
-
-
 @pytest.mark.parametrize("name", ["shared", *full("gloo", "alone")])
+@on_ranks(2)
 def test_parameters_read_in_backward(name: str) -> None:
-    results = run_ranks(2, read_in_backward, TRANSFORMS_PLANS[name])
     for reader, build in READERS.items():
-        check([result[reader] for result in results], run_plain(build, reading, 2, 2), f"{name}, {reader}", rtol=1e-9)
+        found = run_sharded(build, reading, PLANS_OF_3[name], 2)
+        check([found], run_plain(build, reading, 2, 2), f"{name}, {reader}", rtol=1e-9)

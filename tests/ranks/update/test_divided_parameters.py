@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam
 from shardwise.plan import replicated, zero
 from shardwise.session import build
 from shardwise.testing import assert_close, run_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 OPTIMIZERS = {"hybrid": HybridAdam, "cpu": CPUAdam, "fused": FusedAdam}
@@ -31,40 +33,29 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(dtype)
 
 
-def ours_or_theirs(kind: str, rank_only: int | None) -> str:
-    model = net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if rank_only in (None, dist.get_rank()):
-        if kind == "fully_shard":
-            fully_shard(model, mesh=mesh)
-        elif kind == "buffer":
-            model.register_buffer("table", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
-        else:
-            place = {"shard": Shard(0), "replicate": Replicate()}[kind]
-            whole = model[2].weight.detach()  # type: ignore[index]
-            divided = distribute_tensor(whole, mesh, [place], src_data_rank=None)
-            model[2].weight = nn.Parameter(divided)  # type: ignore[index]
-    try:
-        build(model, torch.optim.SGD(model.parameters(), lr=0.1), zero(2) if kind != "buffer" else replicated())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "taken"
-
-
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("fully_shard", "0.weight"), ("shard", "2.weight"), ("replicate", "2.weight"), ("buffer", "table")],
 )
+@on_ranks(2)
 def test_what_is_divided_already_is_refused_by_name_on_every_rank(kind: str, name: str) -> None:
-    for said in run_ranks(2, ours_or_theirs, kind, None):
-        assert said.startswith("ValueError") and f"{name} (" in said and "is a DTensor" in said, said
+    model = net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    elif kind == "buffer":
+        model.register_buffer("table", distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None))
+    else:
+        place = {"shard": Shard(0), "replicate": Replicate()}[kind]
+        whole = model[2].weight.detach()  # type: ignore[index]
+        model[2].weight = nn.Parameter(distribute_tensor(whole, mesh, [place], src_data_rank=None))  # type: ignore[index]
+    plan = zero(2) if kind != "buffer" else replicated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(ValueError, rf"{name} \(.*is a DTensor", build, model, optimizer, plan)
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    first, second = (
-        [p for n, p in model.named_parameters() if "weight" in n],
-        [p for n, p in model.named_parameters() if "bias" in n],
-    )
+    first, second = ([p for n, p in model.named_parameters() if word in n] for word in ("weight", "bias"))
     return [{"params": first, "weight_decay": 0.1}, {"params": second, "lr": 0.03}]
 
 
@@ -104,20 +95,12 @@ def under_fully_shard(kind: str, dtype: torch.dtype, folder: str) -> tuple[dict[
     return dict(weights), [moments[name] for name in names.values()]
 
 
-ADAMS = {
-    f"{ranks}-{dtype}-{kind}": (kind, dtype, ranks)
-    for ranks in (2, 4)
-    for dtype in (torch.bfloat16, torch.float32)
-    for kind in OPTIMIZERS
-}
-QUICK = ("2-torch.bfloat16-hybrid", "2-torch.float32-cpu", "2-torch.bfloat16-fused")
-ROWS = {name: pytest.param(*case, id=name) for name, case in ADAMS.items()}
+BF16, FP32 = torch.bfloat16, torch.float32
+QUICK = [("hybrid", BF16, 2), ("cpu", FP32, 2), ("fused", BF16, 2)]
+OTHERS = [row for row in itertools.product(OPTIMIZERS, (BF16, FP32), (2, 4)) if row not in QUICK]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "ranks"),
-    [*(ROWS[name] for name in QUICK), *full(*(row for name, row in ROWS.items() if name not in QUICK))],
-)
+@pytest.mark.parametrize(("kind", "dtype", "ranks"), [*QUICK, *full(*OTHERS)])
 def test_our_adams_under_fully_shard_are_the_plain_ones(
     kind: str, dtype: torch.dtype, ranks: int, tmp_path: Path
 ) -> None:
@@ -129,21 +112,14 @@ def test_our_adams_under_fully_shard_are_the_plain_ones(
             assert_close({"exp_avg": own}, {"exp_avg": expected}, 1e-6, f"{kind} of {dtype}")
 
 
-def offloaded() -> str:
+@on_ranks(2)
+def test_divided_moments_are_not_offloaded_by_the_optimizer() -> None:
     booster = Booster(plugin=TorchFSDPPlugin())
     plain_model = net()
     model: Any
     optimizer: Any = HybridAdam(plain_model.parameters(), nvme_offload_fraction=1.0)
     model, optimizer, *_ = booster.boost(plain_model, optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    try:
-        updates(model, lambda loss: booster.backward(loss, optimizer), optimizer, range(1))
-    except RuntimeError as error:
-        assert_close(dict(model.state_dict()), before, 0.0, "nothing was updated")
-        return str(error)
-    return "taken"
-
-
-def test_divided_moments_are_not_offloaded_by_the_optimizer() -> None:
-    for said in run_ranks(2, offloaded):
-        assert "nvme_offload_fraction=1.0" in said and "shard the model by a plan" in said
+    words = r"nvme_offload_fraction=1\.0.*shard the model by a plan"
+    raises(RuntimeError, words, updates, model, lambda loss: booster.backward(loss, optimizer), optimizer, range(1))
+    assert_close(dict(model.state_dict()), before, 0.0, "nothing was updated")

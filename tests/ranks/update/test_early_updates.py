@@ -24,6 +24,7 @@ from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.early_setup import MIX, Case, both, check_equal, full_state
 from tests.support.engine_setup import one_mesh, plain_steps, scaler, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 from tests.support.tier_setup import tiers
 
@@ -155,7 +156,8 @@ def refused_between(session: Session) -> dict[str, str]:
     return {name: refusal(act) for name, act in tried.items()}
 
 
-def run_time_refusals() -> dict[str, str]:
+@on_ranks(2)
+def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
     with one_mesh(zero(1)) as mesh, deep_session(mesh, reduce="last", gathered_fraction=1.0) as session:
         own = session.optimizers[0]
         found = {"no_sync": refusal(session.no_sync)}
@@ -179,14 +181,9 @@ def run_time_refusals() -> dict[str, str]:
         one_pass(session, 4)
         own.step()
         close_to(session.module.state_dict(), plain_values(mesh.size, [0, 1, 4]))
-    return found
-
-
-def test_what_cannot_be_served_is_an_error_that_says_what_to_do() -> None:
-    for found in run_ranks(2, run_time_refusals):
-        for name, message in found.items():
-            assert "update='backward'" in message or name == "another rate", (name, message)
-            assert "update='step'" in message, (name, message)
+    for name, message in found.items():
+        assert "update='backward'" in message or name == "another rate", (name, message)
+        assert "update='step'" in message, (name, message)
 
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
@@ -247,7 +244,8 @@ def test_a_pass_that_fails_leaves_a_state_to_load(ranks: int, tmp_path: Path) ->
     run_ranks(ranks, after_a_failed_pass, str(tmp_path))
 
 
-def interrupted_at_the_end() -> None:
+@on_ranks(2)
+def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
     real = Reducer._end_pass
 
     def end_pass(self: Reducer, sync: bool) -> None:
@@ -262,10 +260,6 @@ def interrupted_at_the_end() -> None:
         goes_on(session)
 
 
-def test_ctrl_c_at_the_very_end_of_a_pass_leaves_a_state_to_load() -> None:
-    run_ranks(2, interrupted_at_the_end)
-
-
 class Nested(nn.Module):
     """Its parameter gets a gradient in two passes, one inside the other."""
 
@@ -278,17 +272,12 @@ class Nested(nn.Module):
         return self.layer(inner) * 1.0
 
 
-def second_gradients() -> str:
-    torch.manual_seed(0)
+@on_ranks(2)
+def test_a_second_gradient_in_one_pass() -> None:
     model = Nested()
     with sharded(model, torch.optim.Adam(model.parameters()), zero(2).but(update="backward")) as session:
-        x = x_of(session.mesh.rank, 0).requires_grad_()
-        return refusal(lambda: session.backward(session.module(x).square().mean()))
-
-
-def test_a_second_gradient_in_one_pass() -> None:
-    for message in run_ranks(2, second_gradients):
-        assert "got gradients after their update" in message and "update='step'" in message
+        loss = session.module(x_of(session.mesh.rank, 0).requires_grad_()).square().mean()
+        raises(RuntimeError, "got gradients after their update.*update='step'", session.backward, loss)
 
 
 class Broken(torch.optim.SGD):
@@ -302,26 +291,21 @@ class Broken(torch.optim.SGD):
         return super().step(closure)
 
 
-def failing_update(error_type: type[BaseException]) -> tuple[str, str]:
+@pytest.mark.parametrize("error_type", [ArithmeticError, SystemExit])
+@on_ranks(1)
+def test_an_update_that_fails_is_raised_by_step(error_type: type[BaseException]) -> None:
     model = deep()
     optimizer = Broken(model.parameters(), lr=0.1, momentum=0.5)
     with sharded(model, optimizer, zero(3).but(update="backward")) as session:
         own = session.optimizers[0]
         one_pass(session, 0)
         own.step()
-        optimizer.error = error_type("this update fails") if session.mesh.rank == 0 else None
+        optimizer.error = error_type("this update fails")
         one_pass(session, 1)
-        with pytest.raises((ArithmeticError, RuntimeError)) as error:
-            own.step()
+        raises((ArithmeticError, RuntimeError), "this update fails", own.step)
         optimizer.error = None
         own.zero_grad()
-        return repr(error.value), refusal(lambda: full_state(session))
-
-
-@pytest.mark.parametrize("error_type", [ArithmeticError, SystemExit])
-def test_an_update_that_fails_is_raised_by_step(error_type: type[BaseException]) -> None:
-    ((own, left),) = run_ranks(1, failing_update, error_type)
-    assert "this update fails" in own and "load a checkpoint" in left
+        raises(RuntimeError, "load a checkpoint", full_state, session)
 
 
 # ---- beside the pass
@@ -338,11 +322,13 @@ class Wide(nn.Module):
         return x
 
 
-def gradient_memory(update: str) -> tuple[int, int]:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("ranks", [1, *full(2)])
+@on_ranks()
+def test_streamed_gradients_are_not_kept(ranks: int, update: Any) -> None:
     model = Wide()
-    plan = zero(3).but(update=update)
-    with sharded(model, torch.optim.Adam(model.parameters()), plan) as session:
+    all_of_them = sum(p.numel() * 4 for p in model.parameters()) // ranks
+    with sharded(model, torch.optim.Adam(model.parameters()), zero(3).but(update=update)) as session:
         peak = 0
         real = EarlyObserver.result_added
 
@@ -358,14 +344,9 @@ def gradient_memory(update: str) -> tuple[int, int]:
                 session.backward(session.module(torch.randn(2, 64)).square().mean())
                 peak = max(peak, session.memory().gradients_bytes)
                 session.optimizers[0].step()
-        return peak, sum(p.numel() * 4 for p in model.parameters()) // session.mesh.size
-
-
-@pytest.mark.parametrize("ranks", [1, *full(2)])
-def test_streamed_gradients_are_not_kept(ranks: int) -> None:
-    for peak, all_of_them in run_ranks(ranks, gradient_memory, "backward"):
+    if update == "backward":
         # The exchange buffers of two chunks, and what waits for its update: 4, one being made, one just reduced.
         assert peak <= 2 * ranks * all_of_them / 24 + 6 * all_of_them / 24
         assert peak < 0.5 * all_of_them
-    for peak, all_of_them in run_ranks(ranks, gradient_memory, "step"):
+    else:
         assert peak >= all_of_them

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
-from shardwise.core.mesh import Mesh
 from shardwise.plan import ByNumel, Plan, zero
-from shardwise.testing import run_ranks
 from tests.support.early_setup import counting
 from tests.support.engine_setup import check, data, one_mesh, plain_steps, seeded, sharded
+from tests.support.on_ranks import on_ranks, raises
+from tests.support.steps import train_sharded
 from tests.support.tier_setup import small_tiles, tiers
 
 STEPS = 3
@@ -26,6 +25,8 @@ Update = Callable[[nn.Parameter, Group, State], None]
 
 class Own(torch.optim.Optimizer):
     """A user's, of one function that updates a parameter."""
+
+    whole_tensors = False
 
     def __init__(self, params: Any, update: Update) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -73,12 +74,9 @@ def turned(param: nn.Parameter, group: Group, _state: State) -> None:
         param.data = param.data.t()
 
 
-class Turned(Own):
-    whole_tensors = True
-
-
 UPDATES: dict[str, Update] = {each.__name__: each for each in (assigned, filled, swapped, in_turn, turned)}
-KINDS: dict[str, type[Own]] = {"turned": Turned}
+WHOLE = ("turned",)
+"""Needs whole tensors."""
 
 
 def net() -> nn.Module:
@@ -86,22 +84,9 @@ def net() -> nn.Module:
 
 
 def optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    return KINDS.get(name, Own)(model.parameters(), UPDATES[name])
-
-
-def plain(ranks: int, name: str) -> dict[str, Tensor]:
-    model = seeded(net)
-    return plain_steps(model, optimizer(model, name), STEPS, ranks=ranks)
-
-
-def trained(plan: Plan, name: str, mesh: Mesh) -> dict[str, Tensor]:
-    model = seeded(net)
-    with sharded(model, optimizer(model, name), plan, mesh) as session:
-        for step in range(STEPS):
-            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        return session.module.state_dict()
+    made = Own(model.parameters(), UPDATES[name])
+    made.whole_tensors = name in WHOLE
+    return made
 
 
 def plans(directory: str) -> dict[str, Plan]:
@@ -113,36 +98,27 @@ def plans(directory: str) -> dict[str, Plan]:
     }
 
 
-def every(directory: str) -> tuple[list[tuple[str, str, dict[str, Tensor]]], int]:
-    """Each update under two plans, but none that needs whole tensors with a disk."""
-    names, chosen = list(UPDATES), plans(directory)
-    cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
-    cases = [(name, plan) for name, plan in cases if name not in KINDS or plan != "disk"]
-    with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
-        return [(name, plan, trained(chosen[plan], name, mesh)) for name, plan in cases], counts["updates"]
-
-
+@on_ranks(2, timeout=300.0)
 def test_the_shards_follow(tmp_path: Path) -> None:
-    expected = {name: plain(2, name) for name in UPDATES}
-    for found, early in run_ranks(2, every, str(tmp_path), timeout=300.0):
-        assert early
-        for name, plan, state in found:
-            check([state], expected[name], f"{name}, {plan}", 1e-11)
+    """Each update under two plans, but none that needs whole tensors with a disk."""
+    names, chosen = list(UPDATES), plans(str(tmp_path))
+    cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
+    cases = [(name, plan) for name, plan in cases if name not in WHOLE or plan != "disk"]
+    with small_tiles(30), one_mesh(zero(3)) as mesh, counting() as counts:
+        for name, plan in cases:
+            model, plain = seeded(net), seeded(net)
+            state = train_sharded(model, optimizer(model, name), chosen[plan], STEPS, mesh=mesh)
+            check([state], plain_steps(plain, optimizer(plain, name), STEPS), f"{name}, {plan}", 1e-11)
+        assert counts["updates"]
 
 
 def grows(param: nn.Parameter, group: Group, _state: State) -> None:
     param.data = new(param, group).repeat(2)
 
 
-def grown(plan: Plan) -> str:
-    model = seeded(net)
-    with sharded(model, Own(model.parameters(), grows), plan) as session:
-        session.backward(session.module(data(0, 0)).square().mean())
-        with pytest.raises((RuntimeError, PeerError)) as raised:
-            session.optimizer.step()
-        return str(raised.value)
-
-
+@on_ranks(2)
 def test_another_shape_is_an_error_on_every_rank() -> None:
-    for text in run_ranks(2, grown, zero(2)):
-        assert "gives 0.weight values of shape (" in text or "gives 2.weight values of shape (" in text, text
+    model = seeded(net)
+    with sharded(model, Own(model.parameters(), grows), zero(2)) as session:
+        session.backward(session.module(data(0, 0)).square().mean())
+        raises((RuntimeError, PeerError), r"gives [02]\.weight values of shape \(", session.optimizer.step)

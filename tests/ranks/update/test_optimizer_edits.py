@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
-from shardwise.session import Session, build
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import check, one_mesh
-from tests.support.sets import full
+from shardwise.session import Session
+from shardwise.testing import assert_close
+from tests.support.engine_setup import check, one_mesh, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.tier_setup import small_tiles, with_tiers
 
 STEPS = 4
@@ -50,14 +50,12 @@ def nothing(_optimizer: Any, _step: int) -> None:
 def trained(plan: Plan, mesh: Mesh, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
     """``edit`` is called before each backward pass with what build returned."""
     model = Late()
-    session = build(model, make(model), plan, mesh)
-    for step in range(STEPS):
-        edit(session.optimizer, step)
-        session.backward(session.module(rows(mesh.rank, step), step, late).square().mean())
-        session.optimizer.step()
-    state = session.module.state_dict()
-    session.close()
-    return state
+    with sharded(model, make(model), plan, mesh) as session:
+        for step in range(STEPS):
+            edit(session.optimizer, step)
+            session.backward(session.module(rows(mesh.rank, step), step, late).square().mean())
+            session.optimizer.step()
+        return session.module.state_dict()
 
 
 def plain(ranks: int, make: Make, edit: Edit = nothing, late: bool = False) -> dict[str, Tensor]:
@@ -83,17 +81,12 @@ def momentum(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def amsgrad(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-4, amsgrad=True)
-
-
 def groups(model: Any) -> Optimizer:
     """Three groups with rates and decays of their own."""
     own = [{"params": part.parameters(), "lr": 0.1 / (i + 1)} for i, part in enumerate(model.parts)]
     return torch.optim.SGD(own, lr=0.1, momentum=0.9)
 
 
-KINDS: list[tuple[Make, bool]] = [(nesterov, True), (amsgrad, True)]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("device", {}),
     ("p_disk_s_host", {}),
@@ -103,30 +96,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def all_variants(directory: str, kinds: list[tuple[Make, bool]]) -> list[dict[str, Tensor]]:
-    found = []
+@on_ranks(2)
+def test_a_kernel_that_writes_into_gradients_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path) -> None:
+    """With parameters of a tile that are first used in different steps."""
+    expected = plain(2, nesterov, late=True)
     with small_tiles(100), one_mesh(zero(3)) as mesh:
-        for make, late in kinds:
-            for mix, changes in VARIANTS:
-                plan = with_tiers(zero(3), mix, directory).but(**changes)
-                found.append(trained(plan, mesh, make, late=late))
-    return found
-
-
-@pytest.mark.parametrize("kinds", [KINDS[:1], *full(KINDS[1:])], ids=["nesterov", "amsgrad"])
-def test_every_kernel_gives_plain_pytorchs_result_in_every_tier(tmp_path: Path, kinds: list[tuple[Make, bool]]) -> None:
-    """Among them one that writes into gradients, and parameters of a tile that are first used in different steps."""
-    by_rank = run_ranks(2, all_variants, str(tmp_path), kinds)
-    at = 0
-    for make, late in kinds:
-        expected = plain(2, make, late=late)
         for mix, changes in VARIANTS:
-            what = f"{make.__name__} {mix} {changes}, late={late}"
-            check([states[at] for states in by_rank], expected, what)
-            if not changes:  # the same bits in every tier
-                device = by_rank[0][at - at % len(VARIANTS)]
-                assert all(torch.equal(by_rank[0][at][name], value) for name, value in device.items()), what
-            at += 1
+            plan = with_tiers(zero(3), mix, str(tmp_path)).but(**changes)
+            check([trained(plan, mesh, nesterov, late=True)], expected, f"{mix} {changes}")
 
 
 # ---- groups
@@ -166,15 +143,12 @@ GROUP_CASES: list[tuple[Make, Edit, dict[str, Any]]] = [
 ]
 
 
-def edited_groups() -> list[dict[str, Tensor]]:
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        return [trained(zero(3).but(**changes), mesh, make, edit) for make, edit, changes in GROUP_CASES]
-
-
+@on_ranks(2)
 def test_groups_in_another_order_with_other_rates_and_hooks() -> None:
-    by_rank = run_ranks(2, edited_groups)
-    for index, (make, edit, changes) in enumerate(GROUP_CASES):
-        check([states[index] for states in by_rank], plain(2, make, edit), f"case {index}: {edit.__name__} {changes}")
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        for make, edit, changes in GROUP_CASES:
+            found = trained(zero(3).but(**changes), mesh, make, edit)
+            check([found], plain(2, make, edit), f"{edit.__name__} {changes}")
 
 
 def fewer(session: Session) -> None:
@@ -201,39 +175,22 @@ REFUSED: dict[Callable[[Session], None], str] = {
 }
 
 
-def refusals() -> list[tuple[str, str, bool]]:
-    """What ``step()`` says (or the edit itself), what ``state_dict()`` says, and whether nothing changed."""
-    found = []
-    with one_mesh(zero(2)) as mesh:
-        for edit in REFUSED:
-            model = Late()
-            session = build(model, groups(model), zero(2), mesh)
-            before = session.module.state_dict()
-            session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
-            said = []
-            for act in (partial(edit, session), session.optimizers[0].step):
-                try:
-                    act()
-                except (RuntimeError, ValueError) as error:
-                    said.append(str(error))
-            try:
-                session.optimizers[0].state_dict()
-                saving = ""
-            except RuntimeError as error:
-                saving = str(error)
-            after = session.module.state_dict()
-            same = all(torch.equal(before[name], after[name]) for name in before)
-            found.append((said[0] if said else "nothing", saving, same or edit is added))
-            session.close()
-    return found
-
-
+@on_ranks(2)
 def test_groups_that_cannot_be_followed_are_refused_by_name() -> None:
-    for found in run_ranks(2, refusals):
-        for (edit, message), (said, saving, same) in zip(REFUSED.items(), found, strict=True):
-            assert message in said, (edit.__name__, said)
-            assert same, edit.__name__
-            assert edit in (added, capturable) or message in saving, (edit.__name__, saving)
+    """By the edit itself, or by ``step()`` and ``state_dict()``; nothing changes."""
+    for edit, message in REFUSED.items():
+        model, words = Late(), re.escape(message)
+        with sharded(model, groups(model), zero(2)) as session:
+            before = session.module.state_dict()
+            session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
+            if edit is added:
+                raises((RuntimeError, ValueError), words, edit, session)
+                continue
+            edit(session)
+            raises((RuntimeError, ValueError), words, session.optimizer.step)
+            if edit is not capturable:
+                raises(RuntimeError, words, session.optimizer.state_dict)
+            assert_close(session.module.state_dict(), before, 0.0, message)
 
 
 # ---- state
@@ -251,62 +208,26 @@ def no_momentum(optimizer: Any, step: int) -> None:
             optimizer.state[parameter] = {}
 
 
-def states() -> list[str]:
-    return ["device", "s_host", "s_disk", "all_disk", "p_disk_s_host"]
-
-
-def edited_state(directory: str) -> list[dict[str, Tensor]]:
-    with small_tiles(), one_mesh(zero(3)) as mesh:
-        return [trained(with_tiers(zero(3), m, directory), mesh, momentum, no_momentum) for m in states()]
-
-
+@on_ranks(2)
 def test_state_that_the_user_replaces_counts_in_every_tier(tmp_path: Path) -> None:
     expected = plain(2, momentum, no_momentum)
-    by_rank = run_ranks(2, edited_state, str(tmp_path))
-    for index, mix in enumerate(states()):
-        check([found[index] for found in by_rank], expected, mix)
+    with small_tiles(), one_mesh(zero(3)) as mesh:
+        for mix in ("device", "s_host", "s_disk", "all_disk", "p_disk_s_host"):
+            found = trained(with_tiers(zero(3), mix, str(tmp_path)), mesh, momentum, no_momentum)
+            check([found], expected, mix)
 
 
-def shown(directory: str) -> bool:
-    """Whether state on a disk shows NaN between steps."""
-    model = Late()
-    with one_mesh(zero(2)) as mesh:
-        session = build(model, momentum(model), with_tiers(zero(2), "s_disk", directory), mesh)
-        session.backward(session.module(rows(mesh.rank, 0), 0, False).square().mean())
-        session.optimizers[0].step()
-        held = next(iter(session.optimizers[0].state.values()))["momentum_buffer"]
-        assert held.dim() == 1 and held.dtype is torch.float64
-        session.close()
-        return bool(held.isnan().all())
-
-
+@on_ranks(2)
 def test_state_on_a_disk_shows_nan_between_steps(tmp_path: Path) -> None:
-    assert run_ranks(2, shown, str(tmp_path)) == [True, True]
+    model = Late()
+    with sharded(model, momentum(model), with_tiers(zero(2), "s_disk", str(tmp_path))) as session:
+        session.backward(session.module(rows(session.mesh.rank, 0), 0, False).square().mean())
+        session.optimizer.step()
+        held = next(iter(session.optimizer.state.values()))["momentum_buffer"]
+        assert held.dim() == 1 and held.dtype is torch.float64 and bool(held.isnan().all())
 
 
 # ---- loading
-
-
-def wrong_option(option: str, value: Any, update: str) -> tuple[str, bool]:
-    """What a step says of a wrong option, and whether the parameters are as before it and finite after a right one."""
-    plan = zero(3).but(update=update)
-    with one_mesh(plan) as mesh:
-        model = Late()
-        session = build(model, torch.optim.AdamW(model.parameters(), foreach=False), plan, mesh)
-        before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
-        right, group[option] = group[option], value
-        loss = session.module(rows(mesh.rank, 0), 0, False).square().mean()
-        with pytest.raises(ValueError) as error:
-            session.backward(loss, retain_graph=True)
-            session.optimizers[0].step()
-        same = all(bool((before[name] == each).all()) for name, each in session.module.state_dict().items())
-        group[option] = right
-        if update == "backward":  # whose pass was refused
-            session.backward(loss)
-        session.optimizers[0].step()
-        finite = all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
-        session.close()
-        return str(error.value), same and finite
 
 
 NAN = float("nan")
@@ -319,26 +240,34 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS)
+@on_ranks(2)
 def test_an_option_out_of_bounds_is_an_error_and_may_be_mended(option: str, value: Any, update: str) -> None:
-    for message, right in run_ranks(2, wrong_option, option, value, update):
-        assert f"{option}={value}" in message or f"{option}={value!r}" in message
-        assert "param group 0: give" in message and right
+    """Parameters are as before it, and finite after a step with a right one."""
+    model, plan = Late(), zero(3).but(update=update)
+    with sharded(model, torch.optim.AdamW(model.parameters(), foreach=False), plan) as session:
+        before, group = session.module.state_dict(), session.optimizers[0].param_groups[0]
+        right, group[option] = group[option], value
+        loss = session.module(rows(session.mesh.rank, 0), 0, False).square().mean()
+        with pytest.raises(ValueError, match="param group 0: give") as error:
+            session.backward(loss, retain_graph=True)
+            session.optimizers[0].step()
+        assert f"{option}={value}" in str(error.value) or f"{option}={value!r}" in str(error.value)
+        assert_close(session.module.state_dict(), before, 0.0, "after a step that was refused")
+        group[option] = right
+        if update == "backward":  # whose pass was refused
+            session.backward(loss)
+        session.optimizers[0].step()
+        assert all(bool(each.isfinite().all()) for each in session.module.state_dict().values())
 
 
-def valid_options() -> bool:
+@on_ranks(1)
+def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
     """A rate of 0, what the optimizer was made with, and a rate on another device are no errors."""
     model = Late()
     own = torch.optim.Adafactor(model.parameters())  # eps is (None, 0.001)
-    session = build(model, own, zero(1))
-    own.param_groups[0].update(lr=0, eps=(None, 0.001))
-    session.backward(session.module(rows(0, 0), 0, False).square().mean())
-    session.optimizers[0].step()
-    with pytest.raises(ValueError, match="eps"):
+    with sharded(model, own, zero(1)) as session:
+        own.param_groups[0].update(lr=0, eps=(None, 0.001))
+        session.backward(session.module(rows(0, 0), 0, False).square().mean())
+        session.optimizer.step()
         own.param_groups[0]["eps"] = (None, "0.001")
-        session.optimizers[0].step()
-    session.close()
-    return True
-
-
-def test_options_that_the_optimizer_was_made_with_are_valid() -> None:
-    assert run_ranks(1, valid_options) == [True]
+        raises(ValueError, "eps", session.optimizer.step)

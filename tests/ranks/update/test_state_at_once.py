@@ -61,10 +61,6 @@ def rows(step: int) -> Tensor:
     return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step))
 
 
-def mine(step: int, rank: int, size: int) -> Tensor:
-    return rows(step).chunk(size)[rank]
-
-
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> State:
     """On all rows of each step; values at the end."""
     for step in steps:
@@ -72,16 +68,6 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Ite
         optimizer.step()
         optimizer.zero_grad()
     return dict(model.state_dict())
-
-
-def plain(kind: str, steps: int, before: int = 0) -> State:
-    """Values after ``steps``, the first ``before`` of them on all rows of step 50."""
-    model = net()
-    return train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(steps)])
-
-
-def copied(model: nn.Module) -> State:
-    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 PLUGINS: dict[str, Callable[[], Plugin | None]] = {
@@ -109,12 +95,12 @@ def under_plugin(name: str, kind: str, before: int, root: str) -> list[State]:
         for step in range(3):
             if step == middle:
                 booster.load_checkpoint(root, boosted, wrapped)
-            booster.backward(boosted(mine(step, rank, size)).square().mean(), wrapped)
+            booster.backward(boosted(rows(step).chunk(size)[rank]).square().mean(), wrapped)
             wrapped.step()
             wrapped.zero_grad()
             if step == 0 and middle is None:
                 booster.save_checkpoint(root, boosted, wrapped)
-        found.append(copied(boosted))
+        found.append({key: value.clone() for key, value in boosted.state_dict().items()})
         booster.close()
     return found
 
@@ -128,7 +114,8 @@ QUICK = [(name, tuple(MAKERS)[number % 2]) for number, name in enumerate(PLUGINS
 )
 def test_every_plugin_trains_and_goes_on_as_plain_torch(name: str, kind: str, tmp_path: Path) -> None:
     for before in (0, 2) if name in ("fsdp", "zero2") else (0,):
-        expected = plain(kind, 3, before)
+        model = net()
+        expected = train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(3)])
         for found in run_ranks(
             1 if name == "none" else RANKS, under_plugin, name, kind, before, str(tmp_path / str(before))
         ):

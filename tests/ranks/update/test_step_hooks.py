@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from shardwise.plan import Plan, zero
-from shardwise.testing import run_ranks
-from tests.support.engine_setup import SCALER, check, data, one_mesh, plain_steps, seeded, sharded, told
+from shardwise.testing import assert_close, run_ranks
+from tests.support.engine_setup import SCALER, check, mean_square, plain_steps, seeded, sharded
 from tests.support.engine_setup import tanh_net as net
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
+from tests.support.steps import take_steps
 
 STEPS = 3
 SCALED = {
@@ -64,14 +69,11 @@ def under_a_scale(plan: Plan) -> tuple[list[float], dict[str, Tensor], list[floa
     with sharded(model, optimizer, plan) as session:
         norms = []
         for step in range(STEPS):
-            session.backward(session.module(data(session.mesh.rank, step)).square().mean())
-            session.optimizer.step()
+            take_steps(session, [step])
             norms.append(session.optimizer.get_grad_norm() or 0.0)
-            session.optimizer.zero_grad()
         state = session.module.state_dict()
         factor = math.inf if session.mesh.rank == 0 else 1.0
-        session.backward(session.module(data(session.mesh.rank, 0)).square().mean() * factor)
-        session.optimizer.step()
+        take_steps(session, [0], lambda model, rank, step: mean_square(model, rank, step) * factor)
         assert session.optimizer.last_step_skipped and len(hook.norms) == STEPS + 1
         return hook.norms[:STEPS], state, norms
 
@@ -92,82 +94,79 @@ def scale(optimizer: Any, factor: float) -> None:
     optimizer.param_groups[0]["params"][2].grad.mul_(factor)
 
 
-def differing(plan: Plan) -> tuple[str, bool]:
-    """Each rank scales by its own number in the hook."""
-    model = seeded(net)
-    optimizer = adam(model)
-    with one_mesh(plan) as mesh:
-        optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + mesh.rank))
-        with sharded(model, optimizer, plan, mesh) as session:
-            before = session.module.state_dict()
-            session.backward(session.module(data(mesh.rank, 0)).square().mean())
-            message = told(session.optimizer.step)
-            session.optimizer.zero_grad()
-            after = session.module.state_dict()
-            return message, all(torch.equal(after[name], value) for name, value in before.items())
-
-
 @pytest.mark.parametrize(
     ("stage", "scaled"), [(2, True), (3, False), *full((1, False), (1, True), (2, False), (3, True))]
 )
-def test_what_hooks_do_is_compared_between_ranks(stage: int, scaled: bool) -> None:
-    plan = zero(stage).but(scaler=SCALER if scaled else None)
-    for message, same in run_ranks(2, differing, plan):
-        assert "2.weight.grad was changed by different numbers on the ranks (rank 0 1, rank 1 2)" in message
-        assert same
+@on_ranks(2)
+def test_what_hooks_do_is_compared_between_ranks(stage: Any, scaled: bool) -> None:
+    """Each rank scales by its own number in the hook."""
+    model = seeded(net)
+    optimizer = adam(model)
+    optimizer.register_step_pre_hook(lambda own, *_: scale(own, 1.0 + dist.get_rank()))
+    with sharded(model, optimizer, zero(stage).but(scaler=SCALER if scaled else None)) as session:
+        before = session.module.state_dict()
+        session.backward(mean_square(session.module, session.mesh.rank, 0))
+        words = r"2\.weight\.grad was changed by different numbers on the ranks \(rank 0 1, rank 1 2\)"
+        raises(RuntimeError, words, session.optimizer.step)
+        session.optimizer.zero_grad()
+        assert_close(session.module.state_dict(), before, 0.0, "after a step that was refused")
 
 
 def norm_of(optimizer: Any) -> float:
     return float(clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9))
 
 
-def with_closures(plan: Plan) -> tuple[list[str], list[float], dict[str, Tensor]]:
-    """What is called, in which order; and gradients of a pass under ``no_sync()``, which a hook reads."""
+Seen = tuple[list[str], list[float], dict[str, Tensor]]
+
+
+def hooked_steps(module: nn.Module, given: Any, own: Any, backward: Callable[[int], Tensor]) -> Seen:
+    """A step with a closure, and one of a pass under ``no_sync()``, whose gradients a hook reads: what is called."""
+    calls, norms = list[str](), list[float]()
+    given.register_step_pre_hook(lambda *_: calls.append("before"))
+    given.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure() -> Tensor:
+        calls.append("closure")
+        return backward(0)
+
+    own.step(closure)
+    own.zero_grad()
+    given.register_step_pre_hook(lambda optimizer, *_: norms.append(norm_of(optimizer)))
+    backward(1)
+    own.step()
+    return calls, norms, dict(module.state_dict())
+
+
+def with_closures(plan: Plan) -> Seen:
     model = seeded(net)
     optimizer = adam(model)
-    calls: list[str] = []
-    norms: list[float] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     with sharded(model, optimizer, plan) as session:
 
-        def closure() -> Tensor:
-            calls.append("closure")
-            loss: Tensor = session.module(data(session.mesh.rank, 0)).square().mean()
-            session.backward(loss)
+        def backward(step: int) -> Tensor:
+            loss = mean_square(session.module, session.mesh.rank, step)
+            with session.no_sync() if step else nullcontext():
+                session.backward(loss)
             return loss.detach()
 
-        session.optimizer.step(closure)
-        session.optimizer.zero_grad()
-        optimizer.register_step_pre_hook(lambda own, *_: norms.append(norm_of(own)))
-        with session.no_sync():
-            session.backward(session.module(data(session.mesh.rank, 1)).square().mean())
-        session.optimizer.step()
-        return calls, norms, session.module.state_dict()
+        return hooked_steps(session.module, optimizer, session.optimizer, backward)
+
+
+def plainly_with_closures(ranks: int) -> Seen:
+    model = seeded(net)
+    optimizer = adam(model)
+
+    def backward(step: int) -> Tensor:
+        loss = torch.stack([mean_square(model, rank, step) for rank in range(ranks)]).mean()
+        loss.backward()
+        return loss.detach()
+
+    return hooked_steps(model, optimizer, optimizer, backward)
 
 
 def test_hooks_come_before_the_closure_and_see_what_is_reduced() -> None:
     for ranks in (1, 2):
-        model, norms, calls = seeded(net), list[float](), list[str]()
-        optimizer = adam(model)
-        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))  # type: ignore[misc]
-        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))  # type: ignore[misc]
-        for step in range(2):
-
-            def closure(step: int = step, model: nn.Module = model, ranks: int = ranks, calls: Any = calls) -> Any:
-                calls.append("closure")
-                losses = [model(data(rank, step)).square().mean() / ranks for rank in range(ranks)]
-                for loss in losses:
-                    loss.backward()
-                return sum(losses)
-
-            if step:
-                closure(calls=[])
-                norms.append(float(clip_grad_norm_(model.parameters(), 1e9)))
-            optimizer.step(None if step else closure)
-            optimizer.zero_grad()
-        every = run_ranks(ranks, with_closures, zero(1))
-        for found, seen, _ in every:
-            assert found == calls == ["before", "closure", "after", "before", "after"]
-            assert seen == pytest.approx(norms, rel=1e-9)
-        check([state for *_, state in every], dict(model.state_dict()), f"{ranks} ranks")
+        calls, norms, expected = plainly_with_closures(ranks)
+        assert calls == ["before", "closure", "after", "before", "after"]
+        for found, seen, state in run_ranks(ranks, with_closures, zero(1)):
+            assert found == calls and seen == pytest.approx(norms, rel=1e-9)
+            check([state], expected, f"{ranks} ranks")

@@ -4,7 +4,6 @@ plan gives plain PyTorch's values."""
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.comm import PeerError
 from shardwise.core.engine import optimizer_state
 from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.deepspeed.optimizers import FusedLamb
@@ -21,8 +21,10 @@ from shardwise.nn import optimizer as own
 from shardwise.plan import ByModule, Plan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
-from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, seeded, sharded, told
+from tests.support.engine_setup import PLANS, away_from_zero, one_mesh, plain_steps, seeded, sharded
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
+from tests.support.tier_setup import with_tiers
 
 RANKS, STEPS = 3, 4
 
@@ -143,13 +145,9 @@ WHOLE_PLANS = {name: PLANS[name] for name in ("ddp", "zero2", "zero3_tensor", "z
 
 SOME = ["Lamb", "torch's Adafactor", "MuonWithAuxAdam", "of no known name", "of lists"]
 EVERY = [
-    pytest.param("zero2", list(MAKE), id="zero2"),
-    pytest.param("zero3_tensor", SOME[:1], id="zero3_tensor-one"),
-    pytest.param("host", SOME[1:2], id="host-one"),
-    pytest.param("backward", SOME[3:4], id="backward-one"),
-    *full(*(pytest.param(plan, SOME, id=plan) for plan in WHOLE_PLANS if plan not in ("zero2", "modules"))),
-    *full(pytest.param("modules", SOME, id="modules-some")),
-    *campaign(pytest.param("modules", list(MAKE), id="modules")),
+    *[("zero2", list(MAKE)), ("zero3_tensor", SOME[:1]), ("host", SOME[1:2]), ("backward", SOME[3:4])],
+    *full(*((plan, SOME) for plan in WHOLE_PLANS if plan != "zero2")),
+    *campaign(("modules", list(MAKE))),
 ]
 """Plans, and which of them are run under each."""
 
@@ -159,22 +157,11 @@ def tolerance(name: str) -> float:
     return 5e-2 if name == "Muon" else 1e-5 if "Muon" in name else 1e-11
 
 
-def plain(name: str, steps: int = STEPS, ranks: int = RANKS, max_norm: float = 0.0) -> tuple[nn.Module, Any]:
+def plain(name: str, ranks: int = RANKS) -> tuple[nn.Module, Any]:
     model = seeded(net)
     optimizer = MAKE[name](model)
-    for step in range(steps):
-        for rank in range(ranks):
-            (model(tokens(rank, step)) / ranks).backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    plain_steps(model, optimizer, STEPS, lambda model, rank, step: model(tokens(rank, step)), ranks)
     return model, optimizer
-
-
-@functools.cache
-def plain_result(name: str, ranks: int = RANKS, max_norm: float = 0.0) -> dict[str, Any]:
-    return result(*plain(name, ranks=ranks, max_norm=max_norm))
 
 
 def steps_of(session: Session, steps: range) -> None:
@@ -203,8 +190,10 @@ def result(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {**model.state_dict(), **{key: value.double() for key, value in state.items()}}
 
 
-def run_all(plan: Plan, names: list[str]) -> dict[str, dict[str, Any]]:
-    found = {}
+@pytest.mark.parametrize(("name_of_plan", "names"), EVERY)
+@on_ranks(RANKS)
+def test_every_plan_gives_plain_values(name_of_plan: str, names: list[str]) -> None:
+    plan = WHOLE_PLANS[name_of_plan]
     with one_mesh(plan) as mesh:
         for name in names:
             model = seeded(net)
@@ -213,20 +202,11 @@ def run_all(plan: Plan, names: list[str]) -> dict[str, dict[str, Any]]:
                 state = session.optimizer.state_dict()
                 session.optimizer.load_state_dict(copy.deepcopy(state))  # what was gathered goes back into its places
                 steps_of(session, range(2, STEPS))
-                found[name] = result(session.module, session.optimizer)
+                found, expected = result(session.module, session.optimizer), result(*plain(name))
+                assert_close(found, expected, tolerance(name), f"{name}, {name_of_plan}")
                 whole = {param.numel() for param in model.parameters()}
                 pieces = [piece for group in session.optimizer.param_groups for piece in group["params"]]
                 assert {piece.numel() for piece in pieces} <= whole
-    return found
-
-
-@pytest.mark.parametrize(("plan", "names"), EVERY)
-def test_every_plan_gives_plain_values(plan: str, names: list[str]) -> None:
-    every = run_ranks(RANKS, run_all, WHOLE_PLANS[plan], names)  # type: ignore[arg-type]
-    for name in names:
-        expected = plain_result(name, max_norm=WHOLE_PLANS[plan].grad.max_norm)
-        for rank, found in enumerate(every):
-            assert_close(found[name], expected, tolerance(name), f"{name}, {plan}, rank {rank}")
 
 
 def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int) -> dict[str, dict[str, Any]]:
@@ -260,9 +240,8 @@ ROWS = ["torch's Adafactor", "of lists"]
 @pytest.mark.parametrize(
     ("first", "then", "small", "names"),
     [
-        pytest.param(3, 2, 5, ["Lamb", *ROWS], id="3-2-5-some"),
-        *full(pytest.param(1, 3, 4096, ROWS, id="1-3-4096-some")),
-        *campaign(pytest.param(3, 2, 5, SAVED, id="3-2-5"), pytest.param(1, 3, 4096, SAVED, id="1-3-4096")),
+        *[(3, 2, 5, ["Lamb", *ROWS]), *full((1, 3, 4096, ROWS))],
+        *campaign((3, 2, 5, SAVED), (1, 3, 4096, SAVED)),
     ],
 )
 def test_checkpoints_go_on_at_other_numbers_of_ranks(
@@ -271,7 +250,7 @@ def test_checkpoints_go_on_at_other_numbers_of_ranks(
     run_ranks(first, halves, str(tmp_path), zero(3), False, names, small)  # type: ignore[arg-type]
     every = run_ranks(then, halves, str(tmp_path), zero(2), True, names, small)  # type: ignore[arg-type]
     for name in names:
-        expected = plain_result(name, RANKS * 2)
+        expected = result(*plain(name, RANKS * 2))
         for found in every:
             assert_close(found[name], expected, tolerance(name), name)
 
@@ -289,58 +268,41 @@ class Failing(Normed):
             raise ValueError("no root of this matrix")
 
 
-def failing() -> list[tuple[str, str, dict[str, Any]]]:
-    """By plan what a step raised and its notes, what the next one did, and the result after both were loaded."""
-    found = []
+@on_ranks(RANKS)
+def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
+    """And so does the next, until both states are loaded."""
+    expected = result(*plain("of no known name"))
     for plan in (zero(2), zero(3).but(shared_memory=False), zero(3).but(update="backward")):
         model = seeded(net)
         with sharded(model, Failing(trained(model)), plan) as session:
             steps_of(session, range(2))
             kept = copy.deepcopy(session.module.state_dict()), session.optimizer.state_dict()
-            session.optimizer.optimizer.fails = session.mesh.rank == 1
-            session.optimizer.backward(session.module(tokens(session.mesh.rank, 2)))
-            with pytest.raises((ValueError, RuntimeError)) as raised:
+            rank = session.mesh.rank
+            session.optimizer.optimizer.fails = rank == 1
+            session.optimizer.backward(session.module(tokens(rank, 2)))
+            with pytest.raises(ValueError if rank == 1 else PeerError) as raised:
                 session.optimizer.step()
+            text = f"{raised.value} {getattr(raised.value, '__notes__', '')}"
+            assert text.startswith("no root" if rank == 1 else "step() of Failing failed")
+            assert "no root of this matrix" in text and "half-changed on all ranks: load a checkpoint" in text
+            assert rank == 1 or "rank 1: ValueError" in text
             session.optimizer.optimizer.fails = False
-            then = told(session.optimizer.step, (RuntimeError, ValueError))
+            raises((RuntimeError, ValueError), "half-changed", session.optimizer.step)
             session.module.load_state_dict(kept[0])
             session.optimizer.load_state_dict(kept[1])
             session.optimizer.zero_grad()
             steps_of(session, range(2, STEPS))
-            text = f"{type(raised.value).__name__}: {raised.value} {getattr(raised.value, '__notes__', '')}"
-            found.append((text, then, result(session.module, session.optimizer)))
-    return found
+            assert_close(result(session.module, session.optimizer), expected, 1e-11, f"rank {rank}")
 
 
-def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
-    expected = result(*plain("of no known name"))
-    for rank, every in enumerate(run_ranks(RANKS, failing)):
-        for text, then, found in every:
-            assert text.startswith("ValueError: no root" if rank == 1 else "PeerError: step() of Failing failed")
-            assert "no root of this matrix" in text and "half-changed on all ranks: load a checkpoint" in text
-            assert rank == 1 or "rank 1: ValueError" in text
-            assert "half-changed" in then
-            assert_close(found, expected, 1e-11, f"rank {rank}")
-
-
-def refused(directory: str) -> list[str]:
-    from tests.support.tier_setup import with_tiers
-
-    plan = zero(2)
-    with one_mesh(plan) as mesh:
-
-        def build_it(make: Callable[[nn.Module], torch.optim.Optimizer], plan: Plan = plan) -> str:
-            model = seeded(net)
-            return told(lambda: build(model, make(model), plan, mesh), ValueError)
-
-        return [
-            build_it(MAKE["Lamb"], with_tiers(plan, "s_disk", directory).but(state_disk_fraction=0.5)),
-            build_it(lambda m: own.FusedLAMB(trained(m))),
-            build_it(lambda m: torch.optim.LBFGS(trained(m))),
-        ]
-
-
+@on_ranks(2)
 def test_what_cannot_be_whole_is_refused(tmp_path: Path) -> None:
-    for disk, norm, all_at_once in run_ranks(2, refused, str(tmp_path)):
-        assert "state_disk_fraction=0.5" in disk and "Lamb needs whole tensors" in disk
-        assert "max_grad_norm=1.0 needs all gradients" in norm and "LBFGS works on all parameters" in all_at_once
+    plan = zero(2)
+    on_disk = with_tiers(plan, "s_disk", str(tmp_path)).but(state_disk_fraction=0.5)
+    with one_mesh(plan) as mesh:
+        for make, own_plan, words in (
+            (MAKE["Lamb"], on_disk, "state_disk_fraction=0.5.*Lamb needs whole tensors"),
+            (lambda m: own.FusedLAMB(trained(m)), plan, r"max_grad_norm=1\.0 needs all gradients"),
+        ):
+            model = seeded(net)
+            raises(ValueError, words, build, model, make(model), own_plan, mesh)
