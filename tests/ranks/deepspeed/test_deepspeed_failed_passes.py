@@ -22,17 +22,11 @@ RATE = 0.5
 
 def started(stage: int, passes: int = PASSES, **more: Any) -> deepspeed.DeepSpeedEngine:
     """SGD, whose rate halves with each step; weights of 0."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": passes,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,
-        **more,
-    }
     model = nn.Linear(4, 2, bias=False)
     nn.init.zeros_(model.weight)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    config = ds_config(stage, gradient_accumulation_steps=passes, **more)
     return start(model, config, optimizer=sgd, lr_scheduler=schedule)
 
 
@@ -101,41 +95,23 @@ def test_an_update_counts_whatever_is_raised_behind_it() -> None:
     close(engine)
 
 
-RANKS, MICRO = 2, 3
-
-
-def started_at_2(**changes: Any) -> deepspeed.DeepSpeedEngine:
-    torch.manual_seed(0)
-    return start(nn.Linear(4, 2), ds_config(2, MICRO, **changes))
-
-
-def loss_of_ones(engine: deepspeed.DeepSpeedEngine) -> Tensor:
-    return engine(torch.ones(MICRO, 4)).square().mean()
-
-
-def counts(engine: deepspeed.DeepSpeedEngine) -> list[float]:
-    """Steps, and samples in micro-batches of all ranks."""
-    return [engine.global_steps, engine.global_samples / (MICRO * RANKS)]
-
-
-@on_ranks(RANKS)
+@on_ranks(2)
 def test_samples_are_those_of_the_passes_of_each_step() -> None:
-    engine = started_at_2(managed_gradient_accumulation=False)
-    seen = []
-    for passes in (3, 1, 2):
+    engine = started(2, 1, managed_gradient_accumulation=False)
+    for passes, counted in ((3, (1, 3)), (1, (2, 4)), (2, (3, 6))):
         for _ in range(passes):
-            engine.backward(loss_of_ones(engine))
+            engine.backward(loss(engine, 1))
         engine.step()
-        seen.append(counts(engine))
-    engine.backward(loss_of_ones(engine))
+        assert (engine.global_steps, engine.global_samples / engine.dp_world_size) == counted
+    engine.backward(loss(engine, 1))
     engine.zero_grad()  # which keeps it, at stage 2
     engine.optimizer.zero_grad()  # that pass is of no step
-    engine.backward(loss_of_ones(engine))
+    engine.backward(loss(engine, 1))
     with contextlib.suppress(ValueError):
         engine.backward(torch.ones(2))
-    value = loss_of_ones(engine)
+    value = loss(engine, 1)
     engine.backward(value, retain_graph=True)
     engine.backward(value)
     engine.step()
-    assert [*seen, counts(engine)] == [[1, 3], [2, 4], [3, 6], [4, 8]]
+    assert (engine.global_steps, engine.global_samples / engine.dp_world_size) == (4, 8)
     close(engine)

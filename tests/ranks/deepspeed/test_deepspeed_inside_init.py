@@ -5,20 +5,20 @@ Ranks that give parameters in different orders: each gets its own values, or the
 
 import pytest
 import torch
-import torch.distributed
 import torch.distributed as dist
 from test_deepspeed import RANKS, batches, close, config, net, train
 from torch import nn
 
 from shardwise import deepspeed
 from shardwise.core.comm import PeerError
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
+from tests.support.ds_setup import ds_config
 from tests.support.on_ranks import on_ranks
 
 
 @on_ranks(RANKS)
 def test_initialize_inside_zero_init() -> None:
-    rank = torch.distributed.get_rank()
+    rank = dist.get_rank()
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
         model = net()
         engine = deepspeed.initialize(model=model, config=config(3))[0]
@@ -62,7 +62,7 @@ def test_parameters_that_are_written_to_inside_zero_init() -> None:
     plain = Written(1).state_dict()
     torch.manual_seed(3)
     with deepspeed.zero.Init(config_dict_or_path=config(3)):
-        model = Written(torch.distributed.get_rank() + 1)
+        model = Written(dist.get_rank() + 1)
     assert model.last.weight.is_meta and not model.scale.is_meta
     engine = deepspeed.initialize(model=model, config=config(3))[0]
     # The first rank's, which are those of plain torch, as are random numbers after them.
@@ -75,25 +75,19 @@ def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> N
     with deepspeed.zero.Init():
         model = net()
     error = "what rank 0 cannot give"
-    told = [error, f"no changes were broadcast: rank 0: TypeError: {error}$"][torch.distributed.get_rank()]
+    told = [error, f"no changes were broadcast: rank 0: TypeError: {error}$"][dist.get_rank()]
     with (
         pytest.raises((TypeError, PeerError), match=told),
         deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
     ):
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             raise TypeError(error)
-    torch.distributed.barrier()  # the program's own group works
+    dist.barrier()  # the program's own group works
 
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "gradient_clipping": 0.0,
-}
-
-
-def values(second: int) -> list[list[float]]:
+@on_ranks(2)
+@pytest.mark.parametrize("second", [4, 5, 0])
+def test_gathered_parameters_without_an_engine(second: int) -> None:
     with deepspeed.zero.Init():
         if second:
             model: nn.Module = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(3, second, bias=False))
@@ -105,32 +99,20 @@ def values(second: int) -> list[list[float]]:
     with deepspeed.zero.GatheredParameters(order, modifier_rank=0), torch.no_grad():
         for number, param in enumerate(params, 1):
             param.fill_(number)
-    before = [param.unique().tolist() for param in params]
-    engine = deepspeed.initialize(model=model, config=CONFIG)[0]
-    assert [value.unique().tolist() for value in engine.state_dict().values()] == before
+    assert [param.unique().tolist() for param in params] == [[1.0], [2.0]]
+    engine = deepspeed.initialize(model=model, config=ds_config(3))[0]
+    assert [value.unique().tolist() for value in engine.state_dict().values()] == [[1.0], [2.0]]
     engine.destroy()
-    return before
 
 
-@pytest.mark.parametrize("second", [4, 5, 0])
-def test_gathered_parameters_without_an_engine(second: int) -> None:
-    assert run_ranks(2, values, second) == [[[1.0], [2.0]]] * 2
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_different_parameters_without_an_engine_are_an_error() -> None:
     with deepspeed.zero.Init():
         params = list(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)).parameters())
-    messages = []
-    for own in (params[: 4 - dist.get_rank()], params[:2] if dist.get_rank() == 0 else params[1:3]):
-        try:
-            with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
-                pass
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_different_parameters_without_an_engine_are_an_error() -> None:
-    for number, shape in run_ranks(2, refused):
-        assert "parameter 3 is on rank 0 and not on rank 1" in number
-        assert "shape of parameter 0 is '(4,)' on rank 1 and '(4, 3)' on rank 0" in shape
+    rank, gathered = dist.get_rank(), deepspeed.zero.GatheredParameters
+    for own, words in (
+        (params[: 4 - rank], "parameter 3 is on rank 0 and not on rank 1"),
+        (params[rank : rank + 2], r"shape of parameter 0 is '\(4,\)' on rank 1 and '\(4, 3\)' on rank 0"),
+    ):
+        with pytest.raises(ValueError, match=words), gathered(own, modifier_rank=0):
+            pass
