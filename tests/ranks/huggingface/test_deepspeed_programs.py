@@ -28,21 +28,24 @@ from peft import LoraConfig
 from tests.support.trl_setup import llama, rows, tokenizer
 
 kind, folder, config = sys.argv[1], sys.argv[2], sys.argv[3] or None
-args = getattr(trl, f"{kind}Config")(
-    folder, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, bf16=False, max_steps=3,
-    per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")), gradient_accumulation_steps=2,
-    logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-3, max_length=32, gradient_checkpointing=False,
-    deepspeed=config)
-model, options = llama(), {}
-if kind == "SFT":
-    options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
-else:
-    options["ref_model"] = copy.deepcopy(model)
-torch.manual_seed(2)
 data = rows(("text",) if kind == "SFT" else ("prompt", "chosen", "rejected"))
-trainer = getattr(trl, f"{kind}Trainer")(
-    model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
-trainer.train()
+for resume in (None, f"{folder}/checkpoint-2"):
+    args = getattr(trl, f"{kind}Config")(
+        folder, use_cpu=True, report_to="none", save_steps=2, disable_tqdm=True, bf16=False, max_steps=3,
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")), gradient_accumulation_steps=2,
+        logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-3, max_length=32, gradient_checkpointing=False,
+        deepspeed=config)
+    model, options = llama(), {}
+    if kind == "SFT":
+        options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    else:
+        options["ref_model"] = copy.deepcopy(model)
+    torch.manual_seed(2)
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    if resume is None:
+        trainer.accelerator.free_memory()
 trainer.save_model(folder)
 if trainer.accelerator.is_main_process:
     names = ("loss", "grad_norm", "rewards/margins")
@@ -52,9 +55,13 @@ if trainer.accelerator.is_main_process:
 STAGE_3 = {
     "zero_optimization": {
         "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
         "stage3_gather_16bit_weights_on_model_save": True,
         "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": "auto",
+        "reduce_bucket_size": "auto",
     },
+    "bf16": {"enabled": "auto"},
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "train_batch_size": "auto",
@@ -97,30 +104,40 @@ import torch
 from accelerate import Accelerator, PartialState
 
 PartialState(cpu=True)
-accelerator = Accelerator()
+accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 generator = torch.Generator().manual_seed(1)
 rows = [(torch.randn(4, generator=generator), torch.randn(1, generator=generator)) for _ in range(16)]
-model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=4))
-for inputs, targets in loader:
-    accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-    optimizer.step()
-    optimizer.zero_grad()
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=2))
+
+
+def passes():
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+passes()
+accelerator.save_state(f"{sys.argv[1]}-state")
+passes()
+accelerator.load_state(f"{sys.argv[1]}-state")
 stage, ranks = accelerator.state.deepspeed_plugin.zero_stage, accelerator.num_processes
 state = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     torch.save({"stage": stage, "ranks": ranks, "state": state}, sys.argv[1])
 """
 FILE = """
-{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
  "zero_optimization": {"stage": 2}}
 """
 ANSWERS = """
 compute_environment: LOCAL_MACHINE
 deepspeed_config:
-  gradient_accumulation_steps: 1
+  gradient_accumulation_steps: 2
   gradient_clipping: 1.0
   offload_optimizer_device: cpu
   offload_param_device: none
@@ -151,19 +168,6 @@ def plain() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
-def check(path: Path, stage: int) -> None:
-    found = torch.load(path, weights_only=True)
-    assert (found["stage"], found["ranks"]) == (stage, 2)
-    for name, value in plain().items():
-        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["a file of DeepSpeed's", *campaign("answers of accelerate config")])
 def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Path) -> None:
@@ -178,8 +182,11 @@ def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Pa
     environment = {
         name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
     }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     ended = subprocess.run(
-        [*command, "--main_process_port", free_port(), "program.py", str(tmp_path / "found.pt")],
+        [*command, "--main_process_port", port, "program.py", str(tmp_path / "found.pt")],
         cwd=tmp_path,
         env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
         capture_output=True,
@@ -188,4 +195,7 @@ def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Pa
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    check(tmp_path / "found.pt", 2 if "file" in kind else 3)
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert (found["stage"], found["ranks"]) == (2 if "file" in kind else 3, 2)
+    for name, value in plain().items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)
