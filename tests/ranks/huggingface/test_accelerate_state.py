@@ -7,7 +7,6 @@ made in another order.
 Which ranks accelerate knows of, and under which device's name, by the variables of a launcher.
 """
 
-import functools
 import gc
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_huggingface import points
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, replicated, zero
@@ -239,13 +239,6 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
 
 RTOL = 1e-5
 PLANS: dict[str, Plan] = {"ddp": replicated(), "zero1": zero(1), "zero3": zero(3)}
-
-
-@functools.cache
-def points() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(24, 3, generator=generator)
-    return list(zip(inputs, inputs.prod(1, keepdim=True), strict=True))
 
 
 CLIPS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
