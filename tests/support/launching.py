@@ -6,6 +6,7 @@ torch's elastic agent in it is the real one, except that it forks its ranks from
 """
 
 import contextlib
+import io
 import multiprocessing
 import os
 import runpy
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shardwise.cli.follow import command_that_follows, end_with
 from shardwise.testing import pool
@@ -64,6 +66,14 @@ class Forked:
     def send_signal(self, number: int) -> None:
         if self._process.exitcode is None:
             os.kill(self.pid, number)
+
+
+def printed(script: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Run a script in this process; what it printed, and its variables."""
+    out, argv = io.StringIO(), [str(script), *arguments]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(out):
+        names = runpy.run_path(argv[0], run_name="__main__")
+    return out.getvalue(), names
 
 
 Started = Forked | subprocess.Popen[bytes]

@@ -18,7 +18,6 @@ import copy
 import functools
 import io
 import math
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +39,11 @@ from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, T
 from shardwise.booster.plugin.base import ShardedPlugin, updates_early
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.core.optim import HybridAdam
-from shardwise.testing import RankError, RankPool, assert_close, run_ranks
+from shardwise.testing import RankPool, assert_close
 from tests.support.booster_setup import batch
 from tests.support.late import late_device
-from tests.support.on_ranks import on_ranks, raises
+from tests.support.launching import printed
+from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
 
 GPU = torch.device("cuda", 0)
@@ -168,39 +168,38 @@ def epochs(booster: Booster, model: Any, optimizer: Any, train_dataloader: DataL
         assert torch.equal(mine, first)
 
 
-def _printed(name: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        names = runpy.run_path(str(PRINTED / name), run_name="__main__")
-    epochs(*(names[part] for part in ("booster", "model", "optimizer", "train_dataloader", "criterion")))
-    return out.getvalue()
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["low_level_zero.py", "ddp.py", *full("gemini.py", "fsdp.py")])
 def test_defect_15_printed_examples_run_as_printed(name: str) -> None:
-    for shown in run_ranks(RANKS, _printed, name):
-        assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # of four classes: log(4) = 1.4
+    shown, names = printed(PRINTED / name)
+    epochs(*(names[part] for part in ("booster", "model", "optimizer", "train_dataloader", "criterion")))
+    assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # of four classes: log(4) = 1.4
 
 
 # -- what the Booster's users rely on
 
 
-def _divided(seed: int, drop_last: bool) -> list[int]:
-    plugin = LowLevelZeroPlugin()
-    loader = plugin.prepare_dataloader(list(range(11)), 2, shuffle=True, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
-    return [int(i) for batch in loader for i in batch]
+def _divided(seed: int, drop_last: bool) -> list[list[int]]:
+    """The rows of each rank."""
+    rows: Any = list(range(11))
+    loader = LowLevelZeroPlugin().prepare_dataloader(rows, 2, shuffle=True, seed=seed, drop_last=drop_last)
+    return everywhere([int(i) for batch in loader for i in batch])
 
 
+@on_ranks(RANKS)
 def test_defect_13_seed_of_prepare_dataloader_shuffles() -> None:
-    first, second = run_ranks(RANKS, _divided, 1, False)
+    first, second = _divided(1, False)
     assert len(first) == len(second) == 6 and set(first) | set(second) == set(range(11))
-    assert run_ranks(RANKS, _divided, 1, False) == [first, second]
-    assert run_ranks(RANKS, _divided, 2, False) != [first, second]
-    first, second = run_ranks(RANKS, _divided, 1, True)
+    assert _divided(1, False) == [first, second] != _divided(2, False)
+    first, second = _divided(1, True)
     assert len(first) == len(second) == 4 and not set(first) & set(second)
 
 
-def _scheduler_after_boost(make: Callable[[], Plugin]) -> list[float]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    "make", [TorchDDPPlugin, *full(TorchFSDPPlugin), functools.partial(GeminiPlugin, precision="bf16")]
+)
+def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> None:
     model, _, optimizer, _ = parts()
     booster = Booster(plugin=make())
     model, optimizer, *_ = booster.boost(model, optimizer)
@@ -209,14 +208,7 @@ def _scheduler_after_boost(make: Callable[[], Plugin]) -> list[float]:
         booster.backward(model(torch.ones(1, 4)).sum(), optimizer)
         optimizer.step()
         scheduler.step()
-    return [group["lr"] for group in optimizer.param_groups]
-
-
-@pytest.mark.parametrize(
-    "make", [TorchDDPPlugin, *full(TorchFSDPPlugin), functools.partial(GeminiPlugin, precision="bf16")]
-)
-def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> None:
-    assert run_ranks(RANKS, _scheduler_after_boost, make) == [[2.5e-3], [2.5e-3]]
+    assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3]
 
 
 # -- the torch plugins and parameters that are not used
@@ -231,18 +223,18 @@ class PartlyUsed(nn.Module):
         return self.used(inputs)
 
 
-def _unused(find: bool) -> None:
-    model = PartlyUsed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin(find_unused_parameters=find)).boost(model, optimizer)
-    for _ in range(2):
+@on_ranks(RANKS)
+def test_ddp_find_unused_parameters() -> None:
+    for find in (True, False):
+        model = PartlyUsed()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        boosted, optimizer, *_ = Booster(plugin=TorchDDPPlugin(find_unused_parameters=find)).boost(model, optimizer)
         optimizer.backward(boosted(torch.ones(1, 4)).sum())
         optimizer.step()
-
-
-def test_ddp_find_unused_parameters() -> None:
-    run_ranks(RANKS, _unused, True)
-    raises(RankError, "find_unused_parameters", lambda: run_ranks(RANKS, _unused, False))
+        if find:
+            optimizer.backward(boosted(torch.ones(1, 4)).sum())
+        else:
+            raises(RuntimeError, "find_unused_parameters", boosted, torch.ones(1, 4))
 
 
 @on_ranks(RANKS)
@@ -323,16 +315,6 @@ def test_fsdp_process_groups() -> None:
     assert TorchFSDPPlugin(process_group=alone).data_parallel() == (0, 1)
 
 
-PIECES = {"chunk_config_dict": {RANKS: {"chunk_size": 40}}}  # several chunks of the small model
-PLUGINS: dict[str, Callable[..., ShardedPlugin]] = {
-    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
-    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
-    "zero2-bf16": functools.partial(LowLevelZeroPlugin, stage=2, precision="bf16"),
-    "gemini": functools.partial(GeminiPlugin, precision="fp32", **PIECES),
-    "gemini-fp16": functools.partial(GeminiPlugin, precision="fp16", initial_scale=1024.0, **PIECES),
-}
-
-
 # -- updates during backward, and memories of the host
 
 
@@ -360,42 +342,37 @@ def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monk
 # -- reports
 
 
-def _said(kind: type[ShardedPlugin], verbose: bool) -> list[str]:
-    """What a rank prints while a model is boosted and one step is skipped."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        given = {"hidden_dim": 11, "min_chunk_size_m": 1e-4, "search_range_m": 1} if kind is GeminiPlugin else {}
-        model = nn.Sequential(nn.Linear(10, 11), nn.Linear(11, 10), nn.Linear(10, 11))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        booster = Booster(plugin=kind(initial_scale=2.0**32, verbose=verbose, **given))  # type: ignore[call-arg]
-        boosted, optimizer, *_ = booster.boost(model, optimizer)
-        booster.backward(boosted(torch.ones(1, 10)).float().sum(), optimizer)
-        optimizer.step()
-        assert optimizer.last_step_skipped  # type: ignore[attr-defined]
-    return printed.getvalue().splitlines()
-
-
 SEARCHED = "chunk search: 121 elements a chunk (242 bytes of float16), chunks: 3, empty: 4 of 728 bytes (0.55%)"
 SKIPPED = "step skipped: the gradient of 0.weight is not finite (loss scale 4.29497e+09)"
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize(("kind", "lines"), [(LowLevelZeroPlugin, [SKIPPED]), (GeminiPlugin, [SEARCHED, SKIPPED])])
 def test_verbose_is_said_once(kind: type[ShardedPlugin], lines: list[str]) -> None:
-    assert run_ranks(RANKS, _said, kind, True) == [lines, []]
-    assert run_ranks(RANKS, _said, kind, False) == [[], []]
-
-
-# -- input casts
+    """What rank 0 prints while a model is boosted and one step is skipped."""
+    given = {"hidden_dim": 11, "min_chunk_size_m": 1e-4, "search_range_m": 1} if kind is GeminiPlugin else {}
+    for verbose in (True, False):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            model = nn.Sequential(nn.Linear(10, 11), nn.Linear(11, 10), nn.Linear(10, 11))
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            booster = Booster(plugin=kind(initial_scale=2.0**32, verbose=verbose, **given))  # type: ignore[call-arg]
+            boosted, optimizer, *_ = booster.boost(model, optimizer)
+            booster.backward(boosted(torch.ones(1, 10)).float().sum(), optimizer)
+            optimizer.step()
+        assert optimizer.last_step_skipped
+        assert said.getvalue().splitlines() == (lines if verbose and dist.get_rank() == 0 else [])
 
 
 # -- what docs/booster.md says of sessions and of models without memory
 
 
-def _traffic(folder: str) -> list[dict[str, int]]:
+@on_ranks(RANKS)
+def test_a_plugin_gives_the_session_of_a_model(tmp_path: Path) -> None:
     model = nn.Linear(4, 8)
-    optimizer = HybridAdam(model.parameters(), lr=0.1, nvme_offload_fraction=1.0, nvme_offload_dir=folder)
-    plugin = PLUGINS["zero2"]()
+    optimizer = HybridAdam(model.parameters(), lr=0.1, nvme_offload_fraction=1.0, nvme_offload_dir=str(tmp_path))
+    plugin = LowLevelZeroPlugin(stage=2, precision="fp32")
     booster = Booster(plugin=plugin)
-    boosted, optimizer, *_ = booster.boost(model, optimizer)
+    boosted, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
     session = plugin.session(boosted)
     assert session.module is boosted and session.optimizer is optimizer
     found = []
@@ -404,17 +381,11 @@ def _traffic(folder: str) -> list[dict[str, int]]:
         booster.backward(boosted(torch.ones(3, 4)).sum(), optimizer)
         optimizer.step()
         found.append(session.traffic())
-    return found
-
-
-def test_a_plugin_gives_the_session_of_a_model(tmp_path: Path) -> None:
-    for first, second in run_ranks(RANKS, _traffic, str(tmp_path)):
-        assert first["reduce_scatter"] == second["reduce_scatter"] > 0
-        assert second["disk_read"] > 0 and second["disk_write"] > 0
-    plugin = PLUGINS["zero2"]()
-    for model in (nn.Linear(1, 1), Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(1, 1))[0]):
-        with pytest.raises(ValueError, match=rf"session\({type(model).__name__}\): give the model that boost returned"):
-            plugin.session(model)
+    assert found[0]["reduce_scatter"] == found[1]["reduce_scatter"] > 0
+    assert found[1]["disk_read"] > 0 and found[1]["disk_write"] > 0
+    for other in (nn.Linear(1, 1), Booster(plugin=TorchDDPPlugin()).boost(nn.Linear(1, 1))[0]):
+        words = rf"session\({type(other).__name__}\): give the model that boost returned"
+        raises(ValueError, words, plugin.session, other)
 
 
 RTOL, STEPS, MICRO, MAX_NORM = 1e-6, 3, 2, 0.3
@@ -433,9 +404,9 @@ NORM: dict[str, Callable[[], Plugin]] = {
 }
 
 
-def net(kind: type[nn.Module] = nn.BatchNorm1d) -> nn.Module:
+def net() -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(5, 6, bias=False), kind(6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Linear(5, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
 
 
 def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -466,8 +437,12 @@ def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
     return [dict(model.state_dict()) for model in copies]
 
 
-def trained(name: str, folder: str) -> dict[str, torch.Tensor]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("name", ["ddp", "ddp-own-buffers", "zero2", *full("fsdp", "zero1", "gemini")])
+def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> None:
     """The parameters, and this rank's own buffers."""
+    expected = each_with_its_own(broadcast=name == "ddp")
+    assert not torch.equal(expected[0]["1.running_mean"], expected[1]["1.running_mean"])
     model = net()
     booster = Booster(plugin=NORM[name]())
     boosted, optimizer, criterion, *_ = booster.boost(model, make_adam(model.parameters()), nn.MSELoss())
@@ -476,16 +451,9 @@ def trained(name: str, folder: str) -> dict[str, torch.Tensor]:
         booster.backward(criterion(boosted(inputs), targets), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    booster.save_model(boosted, Path(folder) / "model.safetensors")
-    own = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return dict(boosted.state_dict()) | own
-
-
-@pytest.mark.parametrize("name", ["ddp", "ddp-own-buffers", "zero2", *full("fsdp", "zero1", "gemini")])
-def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> None:
-    expected = each_with_its_own(broadcast=name == "ddp")
-    assert not torch.equal(expected[0]["1.running_mean"], expected[1]["1.running_mean"])
-    for rank, found in enumerate(run_ranks(RANKS, trained, name, str(tmp_path))):
-        found = {key.removeprefix("module."): value for key, value in found.items()}
-        assert_close(found, expected[rank], RTOL, f"rank {rank}")
+    booster.save_model(boosted, tmp_path / "model.safetensors")
+    found = dict(boosted.state_dict()) | dict(model.named_buffers())
+    found = {key.removeprefix("module."): value for key, value in found.items()}
+    assert_close(found, expected[dist.get_rank()], RTOL, "this rank's")
+    dist.barrier()
     assert_close(load_file(tmp_path / "model.safetensors"), expected[0], RTOL, "the file has rank 0's buffers")

@@ -19,10 +19,9 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from shardwise.cli.main import main
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.testing import run_ranks
-from tests.support.booster_setup import SMALL
-from tests.support.on_ranks import raises
-from tests.support.sets import full
+from tests.support.booster_setup import SMALL, assert_same
+from tests.support.on_ranks import assert_refused, on_ranks
+from tests.support.sets import campaign, full
 
 RANKS = 2
 PLUGINS: dict[str, Callable[[], Plugin]] = {
@@ -47,10 +46,6 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(tokens)
         return self.head(self.norm(hidden + self.down(torch.tanh(self.up(hidden)))))
-
-
-def ranks(fn: Callable[..., Any], *args: object) -> list[Any]:
-    return run_ranks(RANKS, fn, *args, timeout=240)  # the first one imports peft, which takes seconds
 
 
 def config(**more: Any) -> LoraConfig:
@@ -118,98 +113,76 @@ def trained(names: Any) -> set[str]:
     return {name for name in names if ".lora_" in name or ".modules_to_save." in name}
 
 
-def _train(name: str, early: bool, folder: str) -> dict[str, torch.Tensor]:
-    run = Run(PLUGINS[name](), early)
-    run.steps(0, 3)
-    state = {key: value.detach().clone() for key, value in run.model.state_dict().items()}
-    run.booster.save_lora_as_pretrained(run.model, f"{folder}/bin")
-    run.booster.save_lora_as_pretrained(run.model, f"{folder}/safe", use_safetensors=True)
-    run.booster.save_model(run.model, f"{folder}/model.safetensors")
-    run.booster.save_optimizer(run.optimizer, f"{folder}/optimizer.safetensors")
-    assert all(p.grad is None for p in run.peft.parameters() if not p.requires_grad)
-    again = Run(PLUGINS[name](), not early, pretrained=f"{folder}/safe")
-    again.booster.load_optimizer(again.optimizer, f"{folder}/optimizer.safetensors")
-    again.steps(3, 5)
-    run.steps(3, 5)
-    expected = run.model.state_dict()
-    for key, value in again.model.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-6, msg=f"{key} differs after a reload")
-    return state
-
-
+@on_ranks(RANKS, timeout=240)  # the first one imports peft
 @pytest.mark.parametrize(
     ("name", "early"),
     [
-        pytest.param("ddp", True, marks=pytest.mark.campaign),
-        *full(("fsdp", False)),
-        pytest.param("fsdp", True, marks=pytest.mark.campaign),
-        pytest.param("zero1", True, marks=pytest.mark.campaign),
         ("zero2", False),
-        *full(("gemini", True)),
-        pytest.param("gemini", False, marks=pytest.mark.campaign),
+        *full(("fsdp", False), ("gemini", True)),
+        *campaign(("ddp", True), ("fsdp", True), ("zero1", True), ("gemini", False)),
     ],
 )
 def test_training_and_files_equal_plain_peft(name: str, early: bool, tmp_path: Path) -> None:
-    states = ranks(_train, name, early, str(tmp_path))
+    run = Run(PLUGINS[name](), early)
+    run.steps(0, 3)
+    state = {key: value.detach().clone() for key, value in run.model.state_dict().items()}
+    run.booster.save_lora_as_pretrained(run.model, tmp_path / "bin")
+    run.booster.save_lora_as_pretrained(run.model, tmp_path / "safe", use_safetensors=True)
+    run.booster.save_model(run.model, tmp_path / "model.safetensors")
+    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
+    assert all(p.grad is None for p in run.peft.parameters() if not p.requires_grad)
+    again = Run(PLUGINS[name](), not early, pretrained=str(tmp_path / "safe"))
+    again.booster.load_optimizer(again.optimizer, tmp_path / "optimizer.safetensors")
+    again.steps(3, 5)
+    run.steps(3, 5)
+    assert_same(again.model.state_dict(), run.model.state_dict(), 1e-6)
     reference = plain(3)
-    expected = reference.state_dict()
-    for state in states:
-        assert list(state) == list(expected)
-        for key, value in expected.items():
-            torch.testing.assert_close(state[key], value, rtol=1e-6, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
-        base = dict(net().named_parameters())
-        assert torch.equal(state["base_model.model.up.base_layer.weight"], base["up.weight"]), "base weights are frozen"
-    _same_adapter(tmp_path, reference, states[0])
+    assert_same(state, reference.state_dict(), 1e-6)
+    base = dict(net().named_parameters())
+    assert torch.equal(state["base_model.model.up.base_layer.weight"], base["up.weight"]), "base weights are frozen"
+    _same_adapter(tmp_path, reference, state)
 
 
 def _same_adapter(folder: Path, reference: PeftModel, state: dict[str, torch.Tensor]) -> None:
-    reference.save_pretrained(folder / "peft")
-    expected = load_file(folder / "peft" / "adapter_model.safetensors")
-    settings = json.loads((folder / "peft" / "adapter_config.json").read_text("utf-8"))
+    theirs = folder / f"peft-{dist.get_rank()}"
+    reference.save_pretrained(theirs)
+    settings, expected = settings_of(theirs), load_file(theirs / "adapter_model.safetensors")
     saved = {
         "safe": load_file(folder / "safe" / "adapter_model.safetensors"),
         "bin": torch.load(folder / "bin" / "adapter_model.bin", weights_only=True),
     }
     for kind, tensors in saved.items():
-        assert set(tensors) == set(expected)
-        for key, value in expected.items():
-            torch.testing.assert_close(tensors[key], value, rtol=1e-6, atol=1e-6, msg=f"{key} of {kind} differs")
-        own = json.loads((folder / kind / "adapter_config.json").read_text("utf-8"))
-        assert {k: sorted(v) if isinstance(v, list) else v for k, v in own.items()} == {
-            k: sorted(v) if isinstance(v, list) else v for k, v in settings.items()
-        }
-        loaded = PeftModel.from_pretrained(net(), folder / kind)
-        for key, value in loaded.state_dict().items():
-            assert torch.equal(value, state[key]), f"{key} of {kind} is not what was trained"
+        assert_same({key: tensors[key] for key in expected}, expected, 1e-6)
+        assert set(tensors) == set(expected) and settings_of(folder / kind) == settings
+        loaded = PeftModel.from_pretrained(net(), folder / kind).state_dict()
+        assert_same(loaded, {key: state[key] for key in loaded}, 0.0)
 
 
-def _nothing_for_the_base(name: str, early: bool, folder: str) -> dict[str, int]:
-    run = Run(PLUGINS[name](), early)
+def settings_of(folder: Path) -> dict[str, Any]:
+    settings = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in settings.items()}
+
+
+@on_ranks(RANKS, timeout=240)
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", *full("zero1", "gemini")])
+def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -> None:
+    run = Run(PLUGINS[name](), True)
     run.steps(0, 1)
-    run.booster.save_optimizer(run.optimizer, f"{folder}/optimizer.safetensors")
-    source = open_checkpoint(f"{folder}/optimizer.safetensors")
-    names = {full.split("/", 2)[2].rpartition("/")[0] for full in source.tensors()}
-    source.close()
-    own = {n: p for n, p in run.peft.named_parameters() if p.requires_grad}
-    assert names == trained(own) == set(own) and names
+    run.booster.save_optimizer(run.optimizer, tmp_path / "optimizer.safetensors")
+    with open_checkpoint(tmp_path / "optimizer.safetensors") as source:
+        names = {full.split("/", 2)[2].rpartition("/")[0] for full in source.tensors()}
+    own = {n for n, p in run.peft.named_parameters() if p.requires_grad}
+    assert names == trained(own) == own and names
     if name in ("ddp", "fsdp"):
-        return {}
+        return
     session = vars(run.model)["_shardwise_session"]
     session.reset_traffic()
     run.steps(1, 2)
-    facts = session.engine.shards.layout.facts
-    padded = sum(fact.shape.numel() * 4 + 64 for fact in facts if fact.trainable) + 64 * len(
-        session.engine.shards.chunks
-    )
-    return {"trainable": padded, **session.traffic()}
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2", *full("zero1", "gemini")])
-def test_base_weights_have_no_state_and_no_exchange(name: str, tmp_path: Path) -> None:
-    for found in ranks(_nothing_for_the_base, name, True, str(tmp_path)):
-        reduced = sum(value for kind, value in found.items() if kind.startswith(("reduce", "all_reduce")))
-        assert reduced <= found.get("trainable", 0)
-        assert reduced > 0 or not found
+    shards = session.engine.shards
+    padded = sum(fact.shape.numel() * 4 + 64 for fact in shards.layout.facts if fact.trainable)
+    sent = session.traffic().items()
+    reduced = sum(value for kind, value in sent if kind.startswith(("reduce", "all_reduce")))
+    assert 0 < reduced <= padded + 64 * len(shards.chunks)
 
 
 def llama(folder: str, seed: int) -> Any:
@@ -220,7 +193,10 @@ def llama(folder: str, seed: int) -> Any:
     return model
 
 
-def _with_new_tokens(name: str, tied: bool, folder: str) -> None:
+@on_ranks(RANKS, timeout=240)
+@pytest.mark.parametrize(("name", "tied"), [("zero2", False), *full(("gemini", True))])
+def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
     if dist.get_rank() == 0:
         torch.manual_seed(1)
@@ -258,26 +234,20 @@ def _with_new_tokens(name: str, tied: bool, folder: str) -> None:
                 torch.testing.assert_close(again(input_ids=ids).logits, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "tied"), [("zero2", False), *full(("gemini", True))])
-def test_tokens_and_a_resized_vocabulary(name: str, tied: bool, tmp_path: Path) -> None:
-    ranks(_with_new_tokens, name, tied, str(tmp_path))
-
-
-def _refused() -> None:
-    booster = Booster(plugin=PLUGINS["zero2"]())
-    with pytest.raises(TypeError, match=r"bnb_quantization_config=.* give accelerate's"):
-        booster.enable_lora(net(), lora_config=config(), quantize=True, bnb_quantization_config={"load_in_4bit": True})
-    raises(ValueError, "give one of the two", lambda: booster.enable_lora(net()))
-    raises(TypeError, r"peft\.LoraConfig", lambda: booster.enable_lora(net(), lora_config={"r": 2}))
-    model, *_ = booster.boost(net())
-    raises(ValueError, "before boost", lambda: booster.enable_lora(model, lora_config=config()))
-    raises(ValueError, "has no adapter", lambda: booster.save_lora_as_pretrained(model, "nowhere"))
-    with pytest.raises(ValueError, match="has no adapter"):
-        booster.plugin.add_lora_params_to_optimizer(net(), torch.optim.SGD(net().parameters()))  # type: ignore[union-attr]
-
-
+@on_ranks(RANKS, timeout=240)
 def test_what_cannot_be_is_refused() -> None:
-    ranks(_refused)
+    booster = Booster(plugin=PLUGINS["zero2"]())
+    model, *_ = booster.boost(net())
+    lora, add = booster.enable_lora, booster.plugin.add_lora_params_to_optimizer  # type: ignore[union-attr]
+    quantized: dict[str, Any] = {"quantize": True, "bnb_quantization_config": {"load_in_4bit": True}}
+    assert_refused(
+        (lambda: lora(net(), lora_config=config(), **quantized), "give accelerate's"),
+        (lambda: lora(net()), "give one of the two"),
+        (lambda: lora(net(), lora_config={"r": 2}), "peft.LoraConfig"),
+        (lambda: lora(model, lora_config=config()), "before boost"),
+        (lambda: booster.save_lora_as_pretrained(model, "nowhere"), "has no adapter"),
+        (lambda: add(net(), torch.optim.SGD(net().parameters())), "has no adapter"),
+    )
 
 
 def test_add_lora_params_to_optimizer() -> None:

@@ -1,6 +1,5 @@
 """ColossalAI's names on ranks: what is wrapped by hand trains as one process, and ranks find each other."""
 
-import multiprocessing
 import socket
 import warnings
 from collections.abc import Mapping
@@ -27,7 +26,8 @@ from shardwise.colossalai.zero import (
 from torch import Tensor, nn
 
 from shardwise import colossalai
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import PlainRecipe, assert_close, train_plain
+from tests.support.launching import SECONDS, forked, start
 from tests.support.on_ranks import assert_refused, on_ranks, raises
 
 STEPS, ROWS = 3, 4
@@ -66,15 +66,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def alone(max_norm: float = 0.0) -> dict[str, Tensor]:
     """What one process makes of the batches of all ranks."""
-    plain = model()
-    optimizer = adam(plain.parameters())
-    for batch in batches():
-        optimizer.zero_grad()
-        plain(batch.flatten(0, 1)).square().mean().backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        optimizer.step()
-    return plain.state_dict()
+    steps, recipe = [[list(step)] for step in batches()], PlainRecipe(max_norm=max_norm)
+    run = train_plain(model, lambda m, x: m(x).square().mean(), lambda m: adam(m.parameters()), steps, recipe)
+    return run.model.state_dict()
 
 
 def train(called: nn.Module, optimizer: Any) -> None:
@@ -193,30 +187,21 @@ def test_arguments_that_an_optimizer_in_chunks_has_not_are_named(make: Any, said
 
 
 def _plugins() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     plugin = HybridParallelPlugin(tp_size=2, pp_size=2, precision="fp32", num_microbatches=2, dp_outside=False)
     stage = plugin.stage_manager
     assert (stage.stage, stage.num_stages) == (rank // 2, 2) and stage.is_last_stage() == (rank >= 2)
     assert dist.get_process_group_ranks(plugin.tp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert (
-        dist.get_process_group_ranks(plugin.pp_group)
-        == [rank % 2, rank % 2 + 2]
-        == plugin.pg_mesh.get_ranks_in_group(plugin.pp_group)
-    )
+    assert dist.get_process_group_ranks(plugin.pp_group) == [rank % 2, rank % 2 + 2]
+    assert plugin.pg_mesh.get_ranks_in_group(plugin.pp_group) == [rank % 2, rank % 2 + 2]
     assert dist.get_process_group_ranks(plugin.dp_group) == [rank] == dist.get_process_group_ranks(plugin.sp_group)
     assert plugin.dp_size == 1
     folded = HybridParallelPlugin(tp_size=1, pp_size=2, precision="fp32", num_model_chunks=2, pp_style="zbv")
     last = folded.stage_manager
     assert last.is_last_stage() == (rank % 2 == 0) and last.is_last_stage(ignore_chunk=True) == (rank % 2 == 1)
     assert last.is_first_stage() == (rank % 2 == 0) and last.is_interleave and folded.dp_size == 2
-    shared = HybridParallelPlugin(
-        tp_size=2,
-        pp_size=1,
-        sp_size=2,
-        precision="fp32",
-        enable_sequence_parallelism=True,
-        sequence_parallelism_mode="all_to_all",
-    )
+    sizes: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "sp_size": 2, "enable_sequence_parallelism": True}
+    shared = HybridParallelPlugin(precision="fp32", sequence_parallelism_mode="all_to_all", **sizes)
     assert dist.get_process_group_ranks(shared.sp_group) == [rank % 2, rank % 2 + 2] and shared.dp_size == 1
     expected = alone()
     for each in (
@@ -226,14 +211,12 @@ def _plugins() -> None:
     ):
         booster = Booster(plugin=each)
         plain = model()
-        boosted, optimizer, *_ = booster.boost(
-            plain, HybridAdam(adam(plain.parameters()).param_groups, lr=1e-2, adamw_mode=False)
-        )
+        hybrid = HybridAdam(adam(plain.parameters()).param_groups, lr=1e-2, adamw_mode=False)
+        boosted, optimizer, *_ = booster.boost(plain, hybrid)
         assert isinstance(boosted, ModelWrapper) and isinstance(optimizer, OptimizerWrapper)
         train(boosted, optimizer)
         assert_close(boosted.state_dict(), expected, 1e-6, type(each).__name__)
         booster.close()
-    assert ranks == 4
 
 
 @on_ranks(4)
@@ -292,17 +275,13 @@ def meet(rank: int, world_size: int, port: int, directory: str) -> None:
 
 def test_processes_of_no_launcher_meet(tmp_path: Path) -> None:
     """Forked by the server that starts ranks, which has imported torch."""
-    assert run_ranks(2, dist.get_rank) == [0, 1]  # it runs
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    started = [context.Process(target=meet, args=(rank, 2, port, str(tmp_path))) for rank in (0, 1)]
+    started = [start(forked(meet, rank, 2, port, str(tmp_path))) for rank in (0, 1)]
     try:
         for each in started:
-            each.start()
-        for each in started:
-            each.join(300)
+            each.join(SECONDS)
         assert [each.exitcode for each in started] == [0, 0]
     finally:
         for each in started:

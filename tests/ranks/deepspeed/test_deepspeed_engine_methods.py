@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import deepspeed
-from shardwise.testing import assert_close
+from shardwise.deepspeed import groups
+from shardwise.testing import PlainRecipe, assert_close, train_plain
 from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
@@ -40,15 +41,11 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def plain(accumulation: int) -> tuple[dict[str, Tensor], list[float]]:
     """The weights, and the first rank's losses by step."""
-    model, losses = net(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        every = [loss_of(model, samples(step, rank, m)) for m in range(accumulation) for rank in range(RANKS)]
-        losses.append(float(sum(loss.item() for loss in every[::RANKS]) / accumulation))
-        optimizer.zero_grad()
-        (sum(every) / len(every)).backward()  # type: ignore[union-attr]
-        optimizer.step()
-    return model.state_dict(), losses
+    micros = range(accumulation)
+    batches = [[[samples(step, rank, m) for rank in range(RANKS)] for m in micros] for step in range(STEPS)]
+    recipe = PlainRecipe(mean_over_micro_batches=True)
+    run = train_plain(net, loss_of, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), batches, recipe)
+    return run.masters[-1], [sum(micro[0] for micro in step) / accumulation for step in run.losses]
 
 
 def start_at(stage: int, **changes: Any) -> deepspeed.DeepSpeedEngine:
@@ -153,6 +150,8 @@ def test_getters_and_other_methods() -> None:
     assert engine.optimizer_params() == {"lr": 0.1} and engine.get_mom() == [0]
     assert engine.train_batch_size() == 2 * MICRO
     assert (engine.get_data_parallel_rank(), engine.dp_world_size, engine.mp_world_size) == (rank, 2, 1)
+    assert (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()) == (rank, RANKS)
+    assert (groups.get_tensor_model_parallel_src_rank(), groups.get_sequence_parallel_rank()) == (rank, 0)
     assert not engine.monitor.enabled and isinstance(engine.basic_optimizer, torch.optim.SGD)
     engine.module[0].bias.requires_grad_(False)
     state = engine.module_state_dict(prefix="m.", exclude_frozen_parameters=True)

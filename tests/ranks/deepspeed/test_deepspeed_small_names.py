@@ -161,15 +161,6 @@ def test_collectives_by_hand() -> None:
     assert comm.get_all_ranks_from_group(comm.get_world_group()) == comm.get_all_ranks_from_group() == [0, 1]
 
 
-@on_ranks(RANKS)
-def test_groups_of_an_engine() -> None:
-    groups, rank = importlib.import_module("shardwise.deepspeed.utils.groups"), torch.distributed.get_rank()
-    engine = start(nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1})
-    assert (groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()) == (rank, RANKS)
-    assert (groups.get_tensor_model_parallel_src_rank(), groups.get_sequence_parallel_rank()) == (rank, 0)
-    close(engine)
-
-
 def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
     """A process of its own that no launcher has started."""
     comm = importlib.import_module("shardwise.deepspeed.comm")

@@ -1,6 +1,6 @@
 """``zero_to_fp32`` beside a running engine: into its own model at stage 3, and on all ranks at once.
 
-Universal checkpoints that DeepSpeed made are taken over by an engine, at another stage; none is written here.
+No universal checkpoint is written here; test_deepspeed.py has those that DeepSpeed made.
 
 Tensor and sequence parallelism by DeepSpeed's keys: fp64 against plain PyTorch.
 
@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import shutil
-import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -35,8 +33,8 @@ from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.deepspeed import groups
 from shardwise.deepspeed.zero_to_fp32 import load_state_dict_from_zero_checkpoint
-from shardwise.testing import assert_close, run_ranks
-from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
+from shardwise.testing import assert_close
+from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.groups_setup import GROUPS, Part, join, part_loss, part_steps
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
 from tests.support.on_ranks import everywhere, on_ranks
@@ -74,50 +72,6 @@ def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
     with deepspeed.zero.GatheredParameters(engine.module), pytest.raises(RuntimeError, match="would bypass shards"):
         load_state_dict_from_zero_checkpoint(engine.module, folder, "first")
     engine.destroy()
-
-
-def theirs(root: str, config: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
-    model = Recorded()
-    sizes = [[p for p in model.parameters() if p.requires_grad and (p.ndim > 1) == big] for big in (True, False)]
-    optimizer = torch.optim.AdamW([{"params": own} for own in sizes], lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    engine = start(model, config, optimizer=optimizer, lr_scheduler=schedule)
-    path, client = engine.load_checkpoint(root)
-    assert path == f"{root}/global_step3_universal" and client == {"epoch": 4}
-    moments = [state["exp_avg"].float().abs().sum() > 0 for state in engine.optimizer.state_dict()["state"].values()]
-    counted = [engine.global_steps, engine.global_samples, engine.skipped_steps, schedule.last_epoch]
-    counted += [engine.optimizer.loss_scale, engine.optimizer.param_groups[0]["lr"]]
-    return close(engine), counted, moments
-
-
-HALF = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
-THEIRS: list[tuple[str, int, dict[str, Any], float]] = [
-    ("zero2-2ranks-fp16", 3, HALF, 512.0),
-    ("zero1-2ranks-bf16", 3, {"bf16": {"enabled": True}}, 1.0),
-    ("zero3-2ranks-fp16", 1, HALF, 512.0),
-]
-
-
-@pytest.mark.parametrize(("case", "stage", "precision", "scale"), [THEIRS[0], *full(*THEIRS[1:])])
-def test_one_that_deepspeed_made_is_taken_over(
-    case: str, stage: int, precision: dict[str, Any], scale: float, tmp_path: Path
-) -> None:
-    with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed_universal.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    root = tmp_path / "universal" / case
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage},
-        "checkpoint": {"load_universal": True},
-        **precision,
-    }
-    state, counted, moments = run_ranks(RANKS, theirs, str(root), config)[0]
-    assert counted == [3, 12, 0, 3, scale, 1e-3], case
-    assert moments == [True] * 5
-    truth = load_file(root / "truth.safetensors")
-    expected = {n.removeprefix("model/"): v for n, v in truth.items() if n.startswith("model/")}
-    assert len(expected) == 8
-    assert all(torch.equal(state[name].float(), value.float()) for name, value in expected.items()), case
 
 
 @pytest.mark.parametrize("name", ["main", "parse_arguments"])

@@ -6,7 +6,7 @@ users make. Front-ends with a loop of their own (the two Trainers) get the same 
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from shardwise.core.mesh import default_device
 from shardwise.plan import zero
 from shardwise.strategies.namespace import FABRIC, LIGHTNING
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.support.booster_setup import SMALL
 from tests.support.huggingface_setup import launched, quiet
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, fabric, trainer, weights
 
@@ -289,8 +290,7 @@ class Shard(FrontEnd):
 
 
 class BoosterFrontEnd(FrontEnd):
-    def plugin(self, **options: Any) -> Plugin:
-        raise NotImplementedError(f"{options=}")
+    plugin: ClassVar[Callable[..., Plugin]]
 
     def setup(self, optimizer: torch.optim.Optimizer) -> None:
         scale = {"initial_scale": 64.0} if self.program.half else {}
@@ -315,24 +315,17 @@ class BoosterFrontEnd(FrontEnd):
 
 class Zero(BoosterFrontEnd):
     half_inputs = True
-
-    def plugin(self, **options: Any) -> Plugin:
-        return LowLevelZeroPlugin(stage=2, **options)
+    plugin = functools.partial(LowLevelZeroPlugin, stage=2)
 
 
 class Gemini(BoosterFrontEnd):
     half_inputs = True
-
-    def plugin(self, **options: Any) -> Plugin:
-        small: dict[str, Any] = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
-        return GeminiPlugin(enable_gradient_accumulation=True, **small, **options)
+    plugin = functools.partial(GeminiPlugin, enable_gradient_accumulation=True, **SMALL)
 
 
 class Hybrid(BoosterFrontEnd):
     half_inputs = True
-
-    def plugin(self, **options: Any) -> Plugin:
-        return HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1, **options)
+    plugin = functools.partial(HybridParallelPlugin, tp_size=1, pp_size=1, zero_stage=1)
 
 
 class TorchPlugin(BoosterFrontEnd):
@@ -341,8 +334,9 @@ class TorchPlugin(BoosterFrontEnd):
     repeats = ("forward",)
 
     def setup(self, optimizer: torch.optim.Optimizer) -> None:
-        precision = "fp16" if self.program.half and not self.plugin().control_precision() else None
-        self.booster = Booster(plugin=self.plugin(), mixed_precision=precision)
+        plugin = self.plugin()
+        precision = "fp16" if self.program.half and not plugin.control_precision() else None
+        self.booster = Booster(plugin=plugin, mixed_precision=precision)
         self.module, self.optimizer, *_ = self.booster.boost(self.net, optimizer)
 
     def step(self) -> None:
@@ -352,12 +346,11 @@ class TorchPlugin(BoosterFrontEnd):
 
 
 class TorchDDP(TorchPlugin):
-    def plugin(self, **options: Any) -> Plugin:
-        return TorchDDPPlugin()
+    plugin = TorchDDPPlugin
 
 
 class TorchFSDP(TorchPlugin):
-    def plugin(self, **options: Any) -> Plugin:
+    def plugin(self) -> Plugin:  # type: ignore[override]
         mixed = MixedPrecision(param_dtype=torch.float16) if self.program.half else None
         return TorchFSDPPlugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed)
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from front_ends import FRONT_ENDS, InjectedError, Net, Program, Result, plain
 from torch import Tensor, nn
 
-import shardwise
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.engine_setup import sharded
+from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 RANKS = 2
@@ -136,31 +137,32 @@ def expected_counts(dtype: torch.dtype) -> dict[str, tuple[torch.dtype, float]]:
     return counts(model)
 
 
-def sharded(plan: Plan) -> dict[str, tuple[torch.dtype, float]]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        (zero(3, BF16), torch.float32),
+        (zero(1, BF16), torch.float32),
+        *full((replicated(BF16), torch.float32), (zero(2, BF16), torch.float32)),
+        (zero(3, BF16).but(buffer_dtype=BF16), BF16),
+    ],
+)
+def test_buffers_keep_their_dtype_or_have_that_of_the_plan(plan: Plan, dtype: torch.dtype) -> None:
+    """fp64 and integer buffers keep theirs."""
     model = Counting()
-    session = shardwise.shard(model, front_ends.adam(model), plan=plan)
-    for _ in range(PASSES):
-        session.backward(session.module(torch.ones(1, front_ends.WIDTH)).float().sum())
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-    result = counts(model)
-    session.close()
-    return result
+    with sharded(model, front_ends.adam(model), plan) as session:
+        for _ in range(PASSES):
+            session.backward(session.module(torch.ones(1, front_ends.WIDTH)).float().sum())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        found = counts(model)
+    assert found == expected_counts(dtype) and found["n"] == (dtype, 256.0 if dtype is BF16 else PASSES)
 
 
-@pytest.mark.parametrize("plan", [zero(3, BF16), zero(1, BF16), *full(replicated(BF16), zero(2, BF16))])
-def test_buffers_keep_their_dtype(plan: Plan) -> None:
-    assert run_ranks(RANKS, sharded, plan) == [expected_counts(torch.float32)] * RANKS
-
-
-def test_a_buffer_dtype_leaves_fp64_and_integer_buffers() -> None:
-    result = run_ranks(RANKS, sharded, zero(3, BF16).but(buffer_dtype=BF16))
-    assert result == [expected_counts(BF16)] * RANKS
-    assert result[0]["n"] == (BF16, 256.0)
-
-
-def under_a_front_end(name: str, folder: str) -> tuple[dict[str, tuple[torch.dtype, float]], list[torch.dtype]]:
-    """Counters, and the dtypes of input and output, after one fp16 step of many passes."""
+@on_ranks(RANKS)
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
+    """The table of docs/native.md: counters, and the dtypes of input and output, after one fp16 step of many passes."""
     kind, outputs, loss_of = FRONT_ENDS[name], list[Tensor](), front_ends.loss_of
 
     def noted(output: Tensor, target: Tensor) -> Tensor:
@@ -173,21 +175,13 @@ def under_a_front_end(name: str, folder: str) -> tuple[dict[str, tuple[torch.dty
         mock.patch.object(kind, "half_inputs", name == "deepspeed"),  # without auto_cast it leaves inputs as they are
         warnings.catch_warnings(action="ignore"),
     ):
-        front_end = kind(Program(steps=(0,), passes=PASSES, half=True), folder)
-        try:
-            front_end.run()
-            net: Any = front_end.net
-            return counts(net), [net.input_dtype, outputs[-1].dtype]
-        finally:
-            front_end.close()
-
-
-@pytest.mark.parametrize("name", FRONT_ENDS)
-def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
-    """The table of docs/native.md."""
-    buffers = torch.float16 if name in CASTS_BUFFERS else torch.float32
-    dtypes = [torch.float32 if each else torch.float16 for each in (name == "booster-ddp", name in FP32_OUTPUTS)]
-    assert run_ranks(RANKS, under_a_front_end, name, str(tmp_path)) == [(expected_counts(buffers), dtypes)] * RANKS
+        front_end = kind(Program(steps=(0,), passes=PASSES, half=True), str(tmp_path))
+        front_end.run()
+        net: Any = front_end.net
+        assert counts(net) == expected_counts(torch.float16 if name in CASTS_BUFFERS else torch.float32)
+        assert net.input_dtype is (torch.float32 if name == "booster-ddp" else torch.float16)
+        assert outputs[-1].dtype is (torch.float32 if name in FP32_OUTPUTS else torch.float16)
+        front_end.close()
 
 
 def normed() -> nn.Module:
@@ -205,26 +199,20 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def with_norms(plan: Plan, batches: list[Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    session = shardwise.shard(model := normed(), sgd(model), plan=plan)
-    for x in batches:
-        session.backward(square_loss(session.module, x))
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-    session.module.eval()
-    with torch.no_grad():
-        result = session.module.state_dict(), session.module(batches[0])
-    session.close()
-    return result
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("plan", [zero(3, BF16), *full(zero(1, BF16), zero(3, torch.float16).but(scaler=None))])
 def test_norms_with_running_statistics(plan: Plan) -> None:
     """Statistics are fp32; torch has no BatchNorm for CPUs with 16-bit weights and fp32 statistics."""
     batches = list(torch.randn(20, 8, 3, 4, 4, generator=torch.Generator().manual_seed(1)))
     recipe = PlainRecipe(param_dtype=plan.precision.param_dtype)
     plain = train_plain(normed, square_loss, sgd, [[[x]] for x in batches], recipe)
-    plain.model.eval()
-    for state, output in run_ranks(RANKS, with_norms, plan, batches):
-        assert_close(state, plain.masters[-1] | plain.buffers[-1], 1e-3, "state")
-        assert_close({"": output}, {"": plain.model(batches[0])}, 1e-2, "evaluation")
+    with sharded(model := normed(), sgd(model), plan) as session:
+        for x in batches:
+            session.backward(square_loss(session.module, x))
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert_close(session.module.state_dict(), plain.masters[-1] | plain.buffers[-1], 1e-3, "state")
+        for each in (session.module, plain.model):
+            each.eval()
+        with torch.no_grad():
+            assert_close({"": session.module(batches[0])}, {"": plain.model(batches[0])}, 1e-2, "evaluation")

@@ -7,11 +7,9 @@ made in another order.
 Which ranks accelerate knows of, and under which device's name, by the variables of a launcher.
 """
 
-import functools
 import gc
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_huggingface import points
 from torch import Tensor, nn
 
 from shardwise.plan import Plan, replicated, zero
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.huggingface_setup import RANKS, launched, quiet
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 pytest.importorskip("accelerate")
@@ -97,10 +96,8 @@ def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: 
             found.append(float(weight_of(model)[0, 0]))
             fresh.close()
         accelerator.close()
-    found, left, saved = found, left, len(list(Path(folder, "fold2").glob("shardwise_*")))
-    assert found == [7.5, 15.5, 23.5]
-    assert left == [True] * 3
-    assert saved == 1
+    assert found == [7.5, 15.5, 23.5] and left == [True] * 3
+    assert len(list(Path(folder, "fold2").glob("shardwise_*"))) == 1
 
 
 @on_ranks(RANKS)
@@ -124,16 +121,14 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
         accelerator.free_memory(second, two)
         assert accelerator.session_of(second) is None
         step(accelerator, first, one)  # the only one that is left, though nobody has prepared it again
-        values = [float(weight_of(first)[0, 0])]
+        assert weight_of(first)[0, 0] == 7.0
         fresh = accelerator_of(scaled())
         third, _ = prepared(fresh, 0.0)
         fresh.load_state(folder)
-        values.append(float(weight_of(third)[0, 0]))
+        assert weight_of(third)[0, 0] == 15.5
         for each in (accelerator, fresh):
             each.close()
-    values, saved = values, len(list(Path(folder).glob("shardwise_*")))
-    assert values == [7.0, 15.5]
-    assert saved == 1
+    assert len(list(Path(folder).glob("shardwise_*"))) == 1
 
 
 # ---- hooks
@@ -210,7 +205,6 @@ def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_pa
 @on_ranks(RANKS)
 def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
-    said = []
     with launched(), quiet():
         accelerator = accelerator_of(zero(3))
         model, optimizer = made(accelerator, 1.0)
@@ -226,37 +220,25 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> Non
             if not accelerator.is_main_process:
                 raise ValueError("another model")
 
-        for hook in (full, fewer):
+        for hook, words in (
+            (full, r"rank 0 could not run the hooks of save_state[\s\S]*no space"),
+            (fewer, r"changed weights of a sharded model \(one state has 1 entries now\)[\s\S]*weights\.pop\(\)"),
+        ):
             handle = accelerator.register_save_state_pre_hook(hook)
-            with pytest.raises((RuntimeError, ValueError)) as error:
-                accelerator.save_state(folder)
-            said.append(str(error.value))
+            raises((RuntimeError, ValueError), words, accelerator.save_state, folder)
             handle.remove()
         accelerator.save_state(folder)
         handle = accelerator.register_load_state_pre_hook(others)
-        with pytest.raises(ValueError) as error:
-            accelerator.load_state(folder)
-        said.append(str(error.value))
+        words = "rank 1 could not run the hooks of load_state: another model"
+        raises(ValueError, words, accelerator.load_state, folder)
         handle.remove()
         step(accelerator, model, optimizer)
-        said.append(str(float(model.state_dict()["inner.weight"][0, 0])))
+        assert model.state_dict()["inner.weight"][0, 0] == 0.5
         accelerator.close()
-    unwritten, fewer, others, value = said
-    assert "rank 0 could not run the hooks of save_state" in unwritten and "no space" in unwritten
-    assert "changed weights of a sharded model (one state has 1 entries now)" in fewer and "weights.pop()" in fewer
-    assert "rank 1 could not run the hooks of load_state: another model" in others
-    assert value == "0.5"
 
 
 RTOL = 1e-5
 PLANS: dict[str, Plan] = {"ddp": replicated(), "zero1": zero(1), "zero3": zero(3)}
-
-
-@functools.cache
-def points() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(24, 3, generator=generator)
-    return list(zip(inputs, inputs.prod(1, keepdim=True), strict=True))
 
 
 CLIPS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
@@ -302,14 +284,12 @@ def train_pair(of: Any, clip: str, rank: int, ranks: int) -> tuple[list[dict[str
 @on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize("name", [*full("ddp", "zero1"), "zero3"])
 def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
-    from shardwise.huggingface import ShardwiseAccelerator
-
-    with launched(), warnings.catch_warnings(action="ignore"):
+    with launched(), quiet():
         for clip in CLIPS:
             expected, expected_norms = train_pair(nn.utils, clip, 0, 1)
             limit = {"norm": 0.05, "largest": 0.01, "a part": 0.01}.get(clip, -1.0)
             assert min(expected_norms) > limit
-            accelerator = ShardwiseAccelerator(plan=PLANS[name], cpu=True)
+            accelerator = accelerator_of(PLANS[name])
             states, norms = train_pair(accelerator, clip, dist.get_rank(), RANKS)
             accelerator.close()
             assert norms == pytest.approx(expected_norms, rel=RTOL), clip
@@ -317,44 +297,24 @@ def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
                 assert_close(state, wanted, RTOL, clip)
 
 
-def one_step(accelerator: Any) -> float:
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.ones_(model.weight)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    weight: float = accelerator.get_state_dict(model)["weight"].sum().item() if accelerator.is_main_process else 1.0
-    accelerator.close()
-    return weight
-
-
-def one_of_a_launcher() -> tuple[str, float]:
-    from shardwise.huggingface import ShardwiseAccelerator
-
+@on_ranks(1)
+def test_one_rank_of_a_launcher_trains() -> None:
+    """accelerate calls its CPU ``cpu:0``, which no tensor says of its own."""
     with launched():
         told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         os.environ.update(told, OMP_NUM_THREADS="1")
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        accelerator = ShardwiseAccelerator(plan=zero(2), cpu=True)
-        return str(accelerator.device), one_step(accelerator)
-
-
-def test_one_rank_of_a_launcher_trains() -> None:
-    """accelerate calls its CPU ``cpu:0``, which no tensor says of its own."""
-    assert run_ranks(1, one_of_a_launcher) == [("cpu:0", 1.0)]
+        accelerator = accelerator_of(zero(2))
+        assert str(accelerator.device) == "cpu:0"
+        model, optimizer = prepared(accelerator, 1.0)
+        step(accelerator, model, optimizer)
+        assert accelerator.get_state_dict(model)["weight"][0, 0] == 0.5
+        accelerator.close()
 
 
 @on_ranks(2)
 def test_ranks_that_accelerate_does_not_know_of_are_an_error() -> None:
-    from shardwise.huggingface import ShardwiseAccelerator
-
-    errors = []
     with launched():
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name)
-        with pytest.raises(RuntimeError) as error:
-            ShardwiseAccelerator(plan=zero(2), cpu=True)
-        errors.append(str(error.value))
-    assert "torch.distributed has 2 ranks, but accelerate knows of 1" in errors[0]
-    assert "LOCAL_RANK" in errors[0]
+        words = r"torch.distributed has 2 ranks, but accelerate knows of 1[\s\S]*LOCAL_RANK"
+        raises(RuntimeError, words, accelerator_of, zero(2))

@@ -1,131 +1,201 @@
-"""Unmodified programs for DeepSpeed: transformers' Trainer and an accelerate loop, compared with plain training."""
+"""TRL's own trainers with a DeepSpeed configuration, in a program that does not know us, against those without one.
+
+``accelerate launch`` with a DeepSpeed configuration, of a program that does not know us, against plain PyTorch.
+"""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.support.launching import finished
+from tests.launcher_variables import without_launcher
+from tests.support.launching import ROOT, finished
+from tests.support.sets import campaign
 
 PROGRAM = """
-import json, sys
-import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+import copy, json, os, sys
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, ROOT)
+import torch, trl
+from peft import LoraConfig
+from tests.support.trl_setup import llama, rows, tokenizer
 
-folder, config = sys.argv[1], sys.argv[2] or None
-generator = torch.Generator().manual_seed(1)
-rows = [torch.randint(17, (9,), generator=generator) for _ in range(32)]
-ranks = PartialState(cpu=True).num_processes
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-def arguments(steps, **changes):
-    return TrainingArguments(
-        f"{folder}/trainer", per_device_train_batch_size=4 // ranks, gradient_accumulation_steps=2, max_steps=steps,
-        learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.5, weight_decay=0.01, save_steps=2, logging_steps=1,
-        use_cpu=True, report_to=[], disable_tqdm=True, deepspeed=config, **changes)
-
-
-def trained(steps, resume=None):
-    args = arguments(steps)
-    model = GPT2LMHeadModel.from_pretrained(f"{folder}/init")
-    trainer = InOrder(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+kind, folder, config = sys.argv[1], sys.argv[2], sys.argv[3] or None
+data = rows(("text",) if kind == "SFT" else ("prompt", "chosen", "rejected"))
+for resume in (None, f"{folder}/checkpoint-2"):
+    args = getattr(trl, f"{kind}Config")(
+        folder, use_cpu=True, report_to="none", save_steps=2, disable_tqdm=True, bf16=False, max_steps=3,
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")), gradient_accumulation_steps=2,
+        logging_steps=1, learning_rate=1e-2, adam_epsilon=1e-3, max_length=32, gradient_checkpointing=False,
+        deepspeed=config)
+    model, options = llama(), {}
+    if kind == "SFT":
+        options["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    else:
+        options["ref_model"] = copy.deepcopy(model)
+    torch.manual_seed(2)
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model, args=args, train_dataset=data, processing_class=tokenizer(), **options)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(f"{folder}/final")
-    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], trainer
-
-
-first, trainer = trained(4)
-trainer.accelerator.free_memory()
-again, trainer = trained(4, f"{folder}/trainer/checkpoint-2")
-trainer.accelerator.free_memory()
-
-from accelerate.state import AcceleratorState
-AcceleratorState._reset_state()
-options = {}
-if config:
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-    unset_hf_deepspeed_config()
-    low = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
-           "train_micro_batch_size_per_gpu": 4 // ranks}
-    options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=low)
-accelerator = Accelerator(gradient_accumulation_steps=2, **options)
-model = GPT2LMHeadModel.from_pretrained(f"{folder}/init")
-model, optimizer, loader = accelerator.prepare(
-    model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.utils.data.DataLoader(rows, batch_size=4 // ranks))
-
-
-def passes(count):
-    for number, batch in enumerate(loader):
-        if number == count:
-            return
-        with accelerator.accumulate(model):
-            accelerator.backward(model(input_ids=batch, labels=batch).loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-passes(4)
-accelerator.save_state(f"{folder}/state")
-passes(2)
-accelerator.load_state(f"{folder}/state")
-state = accelerator.get_state_dict(model)
-if accelerator.is_main_process:
-    torch.save({name: value.float() for name, value in state.items()}, f"{folder}/accelerate.pt")
-    json.dump([first, again], open(f"{folder}/norms.json", "w"))
-accelerator.end_training()
+    if resume is None:
+        trainer.accelerator.free_memory()
+trainer.save_model(folder)
+if trainer.accelerator.is_main_process:
+    names = ("loss", "grad_norm", "rewards/margins")
+    history = [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
+    open(f"{folder}/history.json", "w").write(json.dumps(history[:3]))
 """
-ZERO = {
+STAGE_3 = {
     "zero_optimization": {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
-        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_param_persistence_threshold": 0,
         "stage3_prefetch_bucket_size": "auto",
         "reduce_bucket_size": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
     },
     "bf16": {"enabled": "auto"},
-    "gradient_clipping": "auto",
     "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
 }
 
 
-def run(folder: Path, initial: Any, config: str, *launch: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def run(program: Path, kind: str, config: str, *launch: str) -> tuple[list[list[float]], dict[str, Any]]:
     from safetensors.torch import load_file
 
+    folder = program.parent / f"{kind}-{'ours' if config else 'plain'}"
     folder.mkdir()
-    initial.save_pretrained(folder / "init")
-    (folder / "program.py").write_text(PROGRAM)
-    command = ["shardwise", "run", *launch, str(folder / "program.py"), str(folder), config]
-    status, shown = finished(*command, log=folder / "log")
+    status, shown = finished("shardwise", "run", *launch, str(program), kind, str(folder), config, log=folder / "log")
     assert status == 0, shown[-4000:]
-    norms = json.loads((folder / "norms.json").read_text())
-    state = torch.load(folder / "accelerate.pt", weights_only=True)
-    return load_file(folder / "final" / "model.safetensors"), state, norms
+    name = "adapter_model.safetensors" if kind == "SFT" else "model.safetensors"
+    return json.loads((folder / "history.json").read_text()), load_file(folder / name)
 
 
 @pytest.mark.full
-def test_programs_for_deepspeed_train_as_plain_ones(tmp_path: Path) -> None:
-    from tests.support.huggingface_setup import gpt2
+@pytest.mark.parametrize("kind", ["SFT", *campaign("DPO")])
+def test_trainers_of_trl_under_deepspeed(kind: str, tmp_path: Path) -> None:
+    """Adapters by SFT, and whole weights by DPO with a reference that is sharded, too."""
+    for needed in ("trl", "datasets"):
+        pytest.importorskip(needed, reason="pip install 'shardwise[trl]'")
+    (tmp_path / "program.py").write_text(PROGRAM.replace("insert(0, ROOT)", f"insert(0, {str(ROOT)!r})"))
+    (tmp_path / "ds.json").write_text(json.dumps(STAGE_3))
+    program = tmp_path / "program.py"
+    history, saved = run(program, kind, "", "--nproc", "1")
+    ours, found = run(program, kind, str(tmp_path / "ds.json"), "--as", "deepspeed", "--nproc", "2")
+    assert len(history) == 3 and found.keys() == saved.keys()
+    for mine, theirs in zip(ours, history, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    for name, value in saved.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
-    initial = gpt2()
-    (tmp_path / "ds.json").write_text(json.dumps(ZERO))
-    plain = run(tmp_path / "plain", initial, "", "--nproc", "1")
-    ours = run(tmp_path / "ours", initial, str(tmp_path / "ds.json"), "--as", "deepspeed", "--nproc", "2")
-    for want, found in zip(plain[:2], ours[:2], strict=True):
-        for name, value in want.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
-    for want, found in zip(plain[2], ours[2], strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+LAUNCH_PROGRAM = """
+import sys
+import torch
+from accelerate import Accelerator, PartialState
+
+PartialState(cpu=True)
+accelerator = Accelerator(gradient_accumulation_steps=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+generator = torch.Generator().manual_seed(1)
+rows = [(torch.randn(4, generator=generator), torch.randn(1, generator=generator)) for _ in range(16)]
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=2))
+
+
+def passes():
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+passes()
+accelerator.save_state(f"{sys.argv[1]}-state")
+passes()
+accelerator.load_state(f"{sys.argv[1]}-state")
+stage, ranks = accelerator.state.deepspeed_plugin.zero_stage, accelerator.num_processes
+state = accelerator.get_state_dict(model)
+if accelerator.is_main_process:
+    torch.save({"stage": stage, "ranks": ranks, "state": state}, sys.argv[1])
+"""
+FILE = """
+{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+ "zero_optimization": {"stage": 2}}
+"""
+ANSWERS = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
+
+def plain() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(4, generator=generator), torch.randn(1, generator=generator)) for _ in range(16)]
+    for first in (0, 8):
+        inputs, targets = (torch.stack(each) for each in zip(*rows[first : first + 8], strict=True))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["a file of DeepSpeed's", *campaign("answers of accelerate config")])
+def test_a_program_is_launched_and_trains_as_a_plain_one(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(LAUNCH_PROGRAM)
+    (tmp_path / "ds.json").write_text(FILE)
+    (tmp_path / "answers.yaml").write_text(ANSWERS)
+    given = {
+        "a file of DeepSpeed's": ["--use_deepspeed", "--num_processes", "2", "--deepspeed_config_file", "ds.json"],
+        "answers of accelerate config": ["--config_file", "answers.yaml"],
+    }[kind]
+    command = [sys.executable, "-m", "shardwise.cli.as_world", "deepspeed", "-m", "accelerate.commands.launch", *given]
+    environment = {
+        name: value for name, value in without_launcher(os.environ).items() if not name.startswith("ACCELERATE_")
+    }
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ended = subprocess.run(
+        [*command, "--main_process_port", port, "program.py", str(tmp_path / "found.pt")],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert (found["stage"], found["ranks"]) == (2 if "file" in kind else 3, 2)
+    for name, value in plain().items():
+        torch.testing.assert_close(found["state"][name], value, rtol=1e-5, atol=1e-6)

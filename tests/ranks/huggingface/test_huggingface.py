@@ -4,6 +4,7 @@ The model computes in fp32 without dropout; losses, gradient norms, rates and we
 each tensor's largest element), since sums over a batch are made in another order.
 """
 
+import errno
 import functools
 import json
 import math
@@ -12,6 +13,7 @@ import runpy
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from shardwise.core.checkpoint import CheckpointError
 from shardwise.core.optim import HybridAdam
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.huggingface_setup import RANKS, arguments, gpt2, launched, make, quiet, rows, weights
-from tests.support.on_ranks import assert_refused, on_ranks
-from tests.support.sets import campaign, full
+from tests.support.on_ranks import assert_refused, on_ranks, raises
+from tests.support.sets import campaign
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -48,22 +51,20 @@ def outcome(trainer: Any, folder: str, resume: Any = None) -> Outcome:
     return [entry for entry in history if entry], weights(folder)
 
 
-def plain_trainer(folder: str, changes: dict[str, Any]) -> Outcome:
+def plain_trainer(folder: str) -> Outcome:
     """24 training rows are three batches of 8: the last update of an epoch has one pass."""
     from transformers import Trainer
 
     with launched(), quiet():
-        trainer = Trainer(gpt2(), arguments(folder, 8, **changes), train_dataset=rows()[:24], eval_dataset=rows()[24:])
+        trainer = Trainer(gpt2(), arguments(folder, 8), train_dataset=rows()[:24], eval_dataset=rows()[24:])
         return outcome(trainer, os.path.join(folder, "model"))
 
 
-def sharded_trainer(name: str, folder: str, changes: dict[str, Any], resume: str | None = None) -> Outcome:
+def sharded_trainer(name: str, folder: str, resume: str | None = None) -> Outcome:
     with launched(), quiet():
-        trainer = make(folder, PLANS[name], **changes)
+        trainer = make(folder, PLANS[name])
         result = outcome(trainer, os.path.join(folder, "model"), resume)
-        evaluated = trainer.evaluate()["eval_loss"]
-        if changes.get("eval_strategy") != "no" and not changes.get("load_best_model_at_end"):
-            assert evaluated == pytest.approx(result[0][-1]["eval_loss"], rel=1e-6)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(result[0][-1]["eval_loss"], rel=1e-6)
         trainer.accelerator.close()
         return result
 
@@ -79,14 +80,14 @@ def check(found: Outcome, expected: Outcome, rtol: float = RTOL) -> None:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
     folder = str(tmp_path_factory.mktemp("plain"))
-    return folder, plain_trainer(folder, {})
+    return folder, plain_trainer(folder)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Outcome]]:
     """A whole run at stage 3, and where its checkpoints are."""
     folder = str(tmp_path_factory.mktemp("straight"))
-    return folder, run_ranks(RANKS, sharded_trainer, "zero3", folder, {}, timeout=120.0)
+    return folder, run_ranks(RANKS, sharded_trainer, "zero3", folder, timeout=120.0)
 
 
 def test_the_trainer_equals_the_plain_one_at_stage_3(
@@ -94,36 +95,25 @@ def test_the_trainer_equals_the_plain_one_at_stage_3(
 ) -> None:
     for found in straight[1]:
         check(found, plain[1])
+    assert min(entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry) > 0.1  # something is clipped
 
 
-@pytest.mark.parametrize("name", [*full("ddp", "zero1"), *campaign("zero2")])
-def test_the_trainer_equals_the_plain_one(name: str, plain: tuple[str, Outcome], tmp_path: Path) -> None:
-    norms = [entry["grad_norm"] for entry in plain[1][0] if "grad_norm" in entry]
-    assert min(norms) > 0.1  # something is clipped
-    for found in run_ranks(RANKS, sharded_trainer, name, str(tmp_path), {}, timeout=120.0):
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "resumes"), [("ddp", ""), ("zero1", "straight"), ("zero3", "plain")])
+def test_the_trainer_equals_the_plain_one_and_goes_on_from_others(
+    name: str, resumes: str, plain: tuple[str, Outcome], straight: tuple[str, list[Outcome]], tmp_path: Path
+) -> None:
+    """From the checkpoint of the plain Trainer, and of another plan."""
+    folders = {"": None, "plain": f"{plain[0]}/checkpoint-2", "straight": f"{straight[0]}/checkpoint-2"}
+    for found in run_ranks(RANKS, sharded_trainer, name, str(tmp_path), folders[resumes], timeout=120.0):
         check(found, plain[1])
 
 
 def test_resuming_equals_a_straight_run_bit_for_bit(straight: tuple[str, list[Outcome]], tmp_path: Path) -> None:
-    again, expected = str(tmp_path / "again"), straight[1][0]
-    checkpoint = os.path.join(straight[0], "checkpoint-2")
-    for found in run_ranks(RANKS, sharded_trainer, "zero3", again, {}, checkpoint, timeout=120.0):
+    checkpoint, expected = f"{straight[0]}/checkpoint-2", straight[1][0]
+    for found in run_ranks(RANKS, sharded_trainer, "zero3", str(tmp_path), checkpoint, timeout=120.0):
         assert_close(found[1], expected[1], 0.0, "resumed")
         assert found[0] == expected[0]  # the history of before is in the checkpoint
-
-
-@pytest.mark.full
-def test_another_plan_resumes(straight: tuple[str, list[Outcome]], tmp_path: Path) -> None:
-    checkpoint = os.path.join(straight[0], "checkpoint-2")
-    for found in run_ranks(RANKS, sharded_trainer, "zero1", str(tmp_path), {}, checkpoint, timeout=120.0):
-        check(found, straight[1][0])
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_the_plain_trainer_is_resumed(plain: tuple[str, Outcome], tmp_path: Path) -> None:
-    checkpoint = os.path.join(plain[0], "checkpoint-2")
-    for found in run_ranks(RANKS, sharded_trainer, "zero3", str(tmp_path), {}, checkpoint, timeout=120.0):
-        check(found, plain[1])
 
 
 @on_ranks(RANKS, timeout=120.0)
@@ -146,21 +136,21 @@ def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
         trainer.accelerator.close()
 
 
-def in_bf16(folder: str) -> tuple[Outcome, str, str]:
+def in_bf16(folder: str) -> Outcome:
     with launched(), quiet():
         trainer = make(folder, zero(3), bf16=True)
         found = outcome(trainer, os.path.join(folder, "model"))
-        dtype = str(next(trainer.model.parameters()).dtype)
+        assert next(trainer.model.parameters()).dtype is torch.bfloat16
         trainer.accelerator.close()
-    return found, dtype, json.loads(Path(folder, "model", "config.json").read_text("utf-8"))["dtype"]
+    assert json.loads(Path(folder, "model", "config.json").read_text("utf-8"))["dtype"] == "float32"
+    return found
 
 
 def test_bf16_has_fp32_masters(plain: tuple[str, Outcome], tmp_path: Path) -> None:
-    for found, dtype, saved in run_ranks(RANKS, in_bf16, str(tmp_path), timeout=120.0):
-        assert (dtype, saved) == ("torch.bfloat16", "float32")
-        check((found[0], {}), (plain[1][0], {}), 0.05)
+    for history, saved in run_ranks(RANKS, in_bf16, str(tmp_path), timeout=120.0):
+        check((history, {}), (plain[1][0], {}), 0.05)
         # Values between those of bf16, so they are the masters'.
-        assert any(not torch.equal(value, value.bfloat16().float()) for value in found[1].values())
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
 
 
 @on_ranks(RANKS, timeout=120.0)
@@ -174,6 +164,50 @@ def test_the_example(tmp_path: Path) -> None:
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[-1] < 5.0  # of log(256) = 5.5
     assert (tmp_path / "checkpoint-8" / "shardwise").is_dir()
+
+
+# ---- saving that fails
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def full_disk(trainer: Any, directory: str, **how: Any) -> None:
+    """In the place of ``save_pretrained``: one of the files is cut off."""
+    type(trainer.model).save_pretrained(trainer.model, directory, **how)
+    os.truncate(Path(directory) / "model.safetensors", 100)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
+
+
+@on_ranks(RANKS, timeout=120.0)
+def test_a_model_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    """Writing that fails in other ways: tests/ranks/checkpoint/test_output_files.py."""
+    path = tmp_path / "run"
+    with launched(), quiet():
+        trainer = make(str(path), zero(3), eval_strategy="no", max_steps=1)
+        trainer.train()
+        trainer.save_model()  # beside the checkpoints, where it is saved by default
+        state = trainer.session.module.state_dict()
+        trainer.session.module.load_state_dict({name: 2 * value for name, value in state.items()})
+        before, number = content(path), path.stat().st_ino
+        with mock.patch.object(trainer.model, "save_pretrained", functools.partial(full_disk, trainer)):
+            raises(CheckpointError, r"rank 0 could not save the model to[\s\S]*ENOSPC", trainer.save_model)
+        dist.barrier()
+        assert content(path) == before
+        dist.barrier()
+        small = functools.partial(trainer.model.save_pretrained, max_shard_size="2KB")
+        with mock.patch.object(trainer.model, "save_pretrained", small):
+            for name in ("", "new"):
+                trainer.save_model(str(path / name))
+        trainer.accelerator.close()
+    for name in ("", "new"):
+        names = {file.name for file in (path / name).iterdir()}
+        assert "model.safetensors" not in names and "model.safetensors.index.json" in names
+        assert not any(each.startswith(".") for each in names)
+        found = weights(str(path / name))
+        assert_close(found, {key: 2 * state[key] for key in found}, 0.0, name)
+    assert path.stat().st_ino == number and (path / "checkpoint-1" / "model.safetensors").is_file()
 
 
 # ---- accelerate
@@ -200,7 +234,7 @@ def parts(batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
 def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
     model, optimizer, loader, schedule = parts(8)
     norms = []
-    for epoch in range(2):
+    for _ in range(2):
         for index, (inputs, targets) in enumerate(loader):
             (nn.functional.mse_loss(model(inputs), targets) / 2).backward()
             if index % 2 or index == len(loader) - 1:
@@ -209,7 +243,6 @@ def plain_loop() -> tuple[dict[str, Tensor], list[float]]:
                 optimizer.zero_grad()
                 for _ in range(RANKS):  # accelerate steps it once a process
                     schedule.step()
-        del epoch
     return dict(model.state_dict()), norms
 
 
@@ -236,41 +269,33 @@ def start(plan: Plan, **options: Any) -> Any:
     return prepare(*parts(4), plan=plan, cpu=True, gradient_accumulation_steps=2, **options)
 
 
-def accelerated(name: str, folder: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], list[int]]:
-    with launched(), warnings.catch_warnings(action="ignore"):
-        prepared = start(PLANS[name])
-        norms = loop(prepared, 1)
-        prepared.accelerator.save_state(folder)
-        norms += loop(prepared, 1)
-        state = prepared.accelerator.get_state_dict(prepared.model)
-        assert isinstance(prepared.accelerator.unwrap_model(prepared.model), nn.Sequential)
-        again = start(PLANS["zero3"])
-        again.accelerator.load_state(folder)
-        loop(again, 1)
-        resumed = again.accelerator.get_state_dict(again.model)
-        loader = again.accelerator.prepare(DataLoader(points()[:7], 2))
-        gathered = [int(again.accelerator.gather_for_metrics(inputs).shape[0]) for inputs, _ in loader]
-        again.accelerator.save_model(again.model, folder + "-model")
-        for each in (prepared, again):
-            each.accelerator.close()
-    return state, norms, resumed, gathered
-
-
+@on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize("name", [*campaign("zero1"), "zero3"])
 def test_accelerate_equals_a_plain_loop(name: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    expected, norms = plain_loop()
-    folder = str(tmp_path / "state")
-    for rank, (state, found, resumed, gathered) in enumerate(run_ranks(RANKS, accelerated, name, folder, timeout=120)):
-        assert found == pytest.approx(norms, rel=RTOL) and max(norms) > 0.1
+    expected, wanted = plain_loop()
+    with launched(), quiet():
+        prepared = start(PLANS[name])
+        norms = loop(prepared, 1)
+        prepared.accelerator.save_state(tmp_path / "state")
+        norms += loop(prepared, 1)
+        assert norms == pytest.approx(wanted, rel=RTOL) and max(wanted) > 0.1
+        assert isinstance(prepared.accelerator.unwrap_model(prepared.model), nn.Sequential)
+        again = start(PLANS["zero3"])
+        again.accelerator.load_state(tmp_path / "state")
+        loop(again, 1)
+        for each in (prepared, again):
+            state = each.accelerator.get_state_dict(each.model)
+            assert_close(state, expected if dist.get_rank() == 0 else {}, RTOL, "accelerate")
+        loader = again.accelerator.prepare(DataLoader(points()[:7], 2))
+        gathered = [again.accelerator.gather_for_metrics(inputs).shape[0] for inputs, _ in loader]
         assert sum(gathered) == 7  # what was added to make the ranks' shares equal is left out
-        if rank == 0:
-            assert_close(state, expected, RTOL, "accelerate")
-            assert_close(resumed, expected, RTOL, "resumed")
-        else:
-            assert state == resumed == {}
-    assert_close(load_file(tmp_path / "state-model" / "model.safetensors"), expected, RTOL, "save_model")
+        again.accelerator.save_model(again.model, tmp_path / "model")
+        dist.barrier()
+        for each in (prepared, again):
+            each.accelerator.close()
+    assert_close(load_file(tmp_path / "model" / "model.safetensors"), expected, RTOL, "save_model")
 
 
 @on_ranks(RANKS)

@@ -18,9 +18,9 @@ from torch import Tensor
 import shardwise
 from shardwise.plan import Plan, zero
 from shardwise.session import Session
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.huggingface_setup import RANKS, arguments, gpt2, launched, quiet, rows
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
 pytest.importorskip("peft")
@@ -80,12 +80,6 @@ class Both:
     def close(self) -> None:
         self.session.close()
         self.session.mesh.close()
-
-
-def told(action: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        action()
-    return str(caught.value)
 
 
 def switched(stage: int) -> None:
@@ -162,72 +156,64 @@ def saved_and_loaded(stage: int, folder: str) -> None:
 def refused(stage: int, folder: str) -> None:
     from peft import PeftModel, get_peft_model
 
+    words = f"lora_A.default.weight[\\s\\S]*{TOO_LATE}"
     both = Both(gpt2, stage)
     model = get_peft_model(both.model, config())
-    assert "lora_A.default.weight (2, 8) was added to the model after sharding: " in told(
-        lambda: model(input_ids=TOKENS)
-    ) and TOO_LATE in told(lambda: both.session.module.state_dict())
+    raises(
+        RuntimeError, r"lora_A.default.weight \(2, 8\) was added to the model after sharding: ", model, input_ids=TOKENS
+    )
+    raises(RuntimeError, TOO_LATE, both.session.module.state_dict)
     both.close()
     both = Both(gpt2, stage)
     own = f"{folder}/own-{stage}"
-    said = told(lambda: PeftModel.from_pretrained(both.model, own, is_trainable=True))
-    assert "lora_A.default.weight" in said and TOO_LATE in said
+    raises(RuntimeError, words, lambda: PeftModel.from_pretrained(both.model, own, is_trainable=True))
     both.close()
     both = Both(adapted, stage)
     both.model.add_adapter("other", config())
     both.step()  # it is not in use
     if stage == 3:  # peft reads the state first, which no rank has whole
-        said = told(lambda: both.model.load_adapter(own, "default"))
-        assert "state_dict() of the sharded PeftModel itself would" in said and "inside its gathered(" in said
+        words = r"state_dict\(\) of the sharded PeftModel itself would[\s\S]*inside its gathered\("
+        raises(RuntimeError, words, both.model.load_adapter, own, "default")
     else:
         for each in (both.model, both.plain):
             each.load_adapter(own, "default")
         both.agree()
     both.model.set_adapter("other")
-    assert TOO_LATE in told(both.step)
+    raises(RuntimeError, TOO_LATE, both.step)
     both.close()
     both = Both(adapted, stage)
     both.model.delete_adapter("default")
-    assert "was removed from the sharded model" in told(lambda: both.session.module(input_ids=TOKENS))
+    raises(RuntimeError, "was removed from the sharded model", both.session.module, input_ids=TOKENS)
     both.close()
 
 
-def on_rank(stage: int, folder: str) -> None:
-    with quiet():
-        switched(stage)
-        saved_and_loaded(stage, folder)
-        refused(stage, folder)
-
-
+@on_ranks(2, timeout=300.0)
 @pytest.mark.parametrize("stage", [*full(2), 3])
 def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(2, on_rank, stage, str(tmp_path), timeout=300.0) == [None, None]
+    with quiet():
+        switched(stage)
+        saved_and_loaded(stage, str(tmp_path))
+        refused(stage, str(tmp_path))
 
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 
-def trainer_of(folder: str, plan: Plan, several: bool = False, prompts: bool = False) -> Any:
-    """The first checkpoint is the best one: losses fall, and the largest is asked for (those of prompts rise)."""
-    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+def trainer_of(folder: str, plan: Plan, several: bool) -> Any:
+    """The first checkpoint is the best one: losses fall, and the largest is asked for."""
+    from peft import LoraConfig, get_peft_model
 
     from shardwise.huggingface import ShardwiseTrainer
 
     torch.manual_seed(3)
     lora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, modules_to_save=["lm_head"])
-    if prompts:
-        model = get_peft_model(gpt2(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    else:
-        model = get_peft_model(gpt2(), lora)
+    model = get_peft_model(gpt2(), lora)
     if several:
         model.add_adapter("other", lora)
-        for param in model.parameters():
-            param.requires_grad_(param.requires_grad)
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": not prompts}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
     args = arguments(folder, 4, **best)
-    data = rows() if not prompts else [{name: value[:6] for name, value in row.items()} for row in rows()]
-    return ShardwiseTrainer(model, args, plan=plan, train_dataset=data[:24], eval_dataset=data[24:])
+    return ShardwiseTrainer(model, args, plan=plan, train_dataset=rows()[:24], eval_dataset=rows()[24:])
 
 
 def file_of(folder: str) -> dict[str, Tensor]:
@@ -246,25 +232,25 @@ def test_the_best_adapter_is_loaded(plan: Plan, several: bool, tmp_path: Path) -
     with launched(), quiet():
         trainer = trainer_of(folder, plan, several)
         trainer.train()
-        dtype = str(next(p.dtype for name, p in trainer.model.named_parameters() if "lora_" in name))
+        bf16 = plan.precision.param_dtype is torch.bfloat16
+        dtypes = {param.dtype for name, param in trainer.model.named_parameters() if "lora_" in name}
+        assert dtypes == {torch.bfloat16 if bf16 else torch.float32}
         trainer.save_model(f"{folder}/model")
         dist.barrier()
-        found = {"best": file_of(trainer.state.best_model_checkpoint), "last": file_of(f"{folder}/checkpoint-4")}
-        found |= {"saved": file_of(f"{folder}/model"), "dtype": dtype, "loss": trainer.evaluate()["eval_loss"]}
-        found["then"] = next(e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e)
+        paths = trainer.state.best_model_checkpoint, f"{folder}/checkpoint-4", f"{folder}/model"
+        best, last, saved = map(file_of, paths)
+        loss = trainer.evaluate()["eval_loss"]
+        then = next(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+        assert loss == pytest.approx(then, rel=1e-6) and math.isfinite(loss)
         # The model is sharded already: resuming puts the last one back, and there is nothing left to do.
         trainer.args.load_best_model_at_end = False
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
         trainer.save_model(f"{folder}/resumed")
         dist.barrier()
-        found["resumed"] = file_of(f"{folder}/resumed")
+        assert_close(file_of(f"{folder}/resumed"), last, 0.0, "the last adapter")
         trainer.accelerator.close()
-    key = next(key for key in found["best"] if "lora_B" in key)
-    assert not torch.equal(found["best"][key], found["last"][key])
-    assert_close(found["saved"], found["best"], 0.0, "the best adapter")
-    assert_close(found["resumed"], found["last"], 0.0, "the last adapter")
-    assert found["loss"] == pytest.approx(found["then"], rel=1e-6) and math.isfinite(found["loss"])
-    bf16 = plan.precision.param_dtype is torch.bfloat16
-    assert found["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
-    if bf16:  # the file has the masters' values, and they are loaded
-        assert any(not torch.equal(each, each.bfloat16().float()) for each in found["saved"].values())
+    key = next(key for key in best if "lora_B" in key)
+    assert not torch.equal(best[key], last[key])
+    assert_close(saved, best, 0.0, "the best adapter")
+    # The file has the masters' values, and they are loaded.
+    assert not bf16 or any(not torch.equal(each, each.bfloat16().float()) for each in saved.values())

@@ -5,8 +5,9 @@ Source: Dettmers et al., arXiv 2305.14314; transformers' ``BitsAndBytesConfig``;
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -51,17 +52,27 @@ OTHERS: list[Way] = [
 State = dict[str, Tensor]
 
 
-def plainly(where: str, bits: int, checkpointing: bool) -> tuple[list[float], State, Tensor]:
-    model = adapted(where, bits, checkpointing)
-    packs_for_evaluation(model, False)  # theirs takes whole blocks a row alone, and computes in bf16
-    optimizer = adamw(model)
+Ended = tuple[list[float], State, Tensor]
+
+
+def trained(model: nn.Module, backward: Callable[[Tensor], object], optimizer: Any) -> Ended:
+    """Losses, the state, and the logits of an evaluation, for which layers may pack their weights in another order."""
 
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    losses = train(model, lambda loss: loss.backward(), update)
-    return losses, {name: value.clone() for name, value in model.state_dict().items()}, evaluated(model)
+    losses = train(model, backward, update)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.eval()
+    with torch.no_grad():
+        return losses, state, model(input_ids=torch.arange(LENGTH)[None]).logits
+
+
+def plainly(where: str, bits: int, checkpointing: bool) -> Ended:
+    model = adapted(where, bits, checkpointing)
+    packs_for_evaluation(model, False)  # theirs takes whole blocks a row alone, and computes in bf16
+    return trained(model, lambda loss: loss.backward(), adamw(model))
 
 
 def packs_for_evaluation(model: nn.Module, packs: bool) -> None:
@@ -71,51 +82,29 @@ def packs_for_evaluation(model: nn.Module, packs: bool) -> None:
             module.support_avx512bf16_for_cpu = packs
 
 
-def evaluated(model: nn.Module) -> Tensor:
-    """The logits of an evaluation, for which layers may pack their weights in another order."""
-    model.eval()
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=torch.arange(LENGTH)[None]).logits
-    return logits
-
-
-class Found(NamedTuple):
-    losses: list[float]
-    state: State
-    logits: Tensor
-    parameters: dict[str, int]
-    peak_bytes: int
-
-
-def at_stage(session: Session, model: nn.Module) -> Found:
-    def update() -> None:
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-
-    losses = train(session.module, session.backward, update)
-    report = session.memory()
-    parameters = {tier: held.get("parameters", 0) for tier, held in report.by_tier.items()}
-    state = {name: value.clone() for name, value in session.module.state_dict().items()}
-    return Found(losses, state, evaluated(session.module), parameters, report.peak_gathered_bytes)
-
-
-def on_rank(where: str, folder: str, ways: list[Way]) -> list[Found]:
-    found = []
+def on_rank(where: str, folder: str, ways: list[Way], wanted: dict[tuple[int, bool], Ended]) -> None:
     with launched(), silent():
-        for number, (bits, stage, disk, checkpointing) in enumerate(ways):
+        for number, way in enumerate(ways):
+            bits, stage, disk, checkpointing = way
+            losses, state, logits = wanted[bits, checkpointing]
             model = adapted(where, bits, checkpointing)
             packs_for_evaluation(model, True)
             offload = os.path.join(folder, f"disk-{number}") if disk else None
             if offload is not None:
                 os.makedirs(offload, exist_ok=True)
             session = shardwise.shard(model, adamw(model), stage=stage, offload=offload)
-            found.append(at_stage(session, model))
+            found_losses, found, found_logits = trained(session.module, session.backward, session.optimizer)
+            assert found_losses == losses and list(found) == list(state), way
+            differ = [name for name in state if not torch.equal(state[name], found[name])]
+            assert not differ and torch.equal(found_logits, logits), (way, differ[:3])
+            held = {tier: each.get("parameters", 0) for tier, each in session.memory().by_tier.items()}
+            assert held["disk" if disk else "device"] == formula(bits, stage), way
+            assert not any(held[tier] for tier in ("host", "device" if disk else "disk")), way
             if ways == SAVED:
                 session.checkpoints.save(folder, f"bits-{bits}")
                 save_as_theirs(session, where, folder, bits)
             session.close()
             session.mesh.close()
-    return found
 
 
 def save_as_theirs(session: Session, where: str, folder: str, bits: int) -> None:
@@ -146,20 +135,9 @@ def test_packed_weights_are_sharded_and_adapters_train_as_in_one_process(ways: l
     with silent():
         where = base(str(tmp_path))
         wanted = {key: plainly(where, *key) for key in {(bits, checkpointing) for bits, _, _, checkpointing in ways}}
-    results = run_ranks(RANKS, on_rank, where, str(tmp_path), ways, timeout=300.0)
-    for rank, found in enumerate(results):
-        for way, each in zip(ways, found, strict=True):
-            bits, stage, disk, checkpointing = way
-            losses, state, logits = wanted[bits, checkpointing]
-            assert each.losses == losses, (rank, way)
-            assert list(each.state) == list(state)
-            differ = [name for name in state if not torch.equal(state[name], each.state[name])]
-            assert not differ, (rank, way, differ[:3])
-            assert torch.equal(each.logits, logits), (rank, way)
-            assert each.parameters["disk" if disk else "device"] == formula(bits, stage), (rank, way)
-            assert not any(each.parameters[tier] for tier in ("host", "device" if disk else "disk")), (rank, way)
+    run_ranks(RANKS, on_rank, where, str(tmp_path), ways, wanted, timeout=300.0)
     if ways == SAVED:
-        back_again(where, str(tmp_path), {way[0]: each.state for way, each in zip(ways, results[0], strict=True)})
+        back_again(where, str(tmp_path), {bits: state for (bits, _), (_, state, _) in wanted.items()})
 
 
 def back_again(where: str, folder: str, saved: dict[int, State]) -> None:
@@ -191,8 +169,7 @@ def refused(session: Session, state: State) -> None:
     assert f"{name}: torch.float32 instead of" in told(
         lambda: session.module.load_state_dict(state | {name: state[name].float()})
     )
-    scales = [key for key in state if key.startswith(name + ".quant_state.")]
-    for key in scales:
+    for key in (key for key in state if key.startswith(name + ".quant_state.")):
         assert f"{key} is recomputed whenever the model is saved" in told(
             lambda key=key: session.module.load_state_dict(state | {key: state[key] + 1}), ValueError
         )
@@ -206,13 +183,8 @@ def test_the_page_says_how(tmp_path: Path) -> None:
         exec(block, names)
         session: Session = names["session"]  # type: ignore[assignment]
         before = session.module.state_dict()
-
-        def update() -> None:
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-
-        train(session.module, session.backward, update)
-        changed = [name for name, value in session.module.state_dict().items() if not torch.equal(value, before[name])]
+        _, after, _ = trained(session.module, session.backward, session.optimizer)
+    changed = [name for name, value in after.items() if not torch.equal(value, before[name])]
     assert changed and all("lora_" in name for name in changed)
     session.close()
     session.mesh.close()

@@ -36,13 +36,9 @@ LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
+@mock.patch.dict(os.environ, HF_HUB_OFFLINE="1")
 def train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
     """What is logged at each step, and what is saved; ``stage`` ``None``: TRL's own trainer, in one process."""
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
-        return _train(kind, lora, folder, stage)
-
-
-def _train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
     import trl
     from peft import LoraConfig
     from safetensors.torch import load_file
@@ -61,9 +57,8 @@ def _train(kind: str, lora: bool, folder: str, stage: int | None) -> Outcome:
         kind = kind[:3]
         model = llama()
         if lora:
-            options["peft_config"] = LoraConfig(
-                r=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
-            )
+            targets = ["q_proj", "down_proj"]
+            options["peft_config"] = LoraConfig(r=2, target_modules=targets, modules_to_save=["lm_head"])
         elif kind == "DPO":
             options["ref_model"] = copy.deepcopy(model)
         if stage is not None:

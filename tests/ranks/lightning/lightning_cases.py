@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwise.strategies.namespace import LIGHTNING
-from tests.support.lightning_setup import close, data, stock, toy, trainer, weights
+from tests.support.lightning_setup import close, data, stock, toy, trainer, weights, worst
 from tests.support.sets import campaign, full
 
 SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
@@ -117,16 +116,10 @@ def ended(made: Any) -> Ended:
     return found
 
 
-def off(one: Ended, other: Ended) -> float:
-    """The largest difference of the weights; NaN where there is one."""
-    assert one.weights.keys() == other.weights.keys()
-    return float(torch.stack([(v - other.weights[n]).abs().max() for n, v in one.weights.items()]).max())
-
-
 def check_same(found: list[Ended], expected: list[Ended], most: float = 1e-6) -> None:
     """Every rank ended where the oracle did: weights, steps, and what was logged."""
     for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
-        difference = off(one, other)
+        difference = worst(one.weights, other.weights)
         assert difference <= most, f"rank {rank}: weights differ by {difference}"
         assert one.global_step == other.global_step, f"rank {rank}"
         assert one.metrics.keys() == other.metrics.keys(), f"rank {rank}"

@@ -1,5 +1,7 @@
 """What only ColossalAIStrategy has: its arguments' effects, its collectives, its steps."""
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -8,18 +10,14 @@ import torch.distributed as dist
 from lightning_cases import Recipe, check_same, ended, run
 from torch import Tensor
 
+from shardwise.lightning import ColossalAIStrategy
 from shardwise.strategies.colossalai import ColossalAI
-from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace, build
+from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
 from shardwise.testing import run_ranks
-from tests.support.lightning_setup import Toy, close, data, since, toy, trainer, weights
+from tests.support.lightning_setup import Toy, close, data, fit, since, toy, trainer, worst
+from tests.support.on_ranks import on_ranks
 
 RANKS = 2
-
-
-def _made(ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
-    import importlib
-
-    return importlib.import_module(ns.home).ColossalAIStrategy(**arguments)
 
 
 # ---- arguments
@@ -57,104 +55,67 @@ def test_auto_places_by_the_trace_of_a_first_step_even_after_validation() -> Non
 class _ShowsOutputs(Toy):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = self(batch[0])  # type: ignore[operator]
-        loss = nn_loss(output, batch[1])
-        self.seen += [str(batch[0].dtype), str(output.dtype), str(loss.dtype)]
+        loss = (output - batch[1]).square().mean()
+        self.seen += [batch[0].dtype, output.dtype, loss.dtype]  # type: ignore[list-item]
         return {"loss": loss, "output": output}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += [str(outputs["loss"].dtype), str(outputs["output"].dtype)]
+        self.seen += [outputs["loss"].dtype, outputs["output"].dtype]
 
 
-def nn_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def _outputs(force: bool) -> list[str]:
-    model = toy(body=_ShowsOutputs)
-    made = trainer(_made(force_outputs_fp32=force), precision="bf16-mixed")
-    made.fit(model, data(1))
-    close(made)
-    return [each.removeprefix("torch.") for each in model.seen]
-
-
+@on_ranks(RANKS)
 def test_force_outputs_fp32_casts_what_a_step_returns() -> None:
-    assert run_ranks(RANKS, _outputs, False) == [["bfloat16"] * 5] * RANKS
-    assert run_ranks(RANKS, _outputs, True) == [["bfloat16"] + ["float32"] * 4] * RANKS
+    for force, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        model = toy(body=_ShowsOutputs)
+        fit(ColossalAIStrategy(force_outputs_fp32=force), model, loader=data(1), precision="bf16-mixed")
+        assert model.seen == [torch.bfloat16] + [dtype] * 4
 
 
 def test_what_has_no_effect_is_said_once() -> None:
     with pytest.warns(UserWarning, match="chunk_size=8 without effect: use_chunk=False") as caught:
-        _made(use_chunk=False, chunk_size=8)
+        ColossalAIStrategy(use_chunk=False, chunk_size=8)
     assert len(caught) == 1
     with pytest.warns(UserWarning, match=r"gpu_margin_mem_ratio=0.5 without effect: for placement_policy='auto'"):
-        _made(placement_policy="cuda", gpu_margin_mem_ratio=0.5)
+        ColossalAIStrategy(placement_policy="cuda", gpu_margin_mem_ratio=0.5)
     with pytest.raises(ValueError, match="placement_policy='const'"):
-        _made(placement_policy="const")
-
-
-# ---- fp16
+        ColossalAIStrategy(placement_policy="const")  # type: ignore[arg-type]
 
 
 # ---- between ranks
 
 
-def _ready(**arguments: Any) -> Any:
-    made = trainer(_made(**arguments))
+@on_ranks(RANKS)
+def test_all_gather_concatenates_and_lets_gradients_through_and_reduce_gives_its_result_to_every_rank() -> None:
+    """ColossalAI joined along dimension 0, refused ``sync_grads``, and gave what it reduced to rank 0 only."""
+    made = trainer(ColossalAIStrategy())
     made.fit(toy(), data(1))
-    return made
-
-
-def _gathers() -> dict[str, Any]:
-    made = _ready()
-    rank = dist.get_rank()
-    found: dict[str, Any] = {}
+    gather, reduce, rank = made.strategy.all_gather, made.strategy.reduce, dist.get_rank()
     part = (torch.arange(6.0).reshape(2, 3) + 10 * rank).requires_grad_()
-    plain = made.strategy.all_gather(part)
-    found["rows"], found["tracked"] = plain.tolist(), plain.requires_grad
-    found["scalar"] = made.strategy.all_gather(torch.tensor(float(rank))).tolist()
-    found["by module"] = made.lightning_module.all_gather(torch.full((1, 2), rank)).tolist()
-    whole = made.strategy.all_gather(part, sync_grads=True)
-    weight = torch.arange(12.0).reshape(4, 3) * (rank + 1)
-    (whole * weight).sum().backward()
-    found["grad"] = None if part.grad is None else part.grad.tolist()
-    found["group"] = made.strategy.all_gather(torch.ones(2), group=dist.group.WORLD).shape
-    close(made)
-    return found
-
-
-def test_all_gather_concatenates_and_lets_gradients_through() -> None:
-    """ColossalAI joined along dimension 0 and refused ``sync_grads``."""
-    for rank, found in enumerate(run_ranks(RANKS, _gathers)):
-        assert found["rows"] == [[0, 1, 2], [3, 4, 5], [10, 11, 12], [13, 14, 15]]
-        assert found["tracked"] is False and found["scalar"] == [0, 1] and found["by module"] == [[0, 0], [1, 1]]
-        # The sum over ranks of what each did to this rank's rows: weights times 1 and times 2.
-        own = torch.arange(12.0).reshape(4, 3)[2 * rank : 2 * rank + 2] * 3
-        assert found["grad"] == own.tolist()
-        assert tuple(found["group"]) == (4,)
-
-
-def _reduces() -> dict[str, Any]:
-    made = _ready()
-    reduce, rank = made.strategy.reduce, dist.get_rank()
+    plain = gather(part)
+    assert plain.tolist() == [[0, 1, 2], [3, 4, 5], [10, 11, 12], [13, 14, 15]] and not plain.requires_grad
+    assert gather(torch.tensor(float(rank))).tolist() == [0, 1]
+    assert made.lightning_module.all_gather(torch.full((1, 2), rank)).tolist() == [[0, 0], [1, 1]]
+    weight = torch.arange(12.0).reshape(4, 3)
+    (gather(part, sync_grads=True) * weight * (rank + 1)).sum().backward()
+    # The sum over ranks of what each did to this rank's rows: weights times 1 and times 2.
+    assert part.grad is not None and torch.equal(part.grad, weight[2 * rank : 2 * rank + 2] * 3)
+    assert tuple(gather(torch.ones(2), group=dist.group.WORLD).shape) == (4,)
     given = torch.tensor([1.0, 2.0]) * (rank + 1)
-    found = {
-        "default": reduce(given).tolist(),
-        "mean": reduce(given, reduce_op="mean").tolist(),
-        "max": reduce(given, reduce_op="max").tolist(),
-        "op": reduce(given, reduce_op=dist.ReduceOp.SUM).tolist(),
-        "given": given.tolist(),
-        "text": reduce("left"),
-    }
+    assert reduce(given).tolist() == reduce(given, reduce_op=dist.ReduceOp.SUM).tolist() == [3.0, 6.0]
+    assert reduce(given, reduce_op="mean").tolist() == [1.5, 3.0]
+    assert reduce(given, reduce_op="max").tolist() == [2.0, 4.0] and reduce("left") == "left"
+    assert given.tolist() == [1.0 + rank, 2.0 + 2 * rank], "the input is left as it is"
     close(made)
-    return found
 
 
-def test_reduce_gives_its_result_to_every_rank() -> None:
-    """ColossalAI gave it to rank 0 only."""
-    for rank, found in enumerate(run_ranks(RANKS, _reduces)):
-        assert found["default"] == found["op"] == [3.0, 6.0]
-        assert found["mean"] == [1.5, 3.0] and found["max"] == [2.0, 4.0] and found["text"] == "left"
-        assert found["given"] == [1.0 + rank, 2.0 + 2 * rank], "the input is left as it is"
+# The arguments of Lightning 1 and 2, of a closure and a model.
+WAYS: dict[str, Callable[..., Any]] = {
+    "two": lambda step, own, closure, model: step(own, closure),
+    "one": lambda step, own, closure, model: step(own, 0, closure),
+    "one, model": lambda step, own, closure, model: step(own, 0, closure, model),
+    "two, model": lambda step, own, closure, model: step(own, closure, model),
+    "named": lambda step, own, closure, model: step(own, closure=closure, model=model),
+}
 
 
 class _Calls(Toy):
@@ -170,22 +131,13 @@ class _Calls(Toy):
             self.manual_backward(loss)  # type: ignore[attr-defined]
             return loss
 
-        if self.way == "one":
-            strategy.optimizer_step(optimizer, 0, closure)
-        elif self.way == "one, model":
-            strategy.optimizer_step(optimizer, 0, closure, self)
-        elif self.way == "two, model":
-            strategy.optimizer_step(optimizer, closure, self)
-        elif self.way == "named":
-            strategy.optimizer_step(optimizer, closure=closure, model=self)
-        else:
-            strategy.optimizer_step(optimizer, closure)
+        WAYS[self.way](strategy.optimizer_step, optimizer, closure, self)
 
 
 def _called(way: str) -> Any:
     model = toy(body=_Calls)
     model.way = way
-    made = trainer(_made())
+    made = trainer(ColossalAIStrategy())
     made.fit(model, data(3))
     return ended(made)
 
@@ -194,7 +146,7 @@ def _called(way: str) -> Any:
 def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
     expected = run_ranks(RANKS, _called, "two")
     assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0
-    for way in ("one", "one, model", "two, model", "named"):
+    for way in list(WAYS)[1:]:
         check_same(run_ranks(RANKS, _called, way), expected, 0.0)
     trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
     assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
@@ -203,44 +155,27 @@ def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
 # ---- steps and state
 
 
-def _states() -> tuple[dict[str, list[int]], bool]:
-    made = trainer(_made(chunk_size=100), precision="bf16-mixed")
+@on_ranks(RANKS)
+def test_the_state_of_rank_0_alone() -> None:
+    made = trainer(ColossalAIStrategy(chunk_size=100), precision="bf16-mixed")
     made.fit(toy(), data(1))
     full = made.strategy.lightning_module_state_dict()
     first = made.strategy.lightning_module_state_dict(rank_zero_only=True)
-    same = list(full) == list(first) and all(torch.equal(full[name], value) for name, value in first.items())
     assert all(value.dtype == torch.float32 and value.device.type == "cpu" for value in full.values())
+    assert list(first) == list(full)
+    for name, value in full.items():
+        assert torch.equal(first[name], value) if dist.get_rank() == 0 else first[name].shape == (0,)
     close(made)
-    return {name: list(value.shape) for name, value in first.items()}, same
 
 
-def test_the_state_of_rank_0_alone() -> None:
-    (shapes, same), (empty, other) = run_ranks(RANKS, _states)
-    assert same and not other
-    assert shapes["net.0.weight"] == [16, 6] and list(shapes) == list(empty)
-    assert all(shape == [0] for shape in empty.values())
-
-
-def _namesake(ns: Namespace) -> dict[str, Tensor]:
-    # Lightning 2.2 takes "colossalai" for a package of its own.
-    made = trainer("colossalai" if since(2, 3) else "shardwise_colossalai", ns, max_epochs=1)
-    assert type(made.strategy).__module__ == ns.home
-    made.fit(toy(ns), data(2))
-    found = weights(made)
-    close(made)
-    return found
-
-
+@on_ranks(RANKS)
 def test_by_name_under_both_packages() -> None:
-    import shardwise.lightning
-    import shardwise.pytorch_lightning  # noqa: F401  registers the name
-
-    one, other = run_ranks(RANKS, _namesake_of, "lightning"), run_ranks(RANKS, _namesake_of, "pytorch_lightning")
-    assert all(torch.equal(value, other[0][name]) for name, value in one[0].items())
-
-
-def _namesake_of(package: str) -> dict[str, Tensor]:
-    import importlib
-
-    importlib.import_module(f"shardwise.{package}")
-    return _namesake({"lightning": LIGHTNING, "pytorch_lightning": PYTORCH_LIGHTNING}[package])
+    found = []
+    for ns in (LIGHTNING, PYTORCH_LIGHTNING):
+        import_module(ns.home)  # registers the name
+        # Lightning 2.2 takes "colossalai" for a package of its own.
+        made = trainer("colossalai" if since(2, 3) else "shardwise_colossalai", ns)
+        assert type(made.strategy).__module__ == ns.home
+        made.fit(toy(ns), data(2))
+        found.append(ended(made).weights)
+    assert worst(*found) == 0.0

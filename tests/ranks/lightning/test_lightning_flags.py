@@ -6,8 +6,6 @@ Faults of the old strategies, and of plugging one into Lightning, that no other 
 import pickle
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,25 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import STOCK, THREE, TWO, Ended, ended, kinds, off, rows, strategy
+from lightning_cases import STOCK, THREE, TWO, ended, kinds, rows, strategy
 from torch import nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
+from tests.support.on_ranks import on_ranks
 
 RANKS = 2
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Callable[..., list[Any]]:
-    """What a task gives with the stock strategy, each computed once."""
-
-    @cache
-    def result(task: Callable[..., Any], *args: Any) -> list[Any]:
-        return run_ranks(RANKS, task, STOCK, *args)
-
-    return result
 
 
 # ---- the summary
@@ -89,12 +77,12 @@ def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", kinds("colossalai"))
-def test_model_summary_counts_whole_parameters(kind: str, oracle: Callable[..., list[Any]]) -> None:
+def test_model_summary_counts_whole_parameters(kind: str) -> None:
     """Under the old strategies it counted shards. Also of a model that has no memory before it is sharded."""
     frozen, numel = WIDTH * HIDDEN + HIDDEN, HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
     for where in ("init", "configure_model"):
         found = run_ranks(RANKS, _summaries, kind, where)
-        assert found == oracle(_summaries, where)
+        assert found == run_ranks(RANKS, _summaries, STOCK, where)
         (seen, shown), (_, other) = found
         assert len(seen) == 4 and len(shown) == 1 and other == [], "rank 0 shows it, once"
         for names, numels, total, trainable, size in seen:
@@ -105,43 +93,34 @@ def test_model_summary_counts_whole_parameters(kind: str, oracle: Callable[..., 
 # ---- init_module
 
 
-def _initialised(kind: str, folder: str) -> dict[str, Any]:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
+def test_init_module(kind: str, tmp_path: Path) -> None:
+    """DeepSpeed refused ``empty_init=False`` at stage 3. Empty models are for checkpoints that fill them."""
     warnings.simplefilter("ignore")
     plain = trainer(strategy(kind))
     plain.fit(toy(), data())
-    plain.save_checkpoint(f"{folder}/one.ckpt")
-    expected = ended(plain)
+    plain.save_checkpoint(tmp_path / "one.ckpt")
+    expected = ended(plain).weights
     torch.manual_seed(3)  # that of the model
     undrawn = torch.rand(1)
-    found: dict[str, Any] = {}
     for empty in (None, False, True):
         made = trainer(strategy(kind))
         with made.init_module(empty_init=empty):
             model = toy()
-            found[f"{empty}, nothing drawn"] = bool(torch.equal(torch.rand(1), undrawn))
+            assert torch.equal(torch.rand(1), undrawn) == (empty is True), "nothing is drawn"
         if empty:
-            made.test(model, data(1), ckpt_path=f"{folder}/one.ckpt", verbose=False)
+            made.test(model, data(1), ckpt_path=tmp_path / "one.ckpt", verbose=False)
         else:
             made.fit(model, data())
-        found[f"{empty}"] = off(Ended(weights(made), 0, 0.0, {}), expected)
-        close(made)
+        assert worst(ended(made).weights, expected) == 0.0
     half = trainer(strategy(kind), precision="bf16-true")
     with half.init_module():
         model = toy()
-    found["dtype"] = str(next(model.parameters()).dtype)
+    assert next(model.parameters()).dtype is torch.bfloat16
     half.fit(model, data())
-    found["steps"] = half.global_step
+    assert half.global_step == 4
     close(half)
-    return found
-
-
-@pytest.mark.parametrize("kind", kinds("deepspeed_3"))
-def test_init_module(kind: str, tmp_path: Any) -> None:
-    """DeepSpeed refused ``empty_init=False`` at stage 3. Empty models are for checkpoints that fill them."""
-    for found in run_ranks(RANKS, _initialised, kind, str(tmp_path)):
-        assert [found[f"{empty}, nothing drawn"] for empty in (None, False, True)] == [False, False, True]
-        assert [found[f"{empty}"] for empty in (None, False, True)] == [0.0, 0.0, 0.0]
-        assert (found["dtype"], found["steps"]) == ("torch.bfloat16", 4)
 
 
 # ---- precision
@@ -188,34 +167,25 @@ def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precisi
 EXACT = 1.0 + 2.0**-12  # no 16-bit number
 
 
-def _evaluated_first(kind: str, optimizer: bool) -> tuple[list[int], list[str], float]:
-    """How often it is said that weights are rounded, after each run; dtypes after all; and a weight."""
-    warnings.simplefilter("ignore")
-    model = toy(optimizer="sgd", lr=0.0)
-    torch.nn.init.constant_(model.net[0].weight, EXACT)
-    made = trainer(strategy(kind), precision="bf16-mixed")
-    said = []
-    for run_one in ([made.fit] if optimizer else []) + [made.validate, made.fit]:
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            run_one(model, data(1))
-        said.append(sum("was sharded without an optimizer" in str(each.message) for each in caught))
-    close(made)
-    evaluator = trainer(strategy(kind), precision="bf16-mixed")
-    evaluator.test(model, data(1), verbose=False)
-    close(evaluator)
-    return said, sorted({str(param.dtype) for param in model.parameters()}), float(model.net[0].weight[0, 0])
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", of=TWO))
 def test_weights_that_an_evaluation_rounds_are_told_of(kind: str) -> None:
-    for rank, (said, dtypes, weight) in enumerate(run_ranks(RANKS, _evaluated_first, kind, False)):
-        assert said == [0, int(rank == 0)]
-        assert dtypes == ["torch.float32"]
-        assert weight == 1.0
-    for said, dtypes, weight in run_ranks(RANKS, _evaluated_first, kind, True):
-        assert said == [0, 0, 0]  # masters keep them
-        assert dtypes == ["torch.float32"]
-        del weight
+    for trained_before in (False, True):
+        model = toy(optimizer="sgd", lr=0.0)
+        torch.nn.init.constant_(model.net[0].weight, EXACT)
+        made = trainer(strategy(kind), precision="bf16-mixed")
+        said = []
+        for run_one in [made.fit] * trained_before + [made.validate, made.fit]:
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                run_one(model, data(1))
+            said.append(sum("was sharded without an optimizer" in str(each.message) for each in caught))
+        close(made)
+        assert said == ([0, 0, 0] if trained_before else [0, int(dist.get_rank() == 0)])  # masters keep them
+        evaluator = trainer(strategy(kind), precision="bf16-mixed")
+        evaluator.test(model, data(1), verbose=False)
+        close(evaluator)
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        assert trained_before or float(model.net[0].weight[0, 0]) == 1.0
 
 
 class _ByTrainer(Toy):
@@ -224,19 +194,19 @@ class _ByTrainer(Toy):
         return torch.optim.AdamW(params, lr=self.lr, weight_decay=0.1, eps=1e-3)
 
 
-def _by_trainer(kind: str) -> float:
-    return worst(fit(strategy(kind), toy(body=_ByTrainer)), fit(strategy(STOCK), toy()))
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("fully_sharded", "colossalai"))
 def test_optimizers_take_parameters_from_the_trainers_model_and_from_the_modules(kind: str) -> None:
     """FairScale's strategy took those of ``self.trainer.model`` alone, ColossalAI's those of the module alone."""
-    assert max(run_ranks(RANKS, _by_trainer, kind)) <= 1e-6
+    assert worst(fit(strategy(kind), toy(body=_ByTrainer)), fit(strategy(STOCK), toy())) <= 1e-6
 
 
-def _pickled(path: str) -> list[str]:
-    """A file of stock Lightning with a class among its hyperparameters."""
+@on_ranks(RANKS)
+@pytest.mark.full
+def test_a_file_with_classes_says_how_to_allow_them(tmp_path: Path) -> None:
+    """``weights_only`` of ``fit`` and ``test`` never reaches a strategy that restores after its setup."""
     warnings.simplefilter("ignore")
+    path = tmp_path / "one.ckpt"
     source = trainer(strategy(STOCK))
     source.fit(toy(), data(1))
     source.save_checkpoint(path)
@@ -245,21 +215,11 @@ def _pickled(path: str) -> list[str]:
         torch.save({**whole, "hyper_parameters": {"options": Namespace(sizes=1)}}, path)
     dist.barrier()
     made = trainer(strategy("deepspeed_3"))
-    notes = []
     if since(2, 6) or not since(2, 4):  # those between read whatever a file has
         with pytest.raises(pickle.UnpicklingError, match="weights_only") as caught:
             made.test(toy(), data(1), ckpt_path=path, verbose=False)
-        notes.append(" ".join(caught.value.__notes__))
+        assert "allow the classes by torch.serialization.add_safe_globals" in " ".join(caught.value.__notes__)
     with torch.serialization.safe_globals([Namespace]):
         made.test(toy(seed=9), data(1), ckpt_path=path, verbose=False)
     assert worst(weights(made), weights(source)) == 0.0
     close(made)
-    return notes
-
-
-@pytest.mark.full
-def test_a_file_with_classes_says_how_to_allow_them(tmp_path: Path) -> None:
-    """``weights_only`` of ``fit`` and ``test`` never reaches a strategy that restores after its setup."""
-    for notes in run_ranks(RANKS, _pickled, str(tmp_path / "one.ckpt")):
-        assert all("allow the classes by torch.serialization.add_safe_globals" in note for note in notes)
-        assert len(notes) == 1 or not since(2, 6)

@@ -8,7 +8,6 @@ ReduceScatterBucketer on gloo: the documented order, sizes, groups and errors.
 import functools
 import math
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +53,14 @@ RECIPES: list[Recipe] = [
 ]
 
 
-def check(name: str, recipes: list[Recipe]) -> None:
+@on_ranks(4, timeout=120.0)
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [pytest.param("pairs", 1, marks=pytest.mark.campaign), *full(("strided", 3)), ("one_and_three", 2)],
+)
+def test_each_group_trains_its_own_model(name: str, count: int) -> None:
     number, group = join(GROUPS[name])
-    for case, strategy, shard, gloo, arguments in recipes:
+    for case, strategy, shard, gloo, arguments in RECIPES[:count]:
         with transport(gloo):
             model, optimizer = made(group, case, strategy, shard, **arguments)
         ranks = len(GROUPS[name][number])
@@ -68,15 +72,6 @@ def check(name: str, recipes: list[Recipe]) -> None:
         state, expected = model.state_dict(), plain(case, number, ranks)
         assert_close({key: state[key] for key in expected}, expected, RTOL, f"{case} in group {number} of {name}")
         model.close()
-
-
-@on_ranks(4, timeout=120.0)
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [pytest.param("pairs", 1, marks=pytest.mark.campaign), *full(("strided", 3)), ("one_and_three", 2)],
-)
-def test_each_group_trains_its_own_model(name: str, count: int) -> None:
-    check(name, RECIPES[:count])
 
 
 # ---- checkpoints
@@ -172,19 +167,22 @@ def whole() -> tuple[dict[str, Tensor], list[float]]:
     return run.masters[-1], run.norms
 
 
+def of_a_part(mark: str = "tensor_model_parallel", half: bool = False, **options: Any) -> tuple[Any, Any]:
+    """This rank's part of the model, and its optimizer."""
+    (_, data), (_, others) = join(GROUPS["strided"]), join(GROUPS["pairs"])
+    strategy = TensorShardStrategy()
+    with ZeroInitContext("cpu", strategy, True, dp_process_group=data, convert_fp16=half):
+        module = Part(dist.get_rank() % 2, mark)
+    model = ShardedModelV2(module, strategy, data)
+    options = {"initial_scale": SCALE, "mp_process_group": others, **options}
+    return model, ShardedOptimizerV2(model, adam(model), dp_process_group=data, **options)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("mark", ["tensor_model_parallel", *full("is_tensor_parallel")])
 def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
     me = dist.get_rank()
-    _, data = join(GROUPS["strided"])
-    _, model_group = join(GROUPS["pairs"])
-    strategy = TensorShardStrategy()
-    with ZeroInitContext("cpu", strategy, True, dp_process_group=data, convert_fp16=False):
-        module = Part(me % 2, mark)
-    model = ShardedModelV2(module, strategy, data)
-    optimizer = ShardedOptimizerV2(
-        model, adam(model), initial_scale=SCALE, dp_process_group=data, mp_process_group=model_group
-    )
+    model, optimizer = of_a_part(mark)
     norms = []
     for step in part_steps():
         optimizer.backward(part_loss(model, step[0][me // 2]))
@@ -203,13 +201,7 @@ def test_the_norm_is_that_of_the_whole_model(mark: str) -> None:
 def test_an_overflow_on_one_part_skips_the_step_on_all(where: int, layer: str) -> None:
     """One rank's gradient of one layer is not finite."""
     me = dist.get_rank()
-    _, data = join(GROUPS["strided"])
-    _, model_group = join(GROUPS["pairs"])
-    strategy = TensorShardStrategy()
-    with ZeroInitContext("cpu", strategy, True, dp_process_group=data):
-        module = Part(me % 2)
-    model = ShardedModelV2(module, strategy, data)
-    optimizer = ShardedOptimizerV2(model, adam(model), initial_scale=SCALE, hysteresis=1, mp_process_group=model_group)
+    model, optimizer = of_a_part(half=True, hysteresis=1)
     before = model.state_dict()
     for step, bad, scale in zip(part_steps(), (True, False, True), (SCALE / 2, SCALE / 2, SCALE / 4), strict=True):
         loss = part_loss(model, step[0][me // 2])
@@ -344,11 +336,6 @@ def expected(numel: int, start: int = 0, members: list[int] | None = None) -> li
     return [float(sum(start + 10 * rank + own for rank in members))] * numel
 
 
-def limited() -> ReduceScatterBucketer:
-    """A bucket has room for 8 fp32 elements of each rank."""
-    return ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)
-
-
 @on_ranks()
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_documented_usage_and_its_sums(ranks: int) -> None:
@@ -367,32 +354,28 @@ def test_the_documented_usage_and_its_sums(ranks: int) -> None:
 
 def sums(dtype: torch.dtype) -> None:
     bucketer = ReduceScatterBucketer()
-    results: dict[int, Tensor] = {}
-
-    def keep(key: int) -> Callable[[Tensor], None]:
-        return lambda result: results.__setitem__(key, result)
-
+    results: list[Tensor] = []
     tensors = []
     for index, numel in enumerate((5, 1, 0, 12)):
         mine = inputs(numel, dtype, start=index)
         tensors += mine
-        bucketer.reduce_scatter_async(mine, callback_fn=keep(index))
+        bucketer.reduce_scatter_async(mine, callback_fn=results.append)
     for tensor in tensors:
         tensor.fill_(float("nan"))  # the inputs are the caller's again
     bucketer.flush()
     shaped = [torch.ones(2, 3, dtype=dtype) for _ in range(dist.get_world_size())]
-    bucketer.reduce_scatter_async(shaped, callback_fn=keep(9))
+    bucketer.reduce_scatter_async(shaped, callback_fn=results.append)
     bucketer.flush()
-    for index, numel in enumerate((5, 1, 0, 12)):
-        assert results[index].dtype == dtype
-        assert results[index].tolist() == expected(numel, index)
-    assert results[9].tolist() == [[float(dist.get_world_size())] * 3] * 2
+    assert {result.dtype for result in results} == {dtype}
+    found = [result.tolist() for result in results]
+    assert found[:4] == [expected(numel, index) for index, numel in enumerate((5, 1, 0, 12))]
+    assert found[4] == [[float(dist.get_world_size())] * 3] * 2
 
 
 @on_ranks(2)
 def test_a_full_bucket_makes_room() -> None:
     order: list[str] = []
-    bucketer = limited()
+    bucketer = ReduceScatterBucketer(bucket_size_mb=8 * 4 * dist.get_world_size() / MIB)  # 8 elements of each rank
     for name, numel in (("a", 5), ("b", 3), ("c", 1), ("d", 8), ("e", 9)):
         bucketer.reduce_scatter_async(inputs(numel), callback_fn=lambda result, name=name: order.append(name))
         order.append("-")
