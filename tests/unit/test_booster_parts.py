@@ -82,10 +82,7 @@ def test_defect_15_boost_returns_what_the_examples_unpack() -> None:
         ({"mixed_precision": "bf16"}, torch.bfloat16),
         ({"mixed_precision": "fp16"}, torch.float16),
         ({"plugin": TorchDDPPlugin()}, torch.float32),
-        (
-            {"plugin": GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1)},
-            torch.float32,
-        ),
+        ({"plugin": GeminiPlugin(precision="fp32", **SMALL)}, torch.float32),
         ({"plugin": LowLevelZeroPlugin(2, "bf16", cpu_offload=True, master_weights=False)}, torch.bfloat16),
         ({"plugin": GeminiPlugin(precision="bf16", **HOST, device_memory="64KiB")}, torch.bfloat16),
         ({"plugin": HybridParallelPlugin(tp_size=1, pp_size=1)}, torch.float16),

@@ -20,14 +20,7 @@ from shardwise.core.comm import Buffer, Group, Handle, LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import (
-    ALIGN_BYTES,
-    Layout,
-    ParamInfo,
-    make_layout,
-    module_units,
-    search_chunk_numel,
-)
+from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamInfo, make_layout, module_units, search_chunk_numel
 from shardwise.core.shards.pool import ChunkPool
 from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.source import MemorySource
@@ -211,22 +204,15 @@ def gathers(order: list[int], capacity: int, known: bool) -> int:
     return count
 
 
-def fewest(order: list[int], capacity: int) -> int:
+def fewest(order: list[int], capacity: int, held: frozenset[int] = frozenset()) -> int:
     """The optimum by trying every eviction."""
-    states = {frozenset[int](): 0}
-    for unit in order:
-        following: dict[frozenset[int], int] = {}
-        for held, cost in states.items():
-            if unit in held:
-                options = [(held, cost)]
-            elif len(held) < capacity:
-                options = [(held | {unit}, cost + 1)]
-            else:
-                options = [((held - {victim}) | {unit}, cost + 1) for victim in held]
-            for state, price in options:
-                following[state] = min(price, following.get(state, price))
-        states = following
-    return min(states.values())
+    if not order:
+        return 0
+    unit, *rest = order
+    if unit in held:
+        return fewest(rest, capacity, held)
+    left = [held - {victim} for victim in held] if len(held) == capacity else [held]
+    return 1 + min(fewest(rest, capacity, each | {unit}) for each in left)
 
 
 orders = st.lists(st.integers(0, 4), min_size=1, max_size=10).map(lambda o: [k for k, _ in itertools.groupby(o)])
@@ -239,16 +225,10 @@ def test_a_known_order_is_served_optimally(order: list[int], capacity: int) -> N
 
 
 def lru(order: list[int], capacity: int) -> int:
-    held: list[int] = []
-    count = 0
+    held, count = list[int](), 0
     for unit in order:
-        if unit in held:
-            held.remove(unit)
-        else:
-            count += 1
-            if len(held) == capacity:
-                held.pop(0)
-        held.append(unit)
+        count += unit not in held
+        held = [*(each for each in held if each != unit), unit][-capacity:]
     return count
 
 
