@@ -132,29 +132,6 @@ def gemini_plan(**given: Any) -> Plan:
         return GeminiPlugin(**given).plan(4)
 
 
-@pytest.mark.parametrize(("shard", "optim", "param"), [(0.0, 0.25, 1.0), (0.25, 1.0, 0.0), (1.0, 0.0, 0.25)])
-def test_offload_fractions_are_honoured_in_every_combination(shard: float, optim: float, param: float) -> None:
-    plan = gemini_plan(shard_param_frac=shard, offload_optim_frac=optim, offload_param_frac=param)
-    assert plan == gemini_plan().but(
-        # what is on the host between uses is not gathered then
-        gathered_fraction=min(1.0 - shard, 1.0 - param),
-        state_host_fraction=optim,
-        param_host_fraction=param,
-        pin_memory=optim > 0 or param > 0,
-    )
-
-
-def test_offloaded_parameters_do_not_stay_gathered_by_chunk_config_dict() -> None:
-    assert gemini_plan(**KEPT).shard.gathered_fraction == 1.0
-    assert gemini_plan(**KEPT, offload_param_frac=0.75).shard.gathered_fraction == 0.25
-
-
-@pytest.mark.parametrize("host", [{"offload_optim_frac": 0.5}, {"offload_param_frac": 0.5}, AUTO], ids=str)
-def test_host_memory_is_pinned_if_reduced_beside_backward(host: dict[str, Any]) -> None:
-    for given, pinned in (({}, True), ({"pin_memory": True} | LATE, True), (LATE, False)):
-        assert gemini_plan(**host, **given).tiers.pin_memory is pinned
-
-
 @pytest.mark.parametrize(
     ("given", "named", "reason", "same_as"),
     [
