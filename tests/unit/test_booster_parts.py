@@ -82,10 +82,7 @@ def test_defect_15_boost_returns_what_the_examples_unpack() -> None:
         ({"mixed_precision": "bf16"}, torch.bfloat16),
         ({"mixed_precision": "fp16"}, torch.float16),
         ({"plugin": TorchDDPPlugin()}, torch.float32),
-        (
-            {"plugin": GeminiPlugin(precision="fp32", min_chunk_size_m=1e-4, hidden_dim=8, search_range_m=1)},
-            torch.float32,
-        ),
+        ({"plugin": GeminiPlugin(precision="fp32", **SMALL)}, torch.float32),
         ({"plugin": LowLevelZeroPlugin(2, "bf16", cpu_offload=True, master_weights=False)}, torch.bfloat16),
         ({"plugin": GeminiPlugin(precision="bf16", **HOST, device_memory="64KiB")}, torch.bfloat16),
         ({"plugin": HybridParallelPlugin(tp_size=1, pp_size=1)}, torch.float16),
@@ -133,29 +130,6 @@ STATIC_ONLY = {"shard_param_frac": 0.0, "offload_optim_frac": 0.5, "offload_para
 def gemini_plan(**given: Any) -> Plan:
     with warnings.catch_warnings(action="error"):
         return GeminiPlugin(**given).plan(4)
-
-
-@pytest.mark.parametrize(("shard", "optim", "param"), [(0.0, 0.25, 1.0), (0.25, 1.0, 0.0), (1.0, 0.0, 0.25)])
-def test_offload_fractions_are_honoured_in_every_combination(shard: float, optim: float, param: float) -> None:
-    plan = gemini_plan(shard_param_frac=shard, offload_optim_frac=optim, offload_param_frac=param)
-    assert plan == gemini_plan().but(
-        # what is on the host between uses is not gathered then
-        gathered_fraction=min(1.0 - shard, 1.0 - param),
-        state_host_fraction=optim,
-        param_host_fraction=param,
-        pin_memory=optim > 0 or param > 0,
-    )
-
-
-def test_offloaded_parameters_do_not_stay_gathered_by_chunk_config_dict() -> None:
-    assert gemini_plan(**KEPT).shard.gathered_fraction == 1.0
-    assert gemini_plan(**KEPT, offload_param_frac=0.75).shard.gathered_fraction == 0.25
-
-
-@pytest.mark.parametrize("host", [{"offload_optim_frac": 0.5}, {"offload_param_frac": 0.5}, AUTO], ids=str)
-def test_host_memory_is_pinned_if_reduced_beside_backward(host: dict[str, Any]) -> None:
-    for given, pinned in (({}, True), ({"pin_memory": True} | LATE, True), (LATE, False)):
-        assert gemini_plan(**host, **given).tiers.pin_memory is pinned
 
 
 @pytest.mark.parametrize(

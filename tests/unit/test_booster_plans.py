@@ -94,6 +94,7 @@ RATIOS = AutoPlan(warmup_non_model_ratio=0.8, steady_capacity_ratio=0.9, margin_
 AUTO = GEMINI.but(auto=RATIOS, pin_memory=True)
 SEQUENCES: dict[str, Any] = {"tp_size": 2, "enable_sequence_parallelism": True}
 SIZED = GEMINI.but(packing=ByNumel(chunk_numel=1000))
+PARAM_HOST, QUARTER = GEMINI.but(param_host_fraction=1.0, pin_memory=True), {"param_host_fraction": 0.25}
 TWO_SIZES, HALF_SIZED = {4: {"chunk_size": 1000}, 2: {"chunk_size": 500}}, GEMINI.but(packing=ByNumel(chunk_numel=500))
 
 
@@ -123,6 +124,12 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"offload_optim_frac": 0.5}, GEMINI.but(state_host_fraction=0.5, pin_memory=True)),
     ({"offload_param_frac": 0.5}, GEMINI.but(param_host_fraction=0.5, pin_memory=True)),
     ({"offload_optim_frac": 1.0, "pin_memory": True, "enable_async_reduce": False}, GEMINI.but(**HOST, overlap=False)),
+    ({"offload_optim_frac": 1.0, "enable_async_reduce": False}, GEMINI.but(state_host_fraction=1.0, overlap=False)),
+    ({"placement_policy": "auto", "enable_async_reduce": False}, AUTO.but(pin_memory=False, overlap=False)),
+    ({"offload_optim_frac": 0.25, "offload_param_frac": 1.0}, PARAM_HOST.but(state_host_fraction=0.25)),
+    # What is on the host between uses is not gathered then.
+    ({"offload_param_frac": 1.0, "shard_param_frac": 0.25}, PARAM_HOST),
+    ({"offload_param_frac": 0.25, "shard_param_frac": 0.0}, PARAM_HOST.but(**QUARTER, gathered_fraction=0.75)),
     (
         {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
         AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0)),
@@ -135,9 +142,11 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}}, SIZED),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}}, SIZED.but(gathered_fraction=1.0)),
+    ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}, "offload_param_frac": 0.25},
+     SIZED.but(gathered_fraction=0.75, **QUARTER, pin_memory=True)),
     ({"chunk_config_dict": TWO_SIZES, "extra_dp_size": 2}, HALF_SIZED.but(dp_replicate=2)),
     ({"chunk_config_dict": TWO_SIZES, "tp_size": 2}, HALF_SIZED.but(tp=2)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,9 @@ from torch import Tensor, nn
 
 from shardwise.core.base.checksum import WORD, sample_words, word_of
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, TensorInfo
+from shardwise.core.checkpoint import format as form
 from shardwise.core.checkpoint.atomic import DISK
-from shardwise.core.checkpoint.format import (
-    MANIFEST,
-    PIECE_BYTES,
-    Head,
-    Manifest,
-    PieceLayout,
-    as_bytes,
-    decode_manifest,
-    encode_manifest,
-    hexadecimal,
-    merge_pieces,
-    read_head,
-    write_pieces,
-)
+from shardwise.core.checkpoint.format import MANIFEST, Head, Manifest, PieceLayout
 from shardwise.core.checkpoint.formats import native, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
 from shardwise.core.engine.fragments import Fragment, split
@@ -250,18 +238,18 @@ def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
         values, parts = [], []
         for run in own_runs(part, 0, local.numel()):
             fragment = Fragment("model/w", tuple(whole.shape), whole.dtype, run.stored, run.numel, stored)
-            for piece in split(fragment, PIECE_BYTES):
+            for piece in split(fragment, form.PIECE_BYTES):
                 at = run.local + piece.start - run.stored
                 values.append(local[at : at + piece.numel])
                 parts.append(piece)
         path = os.fspath(directory / f"pieces-{rank}.safetensors")
-        file, own = write_pieces(DISK, path, PieceLayout(parts), map(as_bytes, values))
+        file, own = form.write_pieces(DISK, path, PieceLayout(parts), map(form.as_bytes, values))
         files.append(file)
         pieces.append({name: [piece._replace(file=rank) for piece in each] for name, each in own.items()})
     facts = {"model/w": TensorInfo(tuple(whole.shape), whole.dtype)}
     cuts = {"model/w": stored} if stored is not None else {}
-    manifest = Manifest(Head("one", 1, 0), tuple(files), facts, merge_pieces(pieces), {"step": 0}, cuts)
-    (directory / MANIFEST).write_bytes(encode_manifest(manifest))
+    manifest = Manifest(Head("one", 1, 0), tuple(files), facts, form.merge_pieces(pieces), {"step": 0}, cuts)
+    (directory / MANIFEST).write_bytes(form.encode_manifest(manifest))
 
 
 def changed(directory: Path, change: Any, version: int = 2) -> None:
@@ -272,7 +260,7 @@ def changed(directory: Path, change: Any, version: int = 2) -> None:
     body = {key: data[key] for key in ("files", "tensors", "state")}
     body["tensors"]["model/w"]["cut"] = change
     content = (json.dumps(head)[:-1] + ",\n" + json.dumps(body)[1:-1] + ",\n").encode()
-    file.write_bytes(content + f'"checksum": "{hexadecimal(content)}"}}\n'.encode())
+    file.write_bytes(content + f'"checksum": "{form.hexadecimal(content)}"}}\n'.encode())
 
 
 def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +288,7 @@ def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
     whole = torch.randn(6, 10, 3)
     written(tmp_path / "one", whole, ShardSpec.even(1, 10, 3))
-    assert read_head(str(tmp_path / "one")).tag == "one" and verify(tmp_path / "one") == []
+    assert form.read_head(str(tmp_path / "one")).tag == "one" and verify(tmp_path / "one") == []
     with open_checkpoint(tmp_path / "one") as source:
         assert torch.equal(source.read("model/w", 0, 180).view(6, 10, 3), whole)
         write_native(source, tmp_path / "copy")
@@ -308,7 +296,7 @@ def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
         assert torch.equal(source.read("model/w", 7, 99), whole.view(-1)[7:106]) and not source.manifest.cuts
     manifests = [(tmp_path / name / MANIFEST).read_bytes() for name in ("one", "copy")]
     assert [json.loads(each)["version"] for each in manifests] == [2, 1]
-    again = decode_manifest(manifests[0], "it")
+    again = form.decode_manifest(manifests[0], "it")
     assert again.cuts == {"model/w": StoredCut.of((6, 10, 3), ShardSpec.even(1, 10, 3))}
 
 

@@ -8,6 +8,7 @@ The chunk-size search against trying everything.
 import itertools
 import math
 import statistics
+from unittest import mock
 
 import pytest
 import torch
@@ -16,18 +17,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.core.base.events import Events
-from shardwise.core.comm import Buffer, Group, Handle, LocalGroup
+from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.layout import (
-    ALIGN_BYTES,
-    Layout,
-    ParamInfo,
-    make_layout,
-    module_units,
-    search_chunk_numel,
-)
+from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamInfo, make_layout, module_units, search_chunk_numel
 from shardwise.core.shards.pool import ChunkPool, Scope
 from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
 from shardwise.core.shards.source import MemorySource
@@ -107,18 +101,12 @@ def test_by_tensor_persists_small_ones_but_not_empty_ones() -> None:
     assert [chunk.reshard_after_forward for chunk in layout.chunks] == [None, False, False, None]
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(2))
-        self.embed = nn.Embedding(3, 2)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
-        self.nothing = nn.ModuleList([nn.ReLU()])
-        self.head = nn.ModuleDict({"norm": nn.LayerNorm(2), "out": nn.Linear(2, 3)})
-
-
 def test_by_module_finds_the_outermost_lists() -> None:
-    model = Deep()
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
+    head = nn.ModuleDict({"norm": nn.LayerNorm(2), "out": nn.Linear(2, 3)})
+    parts = {"embed": nn.Embedding(3, 2), "blocks": blocks, "nothing": nn.ModuleList([nn.ReLU()]), "head": head}
+    model = nn.ModuleDict(parts)
+    model.own = nn.Parameter(torch.ones(2))
     assert module_units(model, ByModule(unit_classes=())) == ["blocks.0", "blocks.1"]
     facts = [fact(name, *p.shape) for name, p in model.named_parameters()]
     layout = make_layout(facts, model, ByModule(unit_classes=()), 2, 1)
@@ -147,27 +135,6 @@ def test_matrices_are_aligned_and_small_ones_lie_close() -> None:
     assert [slot.start for slot in layout.chunks[0].slots] == [0, 3, 16, 272]
 
 
-def whole_layout(sizes: list[int], ranks: int, packing: Packing, uneven: bool, replicas: int = 1) -> Layout:
-    """Of parameters by name ``block.index``, some of half the width; each lies in one shard."""
-    facts = [
-        fact(f"{index // 4}.{index}", numel, dtype=torch.bfloat16 if index % 5 == 4 else torch.float32)
-        for index, numel in enumerate(sizes)
-    ]
-    layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=uneven)
-    assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
-    for chunk in layout.chunks:
-        assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
-        assert all(chunk.shard_numel(rank) > 0 == chunk.shard_numel(rank) % replicas for rank in range(ranks))
-        assert uneven or chunk.shard_offsets is None
-        ends = 0
-        for slot in chunk.slots:
-            assert slot.start >= ends and layout.where[slot.param] == (chunk.index, slot)
-            assert any(start <= slot.start and slot.end <= end for start, end in itertools.pairwise(chunk.bounds))
-            ends = slot.end
-        assert sum(end - start for start, end in chunk.gaps) + sum(s.numel for s in chunk.slots) == chunk.padded_numel
-    return layout
-
-
 def held(layout: Layout, rank: int) -> int:
     """Bytes of the tensors in the shards of ``rank``."""
     return sum(
@@ -186,7 +153,20 @@ def held(layout: Layout, rank: int) -> int:
     st.sampled_from(PACKINGS),
 )
 def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas: int, packing: Packing) -> None:
-    layout = whole_layout(sizes, ranks, packing, True, replicas)
+    """Parameters of different widths by name ``block.index``; each lies in one shard."""
+    dtypes = [torch.bfloat16 if index % 5 == 4 else F32 for index in range(len(sizes))]
+    facts = [fact(f"{index // 4}.{index}", numel, dtype=dtypes[index]) for index, numel in enumerate(sizes)]
+    layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=True)
+    assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
+    for chunk in layout.chunks:
+        assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
+        assert all(chunk.shard_numel(rank) > 0 == chunk.shard_numel(rank) % replicas for rank in range(ranks))
+        ends = 0
+        for slot in chunk.slots:
+            assert slot.start >= ends and layout.where[slot.param] == (chunk.index, slot)
+            assert any(start <= slot.start and slot.end <= end for start, end in itertools.pairwise(chunk.bounds))
+            ends = slot.end
+        assert sum(end - start for start, end in chunk.gaps) + sum(s.numel for s in chunk.slots) == chunk.padded_numel
     largest = max(own.numel * own.dtype.itemsize for own in layout.facts)
     by_rank = [held(layout, rank) for rank in range(ranks)]
     assert max(by_rank) - min(by_rank) <= largest
@@ -211,22 +191,15 @@ def gathers(order: list[int], capacity: int, known: bool) -> int:
     return count
 
 
-def fewest(order: list[int], capacity: int) -> int:
+def fewest(order: list[int], capacity: int, held: frozenset[int] = frozenset()) -> int:
     """The optimum by trying every eviction."""
-    states = {frozenset[int](): 0}
-    for unit in order:
-        following: dict[frozenset[int], int] = {}
-        for held, cost in states.items():
-            if unit in held:
-                options = [(held, cost)]
-            elif len(held) < capacity:
-                options = [(held | {unit}, cost + 1)]
-            else:
-                options = [((held - {victim}) | {unit}, cost + 1) for victim in held]
-            for state, price in options:
-                following[state] = min(price, following.get(state, price))
-        states = following
-    return min(states.values())
+    if not order:
+        return 0
+    unit, *rest = order
+    if unit in held:
+        return fewest(rest, capacity, held)
+    left = [held - {victim} for victim in held] if len(held) == capacity else [held]
+    return 1 + min(fewest(rest, capacity, each | {unit}) for each in left)
 
 
 orders = st.lists(st.integers(0, 4), min_size=1, max_size=10).map(lambda o: [k for k, _ in itertools.groupby(o)])
@@ -239,16 +212,10 @@ def test_a_known_order_is_served_optimally(order: list[int], capacity: int) -> N
 
 
 def lru(order: list[int], capacity: int) -> int:
-    held: list[int] = []
-    count = 0
+    held, count = list[int](), 0
     for unit in order:
-        if unit in held:
-            held.remove(unit)
-        else:
-            count += 1
-            if len(held) == capacity:
-                held.pop(0)
-        held.append(unit)
+        count += unit not in held
+        held = [*(each for each in held if each != unit), unit][-capacity:]
     return count
 
 
@@ -285,18 +252,6 @@ NUMEL = 256
 NBYTES = 4 * NUMEL
 
 
-class Source(MemorySource):
-    """Fails its next gathers while ``failures`` is positive."""
-
-    failures = 0
-
-    def gather(self, group: Group, out: torch.Tensor) -> Handle:
-        if self.failures:
-            self.failures -= 1
-            raise OSError("this gather fails")
-        return super().gather(group, out)
-
-
 class Setup:
     """Five units of one chunk each, in the order of the parameters; unit ``i`` holds the value ``i``."""
 
@@ -306,7 +261,7 @@ class Setup:
         self.params = [nn.Parameter(torch.zeros(NUMEL), requires_grad=i < 4) for i in range(5)]
         self.sources, chunks = [], []
         for index, spec in enumerate(layout.chunks):
-            source = Source(Buffer(torch.full((spec.padded_numel,), float(index))), Tier.HOST)
+            source = MemorySource(Buffer(torch.full((spec.padded_numel,), float(index))), Tier.HOST)
             self.sources.append(source)
             chunks.append(Chunk(spec, [self.params[index]], source, 0, CPU, False))
             chunks[-1].adopt_params()
@@ -385,10 +340,11 @@ def test_an_update_drops_what_is_trained() -> None:
 
 @pytest.mark.parametrize("pin", [False, True])
 def test_a_failed_gather_leaves_nothing(pin: bool) -> None:
+    fails = mock.Mock(side_effect=OSError("this gather fails"))
     each = Setup(1 << 40)
     each.use(0)
-    each.sources[1].failures = 1
-    raises(OSError, "this gather fails", lambda: each.use(1, holder=each if pin else None))
+    with mock.patch.object(each.sources[1], "gather", fails):
+        raises(OSError, "this gather fails", each.use, 1, holder=each if pin else None)
     assert each.held == [0]
     each.use(1)
     each.pool.invalidate(everything=True)  # nothing is pinned

@@ -25,16 +25,12 @@ from torch import Tensor, nn
 
 import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.deepspeed import zero_to_fp32
 from shardwise.deepspeed.config import batch_of, read_config
 from shardwise.deepspeed.engine import ABSENT
 from shardwise.deepspeed.plan import to_plan
 from shardwise.deepspeed.schema import KEYS
-from shardwise.deepspeed.zero_to_fp32 import (
-    convert_zero_checkpoint_to_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    main,
-)
+from shardwise.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.testing import assert_close
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.on_ranks import raises
@@ -94,16 +90,16 @@ def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
     assert_close({name: each.contiguous() for name, each in lazy.items()}, wanted, 0.0, case)
     trained = get_fp32_state_dict_from_zero_checkpoint(place, exclude_frozen_parameters=True)
     assert set(wanted) - set(trained) == {"frozen"}
-    model = load_state_dict_from_zero_checkpoint(Recorded(), place)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(Recorded(), place)
     assert_close(dict(model.state_dict()), wanted, 0.0, case)
     with pytest.warns(UserWarning, match=r"not in it nothing; not in the model .*embed.weight.* and \d more"):
-        load_state_dict_from_zero_checkpoint(nn.ReLU(), place)
+        zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.ReLU(), place)
     # As files: one, and several with an index; both names of the tied weight are in one of them.
     for size, safe in ((None, False), ("100B", False), (100, True)):
         out = tmp_path / f"{size}{safe}"
         out.mkdir()
         (out / "tokenizer.json").write_text("{}")
-        convert_zero_checkpoint_to_state_dict(place, out, "bf16", size, safe)
+        zero_to_fp32.convert_zero_checkpoint_to_state_dict(place, out, "bf16", size, safe)
         files = sorted(path.name for path in out.iterdir())
         assert "tokenizer.json" in files and (files == ["pytorch_model.bin", "tokenizer.json"]) == (size is None)
         parts = [p for p in out.iterdir() if p.suffix in (".bin", ".safetensors")]
@@ -121,7 +117,7 @@ def test_the_program_that_lies_beside_the_checkpoints(places: Any, tmp_path: Pat
     runpy.run_path("zero_to_fp32.py", run_name="__main__")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["middle.weight"], truth["middle.weight"])
-    main([".", str(tmp_path / "first"), "-t", "global_step1", "--exclude_frozen_parameters"])
+    zero_to_fp32.main([".", str(tmp_path / "first"), "-t", "global_step1", "--exclude_frozen_parameters"])
     first = torch.load(tmp_path / "first" / "pytorch_model.bin", weights_only=True)
     assert not torch.equal(first["middle.weight"], truth["middle.weight"]) and "frozen" not in first
     # What latest names is taken, not the newest.
@@ -134,10 +130,10 @@ def test_the_program_that_lies_beside_the_checkpoints(places: Any, tmp_path: Pat
 def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: Any) -> None:
     place, _ = places["ours"]
     with pytest.raises(SystemExit) as ended:
-        main([str(tmp_path), str(tmp_path / "out")])
+        zero_to_fp32.main([str(tmp_path), str(tmp_path / "out")])
     assert ended.value.code == 1 and "zero_to_fp32.py: " in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    read, convert = get_fp32_state_dict_from_zero_checkpoint, convert_zero_checkpoint_to_state_dict
+    read, convert = get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32.convert_zero_checkpoint_to_state_dict
     raises(FileNotFoundError, None, read, place, "global_step7")
     raises(ValueError, "dtype='int8': give one of fp32", convert, place, tmp_path / "out", "int8")
     raises(ValueError, "'many' is not a size", convert, place, tmp_path / "out", max_shard_size="many")

@@ -15,17 +15,8 @@ from formats_setup import differing, odd_source, optimizer_facts, tensor
 from program_setup import status
 from torch import nn
 
-from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun
-from shardwise.core.checkpoint.formats import (
-    detect_format,
-    open_checkpoint,
-    write_colossalai_model,
-    write_colossalai_optimizer,
-    write_dcp,
-    write_huggingface,
-    write_peft,
-    write_single,
-)
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun, formats
+from shardwise.core.checkpoint.formats import open_checkpoint, write_single
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
@@ -58,24 +49,24 @@ def places(tmp_path: Path) -> dict[str, Path]:
     source = odd_source()
     found = {name: tmp_path / name for name in ("native", "huggingface", "dcp", "colossalai", "peft")}
     write_native(source, found["native"])
-    write_huggingface(source, found["huggingface"], 1e-4)
-    write_dcp(source, found["dcp"])
-    write_colossalai_model(source, found["colossalai"] / "model")
-    write_colossalai_optimizer(source, found["colossalai"] / "optimizer")
+    formats.write_huggingface(source, found["huggingface"], 1e-4)
+    formats.write_dcp(source, found["dcp"])
+    formats.write_colossalai_model(source, found["colossalai"] / "model")
+    formats.write_colossalai_optimizer(source, found["colossalai"] / "optimizer")
     lora = LazySource("m", {"model/a.lora_A.default.weight": entry_of_tensor(torch.ones(2))})
-    write_peft(lora, found["peft"], {"peft_type": "LORA"})
+    formats.write_peft(lora, found["peft"], {"peft_type": "LORA"})
     found["single"] = write_single(source, tmp_path / "single" / "m.safetensors")
     return found
 
 
 def test_every_format_is_recognised(places: dict[str, Path]) -> None:
     for name, path in places.items():
-        assert detect_format(path) == name
+        assert formats.detect_format(path) == name
         assert len(open_checkpoint(path).tensors()) > 0
-    assert detect_format(places["single"].parent) == "single"
-    assert detect_format(places["colossalai"] / "model") == "colossalai"
-    assert detect_format(places["huggingface"] / "model.safetensors.index.json") == "huggingface"
-    assert detect_format(places["native"].parent) == "native", "the newest in a directory of checkpoints"
+    assert formats.detect_format(places["single"].parent) == "single"
+    assert formats.detect_format(places["colossalai"] / "model") == "colossalai"
+    assert formats.detect_format(places["huggingface"] / "model.safetensors.index.json") == "huggingface"
+    assert formats.detect_format(places["native"].parent) == "native", "the newest in a directory of checkpoints"
     assert differing(odd_source(), open_checkpoint(places["native"].parent)) == []
 
 

@@ -17,14 +17,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.core.checkpoint.formats import (
-    RefusedPickle,
-    open_checkpoint,
-    open_dcp,
-    open_single,
-    write_dcp,
-    write_single,
-)
+from shardwise.core.checkpoint import formats
+from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, open_dcp, open_single
 from shardwise.core.checkpoint.formats.dcp import Chunk, DcpItem, _Chunks, read_dcp_index
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.support.on_ranks import raises
@@ -122,7 +116,7 @@ def test_boxes_in_several_dimensions(tmp_path: Path) -> None:
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:
     source = odd_source()
-    write_dcp(source, tmp_path / "out")
+    formats.write_dcp(source, tmp_path / "out")
     model = odd_model_of(source)
     wanted = {"model": {name: torch.empty_like(value) for name, value in model.items()}}
     dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
@@ -143,7 +137,7 @@ def _trained(model: nn.Module, named: bool = False) -> torch.optim.Optimizer:
 
 def test_written_files_are_plain_safetensors(tmp_path: Path) -> None:
     source = odd_source()
-    write_single(source, tmp_path / "model.safetensors")
+    formats.write_single(source, tmp_path / "model.safetensors")
     loaded, model = load_file(tmp_path / "model.safetensors"), odd_model_of(source)
     assert loaded.keys() == model.keys() and all(same_bits(loaded[name], value) for name, value in model.items())
     again = open_checkpoint(tmp_path / "model.safetensors")
@@ -231,4 +225,4 @@ def test_damage_and_unknown_content(tmp_path: Path) -> None:
     torch.save({"s": torch.eye(2).to_sparse()}, tmp_path / "d.pt")
     raises(CheckpointError, "sparse", lambda: open_single(tmp_path / "d.pt"))
     raises(CheckpointError, r"'\.npz'", lambda: open_single(tmp_path / "model.npz"))
-    raises(ValueError, r"model\.safetensors", lambda: write_single(odd_source(), tmp_path / "model.npz"))
+    raises(ValueError, r"model\.safetensors", lambda: formats.write_single(odd_source(), tmp_path / "model.npz"))

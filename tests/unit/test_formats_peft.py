@@ -21,15 +21,8 @@ from formats_setup import TRAINED, differing, odd_source, optimizer_facts, same_
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.core.checkpoint.formats import (
-    RefusedPickle,
-    open_checkpoint,
-    open_colossalai,
-    open_deepspeed,
-    write_colossalai_model,
-    write_colossalai_optimizer,
-    write_peft,
-)
+from shardwise.core.checkpoint import formats
+from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, write_peft
 from shardwise.core.checkpoint.formats.deepspeed import STAND_INS, Flat
 from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.peft import name_in_file, name_in_model
@@ -126,8 +119,8 @@ def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
 
 
 def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path:
-    write_colossalai_model(source, folder / "model", size, **options)
-    write_colossalai_optimizer(source, folder / "optimizer", size, options.get("prefix"))
+    formats.write_colossalai_model(source, folder / "model", size, **options)
+    formats.write_colossalai_optimizer(source, folder / "optimizer", size, options.get("prefix"))
     return folder
 
 
@@ -214,7 +207,7 @@ def test_upstream_directories_are_read_with_names_from_shapes(tmp_path: Path) ->
         for name, parameter in model.named_parameters():
             assert same_bits(tensor(source, f"model/{name}"), parameter.detach())
             assert same_bits(tensor(source, f"optimizer/0/{name}/exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
-    alone = open_colossalai(tmp_path / "run" / "optimizer")
+    alone = formats.open_colossalai(tmp_path / "run" / "optimizer")
     assert "optimizer/0/#3/exp_avg" in alone.tensors()
 
 
@@ -226,12 +219,12 @@ def test_stale_shards_go_and_a_file_is_refused(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*"))) < many
     names = {path.name for path in (tmp_path / "optimizer").iterdir()}
     assert names == {"pytorch_optim-00001.bin", "pytorch_optim.bin.index.json", "pytorch_optim_group.bin"}
-    write_colossalai_model(source, tmp_path / "model", use_safetensors=True)
+    formats.write_colossalai_model(source, tmp_path / "model", use_safetensors=True)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"model-00001.safetensors", "model.safetensors.index.json"}
     assert "head.weight" in load_file(tmp_path / "model" / "model-00001.safetensors")
     (tmp_path / "file").write_text("")
-    raises(NotADirectoryError, "is a file", lambda: write_colossalai_model(source, tmp_path / "file"))
+    raises(NotADirectoryError, "is a file", lambda: formats.write_colossalai_model(source, tmp_path / "file"))
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -242,9 +235,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     raises(FileNotFoundError, "pytorch_optim_group", lambda: open_checkpoint(tmp_path))
     group.write_bytes(content)
     (tmp_path / "optimizer" / "pytorch_optim-00002.bin").unlink()
-    raises(CheckpointDamage, r"pytorch_optim-00002.bin is missing", lambda: open_checkpoint(tmp_path))
-    raises(CheckpointError, "no optimizer 1", lambda: write_colossalai_optimizer(odd_source(), tmp_path / "x", index=1))
-    raises(CheckpointError, "no model", lambda: write_colossalai_model(LazySource("memory", {}), tmp_path / "x"))
+    raises(CheckpointDamage, r"pytorch_optim-00002.bin is missing", open_checkpoint, tmp_path)
+    write_optimizer, write_model = formats.write_colossalai_optimizer, formats.write_colossalai_model
+    raises(CheckpointError, "no optimizer 1", write_optimizer, odd_source(), tmp_path / "x", index=1)
+    raises(CheckpointError, "no model", write_model, LazySource("memory", {}), tmp_path / "x")
 
 
 CASES = [f"zero{stage}-{kind}" for stage in (1, 2, 3) for kind in ("1ranks-fp32", "2ranks-fp32", "2ranks-bf16")]
@@ -354,7 +348,7 @@ def test_missing_and_foreign_files_are_named(
     case: str, damage: Callable[[Path], object], error: type[Exception], words: str, written: Path, tmp_path: Path
 ) -> None:
     damage(copied(written, case, tmp_path))
-    raises(error, words, open_deepspeed, tmp_path / "run")
+    raises(error, words, formats.open_deepspeed, tmp_path / "run")
 
 
 def test_a_parameter_is_never_looked_for_outside(written: Path, tmp_path: Path) -> None:
