@@ -218,7 +218,7 @@ class TileUpdates:
 
     def connect(self, events: Events, accounts: Accounts) -> None:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
-        accounts.hold(self.stepper)
+        accounts.steppers.append(self.stepper)
         if self._disk:
             events.masters_wanted.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)

@@ -137,14 +137,12 @@ class MemoryMeter:
         """Measure before room is made for ``unit``."""
         self._tracker.call_above(1 << 62, lambda: None)  # gathered memory is about to be counted as model data
         use = (unit, in_backward())
-        if use not in self._uses or not self._is_gathered(unit):
+        chunks = [self._pool.chunks[index] for index in self._pool.units[unit].chunks]
+        if use not in self._uses or any(chunk.full is None for chunk in chunks):
             self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
             self.check("before the next unit")
-
-    def _is_gathered(self, unit: int) -> bool:
-        return all(self._pool.chunks[index].full is not None for index in self._pool.units[unit].chunks)
 
     def after_use(self, unit: int) -> None:
         """Record the use of a unit that can be read now.

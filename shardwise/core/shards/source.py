@@ -46,8 +46,7 @@ class ShardSource(ABC):
     @property
     def exchange(self) -> Buffer:
         """The memory that peers read, long-lived."""
-        if self._exchange is None:
-            raise RuntimeError(f"a shard at home on the {self.tier.value} has no memory of its own; report this")
+        assert self._exchange is not None
         return self._exchange
 
     @abstractmethod
