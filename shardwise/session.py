@@ -92,7 +92,8 @@ class Session:
         shards = self._shards = engine.shards
         self.model, self.params, self.plan = shards.model, shards.params, shards.plan
         self.mesh = self._mesh = shards.mesh
-        self.values, self.events, self.ledger = engine.values, engine.events, shards.storage.ledger
+        self.values, self.passes, self.events = engine.values, engine.grads.passes, engine.events
+        self.ledger = shards.storage.ledger
         self._index_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
         staged = shards.partition.staging is not None
@@ -103,7 +104,7 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
-            self.engine.grads.passes.backward(loss, tokens, 1.0, retain_graph)
+            self.passes.backward(loss, tokens, 1.0, retain_graph)
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context in which the caller runs the backward pass of a loss multiplied by ``loss_scale``.
@@ -111,12 +112,12 @@ class Session:
         Raises:
             RuntimeError: under ``average="tokens"``: :meth:`backward` takes the number of tokens.
         """
-        return self.engine.grads.passes.around(loss_scale)
+        return self.passes.around(loss_scale)
 
     def expect_backward(self, loss_scale: float) -> None:
         """Announce the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
         self.engine.guards.check_open("backward()")
-        self.engine.grads.passes.expect(loss_scale)
+        self.passes.expect(loss_scale)
 
     def drop_gathered(self, to_system: bool = True) -> None:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
@@ -199,7 +200,7 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.engine.grads.passes.reduce_rest()
+        self.passes.reduce_rest()
         facade, table = self.engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
