@@ -273,12 +273,10 @@ def _check_whole_tensors(
     """
     for index in indices:
         name, tiers = type(optimizers[index]).__name__, plan.tiers
-        shares = {"param": tiers.param_disk_fraction, "state": tiers.state_disk_fraction}
-        if any(shares.values()):
-            settings = ", ".join(f"{kind}_disk_fraction={share}" for kind, share in shares.items())
+        if tiers.param_disk_fraction or tiers.state_disk_fraction:
             raise ValueError(
-                f"{settings}: {name} needs whole tensors, which a disk tile does not have; keep its state on the "
-                "host, or use AdamW"
+                f"param_disk_fraction={tiers.param_disk_fraction}, state_disk_fraction={tiers.state_disk_fraction}: "
+                f"{name} needs whole tensors, which a disk tile does not have; keep its state on the host, or use AdamW"
             )
         cut = [fact.names[0] for fact in partition.facts if fact.optimizer == index and fact.part is not None]
         if cut:

@@ -153,7 +153,7 @@ class MemoryMeter:
         if self._recorder is not None and self._pool.in_training:
             kinds = {kind: size for kind, size in self._ledger.held().items() if kind != REST and size}
             phase: Phase = "backward" if in_backward() else "forward"
-            self._recorder.moment(unit, self._name(unit), phase, sum(kinds.values()), kinds)
+            self._recorder.moment(unit, self._pool.units[unit].title, phase, sum(kinds.values()), kinds)
         self._ledger.require(0, "the forward or backward pass")
         self._make_room_in_time()
 
@@ -202,7 +202,7 @@ class MemoryMeter:
 
     def _check_units(self, stats: MemStats) -> None:
         pool = self._pool
-        known = {unit: (self._name(unit), pool.sizes[unit]) for unit in range(len(pool.units))}
+        known = {unit: (pool.units[unit].title, pool.sizes[unit]) for unit in range(len(pool.units))}
         names = {moment.unit: moment.name for moment in stats.moments if moment.unit in stats.order}
         for unit in sorted(set(stats.order) | set(stats.gathered_bytes)):
             name, size = known.get(unit, ("no such unit", 0))
@@ -213,9 +213,6 @@ class MemoryMeter:
                     f"of {size} ({len(known)} units in all): give a trace that the same plan recorded for the same "
                     "model on as many ranks"
                 )
-
-    def _name(self, unit: int) -> str:
-        return self._pool.units[unit].title
 
     def budget_bytes(self) -> int:
         """Return the bytes of gathered parameters that may be on the device at this use (``auto`` only)."""
