@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -86,7 +87,8 @@ class Session:
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.engine, self.module = engine, engine.make_module()
+        report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
+        self.engine, self.module = engine, ShardedModule(engine.values, engine.attachment, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards

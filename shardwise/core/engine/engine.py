@@ -18,7 +18,6 @@ from shardwise.core.engine.accounts import Accounts
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.packed_weights import check_packed, follow
 from shardwise.core.engine.partition import Partition
@@ -185,11 +184,6 @@ class Engine:
         if self.meter is not None:
             self.accounts.look()
         self.attachment.install()
-
-    def make_module(self) -> ShardedModule:
-        """Create the module that users call."""
-        report = partial(self.accounts.report, self.pool, self.grads.reducer)
-        return ShardedModule(self.values, self.attachment, report)
 
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter
