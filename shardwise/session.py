@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -86,13 +87,15 @@ class Session:
     """
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
-        self.engine, self.module = engine, engine.make_module()
+        report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
+        self.engine, self.module = engine, ShardedModule(engine.values, engine.attachment, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
         self.model, self.params, self.plan = shards.model, shards.params, shards.plan
         self.mesh = self._mesh = shards.mesh
-        self.values, self.events, self.ledger = engine.values, engine.events, shards.storage.ledger
+        self.values, self.passes, self.events = engine.values, engine.grads.passes, engine.events
+        self.ledger = shards.storage.ledger
         self._index_of: dict[int, int] | None = None
         self.checkpoints = Checkpointer(self)
         staged = shards.partition.staging is not None
@@ -103,7 +106,7 @@ class Session:
         if self.optimizer is not None:
             self.optimizer.backward(loss, tokens, retain_graph)
         else:
-            self.engine.grads.passes.backward(loss, tokens, 1.0, retain_graph)
+            self.passes.backward(loss, tokens, 1.0, retain_graph)
 
     def backward_pass(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context in which the caller runs the backward pass of a loss multiplied by ``loss_scale``.
@@ -111,20 +114,12 @@ class Session:
         Raises:
             RuntimeError: under ``average="tokens"``: :meth:`backward` takes the number of tokens.
         """
-        return self.engine.grads.passes.around(loss_scale)
+        return self.passes.around(loss_scale)
 
     def expect_backward(self, loss_scale: float) -> None:
         """Announce the caller's ``loss.backward()``, of a loss that it multiplied by ``loss_scale``."""
         self.engine.guards.check_open("backward()")
-        self.engine.grads.passes.expect(loss_scale)
-
-    def take_unscaled(self, takes: bool) -> None:
-        """Set whether ``loss.backward()`` of an unscaled loss only warns under a loss scale, and is not an error."""
-        self.engine.grads.passes.takes_unscaled = takes
-
-    def divide_own_passes(self, by: float) -> None:
-        """Divide gradients of later ``loss.backward()`` calls of the program by ``by``."""
-        self.engine.grads.passes.own_divisor = by
+        self.passes.expect(loss_scale)
 
     def drop_gathered(self, to_system: bool = True) -> None:
         """Free gathered parameters that nothing reads. Call it between passes, on every rank.
@@ -188,11 +183,6 @@ class Session:
         """Whether this rank has gradients that no step has used."""
         return any(state.present for state in self.engine.grads.states.values())
 
-    def drop_failed(self) -> None:
-        """Drop the gradients of the step as by ``zero_grad()`` if a backward pass has failed. Collective in that
-        case."""
-        self.engine.grads.passes.recover(dropping=True)
-
     @collective("full_gradients()")
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Return the unsharded gradients that the next step would apply, averaged and unscaled, before clipping.
@@ -212,7 +202,7 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.engine.grads.passes.reduce_rest()
+        self.passes.reduce_rest()
         facade, table = self.engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.

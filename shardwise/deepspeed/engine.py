@@ -112,7 +112,7 @@ class DeepSpeedEngine(ModeOfModule):
         self.optimizer: Any = session.optimizer
         self.report: Report = settings.findings
         self.settings = settings
-        session.divide_own_passes(batch.accumulation)
+        session.passes.own_divisor = batch.accumulation
         take_passes_of_module(session)
         self._apart = PassesApart(session, settings.stage)
         self._saving = Saving(session, settings["checkpoint.load_universal"])
@@ -236,7 +236,7 @@ class DeepSpeedEngine(ModeOfModule):
         Args:
             bucket_size: no effect.
         """
-        self.session.engine.grads.passes.reduce_rest()
+        self.session.passes.reduce_rest()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context whose passes are reduced together at its end; stages 2 and 3 still reduce each pass."""
@@ -477,7 +477,7 @@ class DeepSpeedEngine(ModeOfModule):
 
         The count of passes does not change, except after a failed pass, where the step starts again.
         """
-        self.session.drop_failed()
+        self.session.passes.recover(dropping=True)
         if self.settings.stage < 2:
             self.module.zero_grad()
             self._losses.clear()
@@ -664,7 +664,7 @@ class DeepSpeedEngine(ModeOfModule):
         if integer("train_batch_size", train_batch_size, 1, what="a number of samples") % together:
             raise ValueError(f"train_batch_size={train_batch_size}: give a multiple of {together} samples (all ranks')")
         self._batch = Batch(train_batch_size, self._batch.micro, train_batch_size // together)
-        self.session.divide_own_passes(self._batch.accumulation)
+        self.session.passes.own_divisor = self._batch.accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the number of samples per backward pass, and with it :meth:`train_batch_size`."""

@@ -93,7 +93,7 @@ class PassesApart:
         unsharded = self._session.plan.shard.reduce == "last"
         with self._entered("coalesce_grad_reduction"), self._session.no_sync() if unsharded else nullcontext():
             yield
-        self._session.engine.grads.passes.reduce_rest()
+        self._session.passes.reduce_rest()
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[None]:
@@ -106,8 +106,9 @@ class PassesApart:
 
 def take_passes_of_module(session: Session) -> None:
     """Treat ``loss.backward()`` of outputs of ``engine.module`` as unscaled, as in DeepSpeed."""
-    session.take_unscaled(True)
-    session.events.backward_ended.listen(partial(session.take_unscaled, True))
+    passes = session.passes
+    passes.takes_unscaled = True
+    session.events.backward_ended.listen(partial(setattr, passes, "takes_unscaled", True))
 
 
 def drop_after_passes(session: Session, settings: Settings) -> None:
@@ -120,7 +121,7 @@ def drop_after_passes(session: Session, settings: Settings) -> None:
 def scaled_passes(session: Session) -> None:
     """Expect a scaled loss, because the engine itself was called."""
     if torch.is_grad_enabled():
-        session.take_unscaled(False)
+        session.passes.takes_unscaled = False
 
 
 @contextmanager

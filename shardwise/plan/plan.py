@@ -453,15 +453,6 @@ class Plan:
             f"compress_frozen={comm.compress_frozen!r} with gathered_fraction={self.shard.gathered_fraction}: frozen "
             "parameters stay gathered (stages 0 to 2) and are never sent. Use stage 3, or leave it None",
         )
-        self._check_secondary()
-        for axis, part in (("tp", self.tensor), ("pp", self.pipeline), ("sp", self.sequence)):
-            settings, size = settings_of(part), getattr(self.mesh, axis)
-            require(
-                size > 1 or not settings,
-                f"{', '.join(settings)} with {axis}={size} has no effect; give {axis} > 1, or leave the default",
-            )
-
-    def _check_secondary(self) -> None:
         secondary, shard, tiers = self.mesh.secondary, self.shard, self.tiers
         require(
             secondary is None or not shard.always_gathered,
@@ -473,6 +464,12 @@ class Plan:
             f"secondary={secondary} with param_disk_fraction={tiers.param_disk_fraction}: the second copy would keep "
             "in memory what is offloaded to a disk. Use param_host_fraction instead, or leave secondary None",
         )
+        for axis, part in (("tp", self.tensor), ("pp", self.pipeline), ("sp", self.sequence)):
+            settings, size = settings_of(part), getattr(self.mesh, axis)
+            require(
+                size > 1 or not settings,
+                f"{', '.join(settings)} with {axis}={size} has no effect; give {axis} > 1, or leave the default",
+            )
 
     def but(self, **changes: object) -> Plan:
         """Return a copy with fields changed by name, wherever they are: ``plan.but(max_norm=1.0, prefetch=2)``.

@@ -285,6 +285,11 @@ def page_locked(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tens
     return runtime().pinned(shape, dtype)
 
 
+def is_page_locked(tensor: Tensor) -> bool:
+    """Return whether copies between ``tensor``, on the host, and a GPU are asynchronous."""
+    return runtime().is_pinned(tensor)
+
+
 def copy_ahead(target: Tensor, source: Tensor) -> None:
     """Queue a copy on the current stream; between a GPU and page-locked memory the host does not wait for it.
 

@@ -67,11 +67,14 @@ class Accounts:
         model: the module. Each storage of its buffers counts once.
         dtype: of buffers; see :func:`dtype_of_buffer`.
         foreseen: all buffers are this rank's, so they count before the build puts them on the device.
+
+    Attributes:
+        steppers: the optimizers', whose state and scratch memory count.
     """
 
     def __init__(self, storage: Storage, model: nn.Module, dtype: torch.dtype | None, foreseen: bool) -> None:
         self._storage, self._model, self._device = storage, model, storage.mesh.device
-        self._steppers: list[TileStepper] = []
+        self.steppers: list[TileStepper] = []
         self._expected_bytes = self._buffers_bytes = self._to_come = 0
         """Of optimizer state from the first step on; of buffers; of those that the build will put on the device."""
         ledger = storage.ledger
@@ -80,10 +83,6 @@ class Accounts:
         if ledger.capacity_bytes is not None:
             self._to_come = buffer_bytes(model, dtype) if foreseen else 0
             ledger.account("buffers", lambda: self._to_come + self._buffers_bytes)
-
-    def hold(self, stepper: TileStepper) -> None:
-        """Count an optimizer's state and scratch memory."""
-        self._steppers.append(stepper)
 
     def expect(self, nbytes: int) -> None:
         """Reserve the bytes of state that an optimizer will have on the device from its first step on.
@@ -112,10 +111,10 @@ class Accounts:
 
     def state_bytes(self, tier: Tier) -> tuple[int, int]:
         """Return the bytes of masters and of optimizer state in ``tier``."""
-        return self._storage.master_bytes(tier), sum(each.state_bytes(tier) for each in self._steppers)
+        return self._storage.master_bytes(tier), sum(each.state_bytes(tier) for each in self.steppers)
 
     def _scratch_bytes(self, tier: Tier) -> int:
-        return sum(each.scratch_bytes(tier) for each in self._steppers) + self._storage.upload_slots.bytes(tier)
+        return sum(each.scratch_bytes(tier) for each in self.steppers) + self._storage.upload_slots.bytes(tier)
 
     def _in_tier(self, tier: Tier, pool: ChunkPool, reducer: Reducer) -> dict[str, int]:
         storage, on_device, (masters, state) = self._storage, tier is Tier.DEVICE, self.state_bytes(tier)

@@ -69,7 +69,7 @@ class Attachment:
             self._remove += trace_hooks(model, pool, self._own_units())
         for entry in self._grads.facade.entries:
             param = entry.param
-            on_grad = weakly(self._on_grad, entry.place)
+            on_grad = weakly(self._take_grad, entry.place)
             handles = [param.register_post_accumulate_grad_hook(on_grad)]  # type: ignore[no-untyped-call]
             if traced:  # without gathers in backward, complete gradients mark its progress
                 seen = weakly(self._saw_grad, entry.state.spec.unit)
@@ -201,10 +201,6 @@ class Attachment:
         if torch.is_grad_enabled():
             self._events.update_expected()
 
-    def _on_grad(self, place: int, param: torch.Tensor) -> None:
-        with ordinary_tensors():  # with create_graph=True gradients are enabled
-            self._take_grad(place, param)
-
     def _take_grad(self, place: int, param: torch.Tensor) -> None:
         if not param.requires_grad:
             return  # frozen since the forward pass: it counts as unused
@@ -221,13 +217,13 @@ class Attachment:
                 "parent (other methods of the model do not gather), or compute the loss inside "
                 f"`with model.gathered():` of {SHARDED_MODEL}"
             )
-        if grad.requires_grad:
-            grad = grad.detach()
-        grad = grad.to_dense() if grad.is_sparse else grad
-        if grads.collected is not None:
-            grads.collected.append((entry.state, entry.slot, grad))
-        else:
-            grads.reducer.add(entry.state, entry.slot, grad, grads.passes.sync)
+        with ordinary_tensors():  # with create_graph=True gradients are enabled
+            grad = grad.detach() if grad.requires_grad else grad
+            grad = grad.to_dense() if grad.is_sparse else grad
+            if grads.collected is not None:
+                grads.collected.append((entry.state, entry.slot, grad))
+            else:
+                grads.reducer.add(entry.state, entry.slot, grad, grads.passes.sync)
 
     def remove(self) -> None:
         """Remove everything from the model."""

@@ -18,7 +18,6 @@ from shardwise.core.engine.accounts import Accounts
 from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.engine.packed_weights import check_packed, follow
 from shardwise.core.engine.partition import Partition
@@ -186,11 +185,6 @@ class Engine:
             self.accounts.look()
         self.attachment.install()
 
-    def make_module(self) -> ShardedModule:
-        """Create the module that users call."""
-        report = partial(self.accounts.report, self.pool, self.grads.reducer)
-        return ShardedModule(self.values, self.attachment, report)
-
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter
         shard, comm = shards.plan.shard, shards.plan.comm
@@ -273,12 +267,10 @@ def _check_whole_tensors(
     """
     for index in indices:
         name, tiers = type(optimizers[index]).__name__, plan.tiers
-        shares = {"param": tiers.param_disk_fraction, "state": tiers.state_disk_fraction}
-        if any(shares.values()):
-            settings = ", ".join(f"{kind}_disk_fraction={share}" for kind, share in shares.items())
+        if tiers.param_disk_fraction or tiers.state_disk_fraction:
             raise ValueError(
-                f"{settings}: {name} needs whole tensors, which a disk tile does not have; keep its state on the "
-                "host, or use AdamW"
+                f"param_disk_fraction={tiers.param_disk_fraction}, state_disk_fraction={tiers.state_disk_fraction}: "
+                f"{name} needs whole tensors, which a disk tile does not have; keep its state on the host, or use AdamW"
             )
         cut = [fact.names[0] for fact in partition.facts if fact.optimizer == index and fact.part is not None]
         if cut:

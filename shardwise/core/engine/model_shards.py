@@ -50,11 +50,6 @@ class ModelShards:
     plan: Plan
     mesh: Mesh
 
-    def __deepcopy__(self, _memo: object) -> ModelShards:
-        raise TypeError(
-            f"a model sharded over {self.mesh.size} ranks cannot be copied: build another one and load state_dict()"
-        )
-
     def name(self, index: int) -> str:
         """Return the first name of a parameter in the model."""
         return self.layout.facts[index].names[0]

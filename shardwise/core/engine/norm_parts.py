@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checks.batches import SameBatches
 from shardwise.core.checks.hyper_parameters import HyperParameters
+from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
@@ -33,7 +34,8 @@ class Counting:
     """The part of this rank's gradients that counts.
 
     Args:
-        shards: of the model; its mesh has a model-parallel group.
+        shards: of the model.
+        group: the model-parallel group.
         batches: of the passes since the last step.
         states: gradients of one optimizer.
 
@@ -44,10 +46,8 @@ class Counting:
         NotImplementedError: updates are made during backward, which does not keep gradients.
     """
 
-    def __init__(self, shards: ModelShards, batches: SameBatches, states: Sequence[ChunkGrads]) -> None:
-        group, update, partition = shards.mesh.model_parallel, shards.plan.grad.update, shards.partition
-        if group is None:
-            raise RuntimeError(f"{shards.mesh!r} has model_parallel={group}; report this")
+    def __init__(self, shards: ModelShards, group: Group, batches: SameBatches, states: Sequence[ChunkGrads]) -> None:
+        update, partition = shards.plan.grad.update, shards.partition
         if update == "backward" and group.size > 1:
             raise NotImplementedError(
                 f"update={update!r} with a model-parallel group of {group.size} ranks is not "

@@ -70,8 +70,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shards = self._shards = values.shards
         self._mesh = shards.mesh
         self._states = [s for s in grads.states.values() if s.spec.optimizer == index]
-        parts = shards.mesh.model_parallel is not None
-        self._counting = Counting(shards, grads.batches, self._states) if parts else None
+        parts = shards.mesh.model_parallel
+        self._counting = Counting(shards, parts, grads.batches, self._states) if parts is not None else None
         self.updates = TileUpdates(optimizer, index, shards, self._states, values.guards.broken, grads.early)
         self.full_state = OptimizerState(shards, optimizer, index, self.updates)
         self._early = self.updates.early() if shards.plan.grad.update == "backward" else None

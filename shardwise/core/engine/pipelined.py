@@ -88,7 +88,7 @@ class PipelineSteps:
                         for param, grad in self._shared.summed(self._run.tag_of_shared):
                             torch.autograd.backward(param, grad)
         except BaseException:
-            self._passes.forget()
+            self._passes.pending.clear()
             grads.passes.fail(before)  # also if a forward pass failed: the gradients are incomplete
             raise
         grads.passes.due = late and grads.passes.sync  # false under a no_sync() of the program
@@ -180,28 +180,27 @@ class _EnginePasses(Passes):
 
     Args:
         grads, optimizer: see :class:`PipelineSteps`.
+
+    Attributes:
+        pending: gradients of first parts, to be dropped if the step fails.
     """
 
     def __init__(self, grads: Gradients, optimizer: ShardedOptimizer | None) -> None:
         self._grads, self._optimizer = grads, optimizer
-        self._pending: dict[WeightGradients, list[Arrived]] = {}
+        self.pending: dict[WeightGradients, list[Arrived]] = {}
 
     def full(self, output: Tensor, grad: Tensor | None) -> None:
         with self.one() as scale:
             torch.autograd.backward(_scaled(output, grad, scale), grad)
 
     def inputs(self, output: Tensor, grad: Tensor | None, later: WeightGradients) -> None:
-        with self._grads.passes.no_sync(), self._grads.collect() as self._pending[later], self.one() as scale:
+        with self._grads.passes.no_sync(), self._grads.collect() as self.pending[later], self.one() as scale:
             walk(_scaled(output, grad, scale), grad)
 
     def weights(self, later: WeightGradients) -> None:
         with self.one():
-            self._grads.reduce(self._pending.pop(later, []))
+            self._grads.reduce(self.pending.pop(later, []))
             super().weights(later)
-
-    def forget(self) -> None:
-        """Drop pending gradients after a step failed."""
-        self._pending.clear()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[float]:

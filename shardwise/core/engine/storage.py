@@ -221,8 +221,7 @@ class Storage:
 
     def _disk_source(self, each: ChunkPlacement, staging: Buffer | None, ahead: ReadAhead) -> ShardSource:
         spec = each.spec
-        if self.store is None:
-            raise RuntimeError(f"chunk {spec.index} is at home on a disk without a store ({self.store}); report this")
+        assert self.store is not None
         record = self.store.create(f"parameters of chunk {spec.index}", each.shard_bytes, owner=spec.optimizer)
         return DiskSource(
             self.store, record, each.shard_numel, spec.dtype, staging, ahead, self.compressed.get(spec.index)

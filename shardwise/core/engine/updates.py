@@ -218,7 +218,7 @@ class TileUpdates:
 
     def connect(self, events: Events, accounts: Accounts) -> None:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
-        accounts.hold(self.stepper)
+        accounts.steppers.append(self.stepper)
         if self._disk:
             events.masters_wanted.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)
@@ -393,18 +393,18 @@ class TileUpdates:
         """Update tiles that have their state or their parameters on a disk."""
         on_disk = [each for each in self._disk.values() if self.stepper.active(each.tile)]
         for _, own in groupby(on_disk, lambda each: each.tile.chunk):
-            first, *rest = own
-            with _for_update(first.tile) as shard:
-                for each in (first, *rest):
+            together = list(own)
+            with _for_update(together[0].tile) as shard:
+                for each in together:
                     with self._visits.visit(each):
                         update([(each.tile, shard)])
         self._visits.drain()
         self._visits.end_step()
         for _, tiles in groupby(filter(self.stepper.active, self._params_on_disk), lambda tile: tile.chunk):
-            tile, *others = tiles
-            with _for_update(tile) as shard:
-                for one in (tile, *others):
-                    update([(one, shard)])
+            of_chunk = list(tiles)
+            with _for_update(of_chunk[0]) as shard:
+                for tile in of_chunk:
+                    update([(tile, shard)])
 
     def close(self, given_back: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""

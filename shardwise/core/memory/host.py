@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.core.base.device import page_lock, runtime
+from shardwise.core.base.device import is_page_locked, page_lock
 
 ALIGN_BYTES = 256
 
@@ -43,7 +43,7 @@ class HostArena:
     def __init__(self, total_bytes: int, pin_for: torch.device | None) -> None:
         self._block = host_block(total_bytes, pin_for)
         self._at = 0
-        self.pinned = runtime().is_pinned(self._block)
+        self.pinned = is_page_locked(self._block)
 
     @staticmethod
     def rounded(nbytes: int) -> int:

@@ -250,8 +250,7 @@ class Chunk:
 
     def _place(self) -> None:
         full = self.full
-        if full is None:
-            raise RuntimeError(f"chunk {self.spec.index} has full={full}: gather it before its parameters are pointed")
+        assert full is not None
         self._note_lost()  # before the values that show it are replaced
         self._point(self.views(full))
         self._note_addresses(full)

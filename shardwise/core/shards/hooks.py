@@ -466,10 +466,8 @@ class GatherHooks:
             )
         self._in_backward_pass()
         self._acquire(chunk.spec.unit)
-        full = chunk.full
-        if full is None:
-            raise RuntimeError(f"unit {chunk.spec.unit} has full={full} right after its gather; report this")
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        assert chunk.full is not None
+        return chunk.full.as_strided(saved.size, saved.stride, saved.offset)
 
     def remove(self) -> None:
         """Remove all hooks; the parameters stay as they are."""

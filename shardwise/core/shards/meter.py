@@ -137,14 +137,12 @@ class MemoryMeter:
         """Measure before room is made for ``unit``."""
         self._tracker.call_above(1 << 62, lambda: None)  # gathered memory is about to be counted as model data
         use = (unit, in_backward())
-        if use not in self._uses or not self._is_gathered(unit):
+        chunks = [self._pool.chunks[index] for index in self._pool.units[unit].chunks]
+        if use not in self._uses or any(chunk.full is None for chunk in chunks):
             self._uses.add(use)
             self._ledger.expire()
         if self._recorder is not None and self._pool.in_training:
             self.check("before the next unit")
-
-    def _is_gathered(self, unit: int) -> bool:
-        return all(self._pool.chunks[index].full is not None for index in self._pool.units[unit].chunks)
 
     def after_use(self, unit: int) -> None:
         """Record the use of a unit that can be read now.
@@ -155,7 +153,7 @@ class MemoryMeter:
         if self._recorder is not None and self._pool.in_training:
             kinds = {kind: size for kind, size in self._ledger.bytes_by_kind().items() if kind != NON_MODEL and size}
             phase: Phase = "backward" if in_backward() else "forward"
-            self._recorder.moment(unit, self._name(unit), phase, sum(kinds.values()), kinds)
+            self._recorder.moment(unit, self._pool.units[unit].title, phase, sum(kinds.values()), kinds)
         self._ledger.require(0, "the forward or backward pass")
         self._make_room_in_time()
 
@@ -204,7 +202,7 @@ class MemoryMeter:
 
     def _check_units(self, stats: MemStats) -> None:
         pool = self._pool
-        known = {unit: (self._name(unit), pool.sizes[unit]) for unit in range(len(pool.units))}
+        known = {unit: (pool.units[unit].title, pool.sizes[unit]) for unit in range(len(pool.units))}
         names = {moment.unit: moment.name for moment in stats.moments if moment.unit in stats.order}
         for unit in sorted(set(stats.order) | set(stats.gathered_bytes)):
             name, size = known.get(unit, ("no such unit", 0))
@@ -215,9 +213,6 @@ class MemoryMeter:
                     f"of {size} ({len(known)} units in all): give a trace that the same plan recorded for the same "
                     "model on as many ranks"
                 )
-
-    def _name(self, unit: int) -> str:
-        return self._pool.units[unit].title
 
     def budget_bytes(self) -> int:
         """Return the bytes of gathered parameters that may be on the device at this use (``auto`` only)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,8 +46,7 @@ class ShardSource(ABC):
     @property
     def exchange(self) -> Buffer:
         """The memory that peers read, long-lived."""
-        if self._exchange is None:
-            raise RuntimeError(f"a shard at home on the {self.tier.value} has no memory of its own; report this")
+        assert self._exchange is not None
         return self._exchange
 
     @abstractmethod
@@ -96,13 +95,11 @@ class MemorySource(ShardSource):
         super().__init__(tier, exchange, over)
         self._uploads = uploads
 
-    @contextmanager
-    def opened(self, write: bool) -> Iterator[torch.Tensor]:
-        yield self.exchange.local
+    def opened(self, write: bool) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.exchange.local)
 
-    @contextmanager
-    def renewing(self) -> Iterator[torch.Tensor]:
-        yield self.exchange.local
+    def renewing(self) -> AbstractContextManager[torch.Tensor]:
+        return nullcontext(self.exchange.local)
 
     def gather(self, group: Group, out: torch.Tensor) -> Arrival:
         # [Note: Which stream a gather runs on]

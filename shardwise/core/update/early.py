@@ -118,8 +118,7 @@ class EarlyUpdates:
             return
         try:
             reduced = state.reduced  # this thread waits for the copy to the host; autograd's thread does not
-            if reduced is None:
-                raise RuntimeError(f"chunk {state.spec.index} has no gradient ({reduced}); report this")
+            assert reduced is not None
             self._update_chunk(state.chunk, reduced, factor)
             self.norms.append(shard_norm(reduced, self._norm_type))
             state.release()

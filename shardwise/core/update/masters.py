@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.core.base.device import copy_ahead, record_event, runtime
+from shardwise.core.base.device import copy_ahead, is_page_locked, record_event
 from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import versions_of
 from shardwise.core.base.validate import SHARDED_MODEL
@@ -134,7 +134,7 @@ class UploadSlots:
 
     def copy(self, shard: torch.Tensor, values: torch.Tensor) -> None:
         """Copy ``values`` (1-D) to ``shard``, cast to its dtype. If they are in pageable memory, the host waits."""
-        if not shard.is_cuda or values.is_cuda or not runtime().is_pinned(values):
+        if not shard.is_cuda or values.is_cuda or not is_page_locked(values):
             shard.copy_(values)
             return
         numel = SLOT_BYTES // shard.itemsize

@@ -124,15 +124,6 @@ def _alike(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> I
     return by_keys.values()
 
 
-def _by_piece(pending: Sequence[PendingTile], parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the gradient of each active piece; a part has the gradients of one tile and the elements between them."""
-    found = list[torch.Tensor]()
-    for each, part in zip(pending, parts, strict=True):
-        first = each.active[0].start
-        found += [part[piece.start - first : piece.end - first] for piece in each.active]
-    return found
-
-
 def needs_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer`` needs whole parameters with their shapes; otherwise flat parts are enough.
 
@@ -439,8 +430,10 @@ class TileStepper:
             scratch.mul_(factor)
         active = [piece for each in pending for piece in each.active]
         shaped = first.chunk.spec.whole
-        for piece, grad in zip(active, _by_piece(pending, parts), strict=True):
-            piece.value.grad = grad.view(piece.value.shape) if shaped else grad
+        for each, part in zip(pending, parts, strict=True):  # a part has the elements between pieces, too
+            for piece in each.active:
+                grad = part[piece.start - each.active[0].start : piece.end - each.active[0].start]
+                piece.value.grad = grad.view(piece.value.shape) if shaped else grad
         if self._may_move:
             name = type(self.optimizer).__name__
             with memory_kept(name, [piece.value for piece in active], lambda at: self._named(active[at].param)):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.compat.published import picked
-from shardwise.core.base.device import numbered, total_bytes
+from shardwise.core.base.device import numbered, runtime
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
 from shardwise.core.memory.ledger import NON_MODEL
@@ -283,5 +283,5 @@ def _facts(
 
 def _capacity_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return total_bytes(device)
+        return runtime().total_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
