@@ -203,7 +203,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def a_pass(
-    waits: WaitPolicy, clock: list[float], seconds: float, same: bool = True, waited: float = 0.0, in_vain: bool = False
+    waits: WaitPolicy,
+    clock: list[float],
+    seconds: float,
+    same: bool = True,
+    waited: float = 0.0,
+    timed_out: bool = False,
 ) -> None:
     """``seconds`` of work from the first of three gradients to the end, and a wait; agreeing takes long, too."""
     waits.begin()
@@ -212,7 +217,7 @@ def a_pass(
         waits.begin()
     if waited:
         clock[0] += waited
-        waits.waited(waited, in_vain)
+        waits.waited(waited, timed_out)
     waits.end_backward()
     clock[0] += 100.0
     waits.compared(same)
@@ -239,16 +244,16 @@ def test_half_of_the_last_pass(clock: list[float]) -> None:
 def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) -> None:
     waits = WaitPolicy(limited=False)
     waits.begin()
-    waits.waited(FIRST_S, in_vain=False)
+    waits.waited(FIRST_S, timed_out=False)
     assert waits.limit_s(True) == FIRST_S
-    waits.waited(FIRST_S, in_vain=True)
+    waits.waited(FIRST_S, timed_out=True)
     assert waits.limit_s(True) == 0.0 and waits.limit_s(False) == WITHOUT_MEMORY_S
     waits.end_pass()
-    for passes, changes in ((2, {"waited": 3.0, "in_vain": True}), (DIFFERENT, {"same": False})):
+    for passes, changes in ((2, {"waited": 3.0, "timed_out": True}), (DIFFERENT, {"same": False})):
         a_pass(waits, clock, 6.0, **changes)
         for _ in range(passes):
             assert waits.limit_s(True) == SHORT_S
-            a_pass(waits, clock, 6.0, waited=SHORT_S, in_vain=True)
+            a_pass(waits, clock, 6.0, waited=SHORT_S, timed_out=True)
         assert waits.limit_s(True) == pytest.approx(3.0)
 
 

@@ -231,7 +231,7 @@ class WaitPolicy:
         self._least_s = LIMITED_S if limited else SHORT_S
         self._half_pass_s, self._short_passes, self._backoff = FIRST_S, 0, 1
         self._began: float | None = None
-        self._waited_s, self._in_vain = 0.0, False
+        self._waited_s, self._timed_out = 0.0, False
 
     def begin(self) -> None:
         """Start the clock at the first gradient of a pass."""
@@ -242,14 +242,14 @@ class WaitPolicy:
         """Return the seconds to wait now; ``private_fits``: the device has memory to go on without the bucket."""
         if not private_fits:
             return WITHOUT_MEMORY_S
-        if self._in_vain:
+        if self._timed_out:
             return 0.0
         return SHORT_S if self._short_passes else max(self._least_s, self._half_pass_s)
 
-    def waited(self, seconds: float, in_vain: bool) -> None:
+    def waited(self, seconds: float, timed_out: bool) -> None:
         """Count a wait that has ended."""
         self._waited_s += seconds
-        self._in_vain |= in_vain
+        self._timed_out |= timed_out
 
     def end_backward(self) -> None:
         """Measure the pass at its last gradient: half of its time, without waits, is the next limit."""
@@ -259,7 +259,7 @@ class WaitPolicy:
 
     def compared(self, same: bool) -> None:
         """Note at the end of a reduced pass whether every rank had gradients of the same parameters."""
-        if self._in_vain and not self._short_passes:
+        if self._timed_out and not self._short_passes:
             self._short_passes = self._backoff = min(2 * self._backoff, MAX_BACKOFF)
         elif self._short_passes:
             self._short_passes -= 1
@@ -268,7 +268,7 @@ class WaitPolicy:
 
     def end_pass(self) -> None:
         """Reset the clock, also after a pass that failed."""
-        self._began, self._waited_s, self._in_vain = None, 0.0, False
+        self._began, self._waited_s, self._timed_out = None, 0.0, False
 
 
 # [Note: One order of reductions]
@@ -519,14 +519,14 @@ class Reducer:
         if self._in_agreements or self._group.waits_in_queue:
             return self._take_behind(state)
         limit_s = self._waits.limit_s(self._ledger.fits(state.spec.padded_numel * state.dtype.itemsize))
-        began, waited_s, in_vain = time.monotonic(), 0.0, False
+        began, waited_s, timed_out = time.monotonic(), 0.0, False
         try:
             while not self._buckets.free(state):
                 user, waited_s = self._buckets.user(state), time.monotonic() - began
                 if user is not None and user not in self._in_flight:
                     return None
-                in_vain = waited_s > limit_s
-                if in_vain:
+                timed_out = waited_s > limit_s
+                if timed_out:
                     return None
                 if self._in_flight and self._oldest_finished():
                     self._complete(self._in_flight[0])
@@ -534,7 +534,7 @@ class Reducer:
                     time.sleep(min(waited_s / 10, SLEEP_MAX_S))
             return self._buckets.take(state)
         finally:
-            self._waits.waited(waited_s, in_vain)
+            self._waits.waited(waited_s, timed_out)
 
     def _take_behind(self, state: ChunkGrads) -> Buffer | None:
         """Take the bucket if a reduction that has begun ends without this rank's host.

@@ -111,7 +111,7 @@ class ShardedModelV2(ModelFront):
         _check_ranks(marks, ranks)
         own["shard_strategy"], own["ranks"], own["_group"] = shard_strategy, ranks, process_group
         own["_facts"], own["_device"] = _facts(module, marks, shard_strategy, fp32_reduce_scatter, len(ranks))
-        own["_mesh"], own["_told"] = None, set()
+        own["_mesh"], own["_warned"] = None, set()
         self.module = module
         self._tell(None)
 
@@ -139,8 +139,8 @@ class ShardedModelV2(ModelFront):
 
     def _tell(self, optimizer: OptimizerArguments | None) -> None:
         for each in without_effect(self.arguments, optimizer, self._facts):
-            if each not in self._told:
-                self._told.add(each)
+            if each not in self._warned:
+                self._warned.add(each)
                 warn_user(f"no effect of {each}")
 
     def _build(

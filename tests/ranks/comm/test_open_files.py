@@ -83,14 +83,14 @@ def too_few(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
     with warnings.catch_warnings(record=True, action="always") as found:
         members.make_room(10)  # that many fit
-        assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + members.SPARE
+        assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + members.MARGIN
         members.make_room(5000)
         members.make_room(5000)
     (told,) = found
     said, there = str(told.message), opened()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
     assert f"at most {limit} are allowed" in said and "5000 ranks" in said
-    numbers = [count + members.GROUPS * 5000 + members.SPARE for count in range(there - 4, there + 5)]
+    numbers = [count + members.GROUPS * 5000 + members.MARGIN for count in range(there - 4, there + 5)]
     assert any(f"Allow {number} on every host" in said for number in numbers)
     os._exit(17)
 

@@ -76,7 +76,7 @@ def mapped_bytes() -> int:
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue
-        local, whole = buffer._whole
+        local, whole = buffer._full
         for storage in (peer.untyped_storage() for peer in whole if peer.data_ptr() != local.data_ptr()):
             peers[storage._cdata] = storage.nbytes()
     return sum(peers.values())

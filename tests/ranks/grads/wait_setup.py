@@ -39,7 +39,7 @@ class Impatient:
         if self.at is None or seen < self.at or (seen > self.at and not self.rest):
             return self._take(state)
         self.fired += 1
-        self._reducer._waits.waited(0.0, in_vain=True)
+        self._reducer._waits.waited(0.0, timed_out=True)
         return None
 
 

@@ -52,7 +52,7 @@ def mapped_bytes(session: Session) -> int:
             storage = buffer.local.untyped_storage()
             peers[storage._cdata] = storage.nbytes() - buffer.local.nbytes
             continue
-        for whole in (*buffer.peers, *buffer._whole[1]):
+        for whole in (*buffer.peers, *buffer._full[1]):
             if whole.data_ptr() != buffer.local.data_ptr():
                 peers[whole.untyped_storage()._cdata] = whole.untyped_storage().nbytes()
     return sum(peers.values())
