@@ -16,9 +16,13 @@ BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "w
 """Valid ranges of options, as in torch's constructors; the upper bound is excluded unless it is infinite."""
 
 
+def _host_value(value: object) -> object:
+    """Return the number in a host tensor; reading a device tensor would wait for the device."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu else value
+
+
 def _is_nan(value: object) -> bool:
-    # Reading a tensor on a device would wait for the device.
-    value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu else value
+    value = _host_value(value)
     return isinstance(value, float) and math.isnan(value)
 
 
