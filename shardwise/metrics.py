@@ -67,9 +67,10 @@ class Metrics:
             tokens: of the step, over all ranks.
 
         Returns:
-            ``loss``, ``lr``, ``grad_norm`` (before clipping), ``loss_scale``, ``skipped_steps``, bytes of model data by
-            tier (``device_bytes``, ``host_bytes``, ``disk_bytes``; the device's peak, with all memory of the process on
-            a GPU), ``tokens_per_second``, and ``mfu``, the fraction of ``peak_flops`` that was used.
+            ``loss``, ``lr``, ``grad_norm`` (before clipping by ``max_norm``, after clipping by a Trainer),
+            ``loss_scale``, ``skipped_steps``, bytes of model data by tier (``device_bytes``, ``host_bytes``,
+            ``disk_bytes``; the device's peak, with all memory of the process on a GPU), ``tokens_per_second``, and
+            ``mfu``, the fraction of ``peak_flops`` that was used.
         """
         optimizer: Any = self._session.optimizer
         self.steps, self._tokens = self.steps + 1, self._tokens + tokens

@@ -92,6 +92,6 @@ def test_tests_are_in_the_rooms_that_they_are_of() -> None:
 def test_files_of_the_tests_have_names_of_their_own() -> None:
     """Without packages around them, a second file of a name would be taken for the first. What Python runs at its
     start has the name that Python asks for, in a folder that one run alone is given."""
-    files = (path for path in ROOT.glob("tests/**/*.py") if path.name != "sitecustomize.py")
+    files = (path for path in ROOT.glob("tests/**/*.py") if path.name not in ("sitecustomize.py", "conftest.py"))
     count = Counter(path.name for path in files if not (path.parent / "__init__.py").exists())
     assert len(count) > 150 and [name for name, times in count.items() if times > 1] == []

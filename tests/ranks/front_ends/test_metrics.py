@@ -6,6 +6,8 @@ import csv
 import json
 import math
 import sys
+import warnings
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,13 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from front_ends import FRONT_ENDS, Program
 from torch import nn
 
 from shardwise import metrics
 from shardwise.metrics import Metrics, csv_file, json_lines
 from shardwise.plan import Plan, zero
+from shardwise.session import Session
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import scaler, sharded
+from tests.support.on_ranks import on_ranks
 
 BATCH, WIDTH, TOKENS = 3, 4, 60
 FLOPS = 5 * 2 * BATCH * WIDTH * WIDTH
@@ -66,6 +71,26 @@ def test_records_between_steps(tmp_path: Path) -> None:
     (found,) = run_ranks(1, records, zero(3), tmp_path, 2)
     assert [bool(each) for each in found] == [False, True, False, True]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 2
+
+
+SESSIONS: dict[str, Callable[[Any], Session]] = {
+    "booster-gemini": lambda front_end: front_end.booster.plugin.session(front_end.module),
+    "deepspeed": lambda front_end: front_end.module.session,
+    "lightning-deepspeed": lambda front_end: front_end.trainer.strategy.session,
+    "huggingface": lambda front_end: front_end.trainer.session,
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SESSIONS)
+def test_records_under_a_front_end(name: str, tmp_path: Path) -> None:
+    kind, program = FRONT_ENDS[name], Program(clip=0.05)
+    with kind.context(), warnings.catch_warnings(action="ignore"):
+        front_end = kind(program, str(tmp_path))
+        front_end.run()
+        found = Metrics(SESSIONS[name](front_end), json_lines(tmp_path / "metrics.jsonl")).step(0.5, TOKENS)
+        front_end.close()
+    assert found["lr"] == 0.05 and found["grad_norm"] > 0.99 * program.clip and found["skipped_steps"] == 0
 
 
 VALUES = {"loss": 0.5, "lr": 1e-3}
