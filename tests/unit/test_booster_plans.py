@@ -130,16 +130,12 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     # What is on the host between uses is not gathered then.
     ({"offload_param_frac": 1.0, "shard_param_frac": 0.25}, PARAM_HOST),
     ({"offload_param_frac": 0.25, "shard_param_frac": 0.0}, PARAM_HOST.but(**QUARTER, gathered_fraction=0.75)),
-    (
-        {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
-        AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0)),
-    ),
+    ({"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
+     AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0))),
     ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.25}, AUTO.but(auto=replace(RATIOS, margin_ratio=0.25))),
     (EARLY, GEMINI.but(update="backward", precision=FP32)),
-    (
-        {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
-        GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
-    ),
+    ({"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
+     GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2))),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}}, SIZED),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}}, SIZED.but(gathered_fraction=1.0)),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}, "offload_param_frac": 0.25},
@@ -228,29 +224,21 @@ FSDP = fsdp.FSDPPlan(
     buffer_dtype=None,
     full_precision_classes=(),
 )
+ONCE, BN = replace(FSDP, reshard_after_forward=False), (nn.modules.batchnorm._BatchNorm,)
+ROOT, UNIT = (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast) for cast in (True, False))
+KINDS: dict[str, Any] = {"root_precision": ROOT, "unit_precision": UNIT, "buffer_dtype": torch.float16}
+MIXED = replace(FSDP, **KINDS, full_precision_classes=BN)
 FSDP_CASES: list[tuple[dict[str, Any], fsdp.FSDPPlan]] = [
     ({}, FSDP),
     ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, FSDP),
-    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, replace(FSDP, reshard_after_forward=False)),
-    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, replace(FSDP, mesh="replicate", reshard_after_forward=False)),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, ONCE),
+    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, replace(ONCE, mesh="replicate")),
     ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, replace(FSDP, mesh="hybrid")),
-    (
-        {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
-        replace(FSDP, mesh="hybrid", reshard_after_forward=False),
-    ),
+    ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, replace(ONCE, mesh="hybrid")),
     ({"cpu_offload": CPUOffload(offload_params=True)}, replace(FSDP, offload=True)),
     ({"cpu_offload": CPUOffload(offload_params=False)}, FSDP),
     ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, FSDP),
-    (
-        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.float16)},
-        replace(
-            FSDP,
-            root_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
-            unit_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
-            buffer_dtype=torch.float16,
-            full_precision_classes=(nn.modules.batchnorm._BatchNorm,),
-        ),
-    ),
+    ({"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.float16)}, MIXED),
 ]
 
 
