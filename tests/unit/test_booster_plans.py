@@ -130,16 +130,12 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     # What is on the host between uses is not gathered then.
     ({"offload_param_frac": 1.0, "shard_param_frac": 0.25}, PARAM_HOST),
     ({"offload_param_frac": 0.25, "shard_param_frac": 0.0}, PARAM_HOST.but(**QUARTER, gathered_fraction=0.75)),
-    (
-        {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
-        AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0)),
-    ),
+    ({"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
+     AUTO.but(auto=AutoPlan(warmup_non_model_ratio=0.5, steady_capacity_ratio=0.75, margin_ratio=0.0))),
     ({"placement_policy": "auto", "gpu_margin_mem_ratio": 0.25}, AUTO.but(auto=replace(RATIOS, margin_ratio=0.25))),
     (EARLY, GEMINI.but(update="backward", precision=FP32)),
-    (
-        {"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
-        GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2)),
-    ),
+    ({"search_range_m": 2, "hidden_dim": 768, "min_chunk_size_m": 0.5},
+     GEMINI.but(packing=BySearch(search_range_numel=2 * M, interval_numel=768, min_chunk_numel=M // 2))),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": False}}}, SIZED),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}}, SIZED.but(gathered_fraction=1.0)),
     ({"chunk_config_dict": {4: {"chunk_size": 1000, "keep_gathered": True}}, "offload_param_frac": 0.25},
@@ -228,29 +224,21 @@ FSDP = fsdp.FSDPPlan(
     buffer_dtype=None,
     full_precision_classes=(),
 )
+ONCE, BN = replace(FSDP, reshard_after_forward=False), (nn.modules.batchnorm._BatchNorm,)
+ROOT, UNIT = (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=cast) for cast in (True, False))
+KINDS: dict[str, Any] = {"root_precision": ROOT, "unit_precision": UNIT, "buffer_dtype": torch.float16}
+MIXED = replace(FSDP, **KINDS, full_precision_classes=BN)
 FSDP_CASES: list[tuple[dict[str, Any], fsdp.FSDPPlan]] = [
     ({}, FSDP),
     ({"sharding_strategy": ShardingStrategy.FULL_SHARD}, FSDP),
-    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, replace(FSDP, reshard_after_forward=False)),
-    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, replace(FSDP, mesh="replicate", reshard_after_forward=False)),
+    ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, ONCE),
+    ({"sharding_strategy": ShardingStrategy.NO_SHARD}, replace(ONCE, mesh="replicate")),
     ({"sharding_strategy": ShardingStrategy.HYBRID_SHARD}, replace(FSDP, mesh="hybrid")),
-    (
-        {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2},
-        replace(FSDP, mesh="hybrid", reshard_after_forward=False),
-    ),
+    ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, replace(ONCE, mesh="hybrid")),
     ({"cpu_offload": CPUOffload(offload_params=True)}, replace(FSDP, offload=True)),
     ({"cpu_offload": CPUOffload(offload_params=False)}, FSDP),
     ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, FSDP),
-    (
-        {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.float16)},
-        replace(
-            FSDP,
-            root_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
-            unit_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
-            buffer_dtype=torch.float16,
-            full_precision_classes=(nn.modules.batchnorm._BatchNorm,),
-        ),
-    ),
+    ({"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32, torch.float16)}, MIXED),
 ]
 
 
@@ -343,37 +331,27 @@ def test_every_argument_names_a_value_that_it_cannot_have(plugin: type[Plugin]) 
         assert str(error.value).startswith(name) and "<odd>" in str(error.value), (name, str(error.value))
 
 
-OpenOptions = tuple[Booster, torch.nn.Module, torch.optim.Optimizer, Path]
-CALLS: list[tuple[Callable[[OpenOptions], Any], str]] = [
-    (lambda given: Booster(device="gpu"), "device='gpu': give"),
-    (lambda given: Booster(mixed_precision=16), "mixed_precision=16: give"),  # type: ignore[arg-type]
-    (lambda given: GeminiPlugin().prepare_dataloader([1, 2], 1, seed="x"), "seed='x': give a whole number"),
-    (lambda given: _save(given, keep=True), "keep=True: give how many checkpoints remain (None: all), >= 1"),
-    (lambda given: _save(given, step=-1), "step=-1: give a whole number >= 0"),
-    (lambda given: _save(given, use_async="no"), "use_async='no': give True or False"),
-    (lambda given: GeminiPlugin().prepare_dataloader([1, 2], True), "batch_size=True: give a number of samples"),
-    (lambda given: GeminiPlugin().prepare_dataloader([1, 2], 1, shuffle="no"), "shuffle='no': give True or False"),
-    (lambda given: given[0].save_model(given[1], given[3] / "m", size_per_shard=math.nan), "size_per_shard=nan: give"),
-    (lambda given: given[0].load_model(given[1], given[3] / "m", num_threads=True), "num_threads=True: give a number"),
-    (lambda given: _save(given, tag=5), "tag=5 is not a valid name; use a plain file name"),
-    (lambda given: _save_model(given, size_per_shard="5GB"), "size_per_shard='5GB': give a size in MB"),
-    (lambda given: _save_model(given, prefix="a/b"), "prefix='a/b': give a part of the files' names"),
-]
-
-
-def _save(given: OpenOptions, **options: Any) -> None:
-    booster, model, optimizer, folder = given
-    booster.save_checkpoint(folder, model, optimizer, **options)
-
-
-def _save_model(given: OpenOptions, **options: Any) -> None:
-    booster, model, _, folder = given
-    booster.save_model(model, folder / "model", shard=True, **options)
-
-
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_odd_values_of_the_booster_are_named(call: Callable[[OpenOptions], Any], message: str, tmp_path: Path) -> None:
-    model, booster = torch.nn.Linear(4, 4), Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+def test_odd_values_of_the_booster_are_named(tmp_path: Path) -> None:
+    model, booster = nn.Linear(4, 4), Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    error = raises((TypeError, ValueError), None, lambda: call((booster, boosted, optimizer, tmp_path)))
-    assert error.startswith(message) and list(tmp_path.iterdir()) == []
+    loader = functools.partial(GeminiPlugin().prepare_dataloader, [1, 2])
+    save = functools.partial(booster.save_checkpoint, tmp_path, boosted, optimizer)
+    save_model = functools.partial(booster.save_model, boosted, tmp_path / "m")
+    calls: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+        (Booster, {"device": "gpu"}, "device='gpu': give"),
+        (Booster, {"mixed_precision": 16}, "mixed_precision=16: give"),
+        (loader, {"batch_size": 1, "seed": "x"}, "seed='x': give a whole number"),
+        (loader, {"batch_size": True}, "batch_size=True: give a number of samples"),
+        (loader, {"batch_size": 1, "shuffle": "no"}, "shuffle='no': give True or False"),
+        (save, {"keep": True}, "keep=True: give how many checkpoints remain (None: all), >= 1"),
+        (save, {"step": -1}, "step=-1: give a whole number >= 0"),
+        (save, {"use_async": "no"}, "use_async='no': give True or False"),
+        (save, {"tag": 5}, "tag=5 is not a valid name; use a plain file name"),
+        (save_model, {"size_per_shard": math.nan}, "size_per_shard=nan: give"),
+        (save_model, {"shard": True, "size_per_shard": "5GB"}, "size_per_shard='5GB': give a size in MB"),
+        (save_model, {"shard": True, "prefix": "a/b"}, "prefix='a/b': give a part of the files' names"),
+        (booster.load_model, {"model": boosted, "checkpoint": "m", "num_threads": True}, "num_threads=True: give"),
+    ]  # fmt: skip
+    for call, options, message in calls:
+        error = raises((TypeError, ValueError), None, call, **options)
+        assert error.startswith(message) and list(tmp_path.iterdir()) == [], error

@@ -201,30 +201,6 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
     assert json.loads(file.read_bytes())["version"] == 3
 
 
-class WithExtra(nn.LayerNorm):
-    """Keeps something that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.seen: dict[str, Any] = {}
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.seen
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = state
-
-
-def test_extra_state_comes_back(tmp_path: Path) -> None:
-    model, other = nn.Sequential(WithExtra()), nn.Sequential(WithExtra())
-    model[0].seen = {"epochs": (1, 2), "mean": torch.tensor([0.5])}
-    with training(model) as session:
-        Checkpointer(session).save(tmp_path, "a")
-    with training(other) as session:
-        Checkpointer(session).load(tmp_path)
-    assert other[0].seen["epochs"] == (1, 2) and torch.equal(other[0].seen["mean"], torch.tensor([0.5]))
-
-
 RANKS = 6
 
 

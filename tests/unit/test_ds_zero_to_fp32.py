@@ -6,15 +6,16 @@ What an engine answers of its configuration, and what it says of the rest.
 What a function of a program's own, that saves a sharded parameter, is told of it in its backward pass.
 """
 
+import contextlib
 import runpy
 import sys
 import tarfile
-import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,25 +35,6 @@ from shardwise.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_check
 from shardwise.testing import assert_close
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.on_ranks import raises
-
-
-class Calls(types.ModuleType):
-    """Stands for a package: every function of it notes its calls."""
-
-    def __init__(self, name: str, calls: list[Any]) -> None:
-        super().__init__(name)
-        self.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec(name, None)
-        self.calls = calls
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args: Any, **kwargs: Any) -> Calls:
-            self.calls.append((name, args, kwargs))
-            return self
-
-        return call
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +136,7 @@ def tree_at(path: str, value: Any) -> Tree:
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def started(tree: Tree) -> Iterator[deepspeed.DeepSpeedEngine]:
     torch.manual_seed(0)
     engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Tanh()), config=tree)[0]
@@ -243,14 +225,13 @@ def schedule(tree: Tree, *_: Any) -> Any:
 
 def written(tree: Tree, root: Path, _: Any) -> list[str]:
     """Files and what the packages of monitors were called with."""
-    calls: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        for package in ("tensorboard", "torch.utils.tensorboard", "wandb"):
-            patch.setitem(sys.modules, package, Calls(package, calls))
+    package = mock.MagicMock()
+    package.__spec__ = ModuleSpec("package", None)
+    packages = dict.fromkeys(("tensorboard", "torch.utils.tensorboard", "wandb"), package)
+    with contextlib.chdir(root), mock.patch.dict(sys.modules, packages):
         steps(tree, 2)
     files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir() or path.suffix == ".csv")
-    begun = [f"{name} {kw or args}" for name, args, kw in calls if name in ("SummaryWriter", "init")]
+    begun = [f"{name} {kw or args}" for name, args, kw in package.mock_calls if name in ("SummaryWriter", "init")]
     return [*files, *begun]
 
 
