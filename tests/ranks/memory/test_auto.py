@@ -541,7 +541,7 @@ def test_too_little_memory_on_one_rank_reaches_all(prefetches: list[int], places
                         model.calls = step + (mesh.rank if place == PLACES[2] else 0)
                         words = "made up" if place else "activations and the rest: "
                         if mesh.rank == 0 or place == PLACES[2]:
-                            words = r"ranks \[1\] of.*not enough device memory|not enough device.*ranks \[1\] of"
+                            words = r"ranks \[1\] of .* not enough device memory"
                         with too_small(session, place) if place and mesh.rank else contextlib.nullcontext():
                             rows = 4 if place or mesh.rank == 0 else 400
                             raises(DeviceMemoryError, words, one_step, session, step, rows)
