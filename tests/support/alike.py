@@ -205,11 +205,8 @@ class _AlikeMaker(GroupMaker):
     def agree(self, argument: str, wanted: object) -> None:
         return
 
-    def _own(self, rank_lists: list[list[int]]) -> list[int]:
-        return next(ranks for ranks in rank_lists if self._rank in ranks)
-
     def process_group(self, name: str, rank_lists: list[list[int]], backend: str) -> AlikeProcessGroup:
-        own = self._own(rank_lists)
+        own = next(ranks for ranks in rank_lists if self._rank in ranks)
         return AlikeProcessGroup(own.index(self._rank), len(own), self._asked)
 
     def _everyone(self) -> Control:
@@ -245,8 +242,8 @@ def alike_mesh(plan: Plan, rank: int, ranks: int, transport: Transport = "native
     if not 0 <= rank < ranks:
         raise ValueError(f"alike_mesh() for rank {rank} of {ranks}: give 0..{ranks - 1}")
     asked = Asked()
-    maker = {"native": _native, "queued": _queued}.get(transport)
-    put_back = register_backend("cpu", maker) if maker is not None else lambda: None
+    makers = {"native": _native, "queued": _queued}
+    put_back = register_backend("cpu", makers[transport]) if transport in makers else lambda: None
     try:
         mesh = Mesh.among(tuple(range(ranks)), sizes, _AlikeMaker(rank, ranks, asked))
     finally:
@@ -265,9 +262,6 @@ def _native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 
 
 def _queued(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
-    assert isinstance(maker, _AlikeMaker)
-    lists = request.rank_lists
-    gather, reduce = (maker.process_group(f"{request.name}_{each}", lists, "") for each in ("gather", "reduce"))
-    group = NativeGroup(request.called, maker.device, request.control, gather, reduce)
+    group = _native(maker, request)
     group.waits_in_queue = True
     return group

@@ -53,37 +53,29 @@ def real_native(maker: GroupMaker, request: GroupRequest) -> NativeGroup:
 def recorded(asked: Asked) -> Iterator[None]:
     """Inside, what shardwise asks of torch.distributed is noted as :class:`AlikeProcessGroup` does."""
 
-    def gathers(whole: Callable[..., Any]) -> Callable[..., Any]:
-        def call(out: Tensor, own: Tensor, **rest: Any) -> Any:
-            asked.add("all_gather", own.nbytes, out.nbytes - own.nbytes)
-            return whole(out, own, **rest)
+    def noted(where: Any, name: str, called: str, sizes: Callable[..., tuple[int, int]]) -> Any:
+        whole = getattr(where, name)
 
-        return call
+        def call(*args: Any, **rest: Any) -> Any:
+            asked.add(called, *sizes(*args))
+            return whole(*args, **rest)
 
-    def scatters(whole: Callable[..., Any]) -> Callable[..., Any]:
-        def call(out: Tensor, full: Tensor, **rest: Any) -> Any:
-            asked.add("reduce_scatter", full.nbytes - out.nbytes, out.nbytes)
-            return whole(out, full, **rest)
+        return mock.patch.object(where, name, call)
 
-        return call
+    def gathered(out: Tensor, own: Tensor) -> tuple[int, int]:
+        return own.nbytes, out.nbytes - own.nbytes
 
-    def single(name: str, sent: bool, received: bool) -> Callable[..., Any]:
-        whole = getattr(dist, name)
-        called = {"isend": "send", "irecv": "receive"}.get(name, name)
+    def scattered(out: Tensor, full: Tensor) -> tuple[int, int]:
+        return full.nbytes - out.nbytes, out.nbytes
 
-        def call(tensor: Tensor, *args: Any, **rest: Any) -> Any:
-            asked.add(called, tensor.nbytes * sent, tensor.nbytes * received)
-            return whole(tensor, *args, **rest)
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        put = lambda where, name, what: stack.enter_context(mock.patch.object(where, name, what))  # noqa: E731
-        for module in (control, native):
-            put(module, "all_gather_single", gathers(module.all_gather_single))
-        put(native, "reduce_scatter_single", scatters(native.reduce_scatter_single))
-        for name, sent, received in (("all_reduce", True, True), ("isend", True, False), ("irecv", False, True)):
-            put(dist, name, single(name, sent, received))
+    with (
+        noted(control, "all_gather_single", "all_gather", gathered),
+        noted(native, "all_gather_single", "all_gather", gathered),
+        noted(native, "reduce_scatter_single", "reduce_scatter", scattered),
+        noted(dist, "all_reduce", "all_reduce", lambda tensor, *_: (tensor.nbytes, tensor.nbytes)),
+        noted(dist, "isend", "send", lambda tensor, *_: (tensor.nbytes, 0)),
+        noted(dist, "irecv", "receive", lambda tensor, *_: (0, tensor.nbytes)),
+    ):
         yield
 
 

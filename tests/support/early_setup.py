@@ -29,17 +29,14 @@ class Nested(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                if not state:
-                    state.update(count=0, history=[0.0])
-                state["count"] += 1
-                state["history"].append(state["count"] * 0.5)
-                state["history"] = state["history"][-3:]
+                state["count"] = state.get("count", 0) + 1
+                state["history"] = [*state.get("history", [0.0]), state["count"] * 0.5][-3:]
                 param.grad.mul_(1.0 + 0.1 * state["history"][-1])
                 param.add_(param.grad, alpha=-group["lr"] / state["count"])
 
@@ -116,9 +113,7 @@ def train(case: Case, plan: Plan, mesh: Mesh) -> Seen:
             losses.append(float(loss.detach()))
             own.step()
             own.zero_grad()
-            norm = own.get_grad_norm()
-            assert norm is not None
-            norms.append(norm)
+            norms.append(float(own.get_grad_norm()))  # type: ignore[arg-type]
         return Seen(full_state(session), losses, norms, **counts)
 
 
@@ -128,9 +123,8 @@ def both(cases: list[Case], shared: bool | None) -> list[tuple[Seen, Seen]]:
         pairs = []
         for case in cases:
             plan = case.plan(shared)
-            pairs.append(
-                (train(case, plan.but(tiers=on_device()), mesh), train(case, plan.but(update="backward"), mesh))
-            )
+            ways = plan.but(tiers=on_device()), plan.but(update="backward")
+            pairs.append((train(case, ways[0], mesh), train(case, ways[1], mesh)))
         return pairs
 
 

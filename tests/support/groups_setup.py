@@ -136,9 +136,6 @@ def part_steps() -> list[list[list[tuple[Tensor, Tensor]]]]:
 
 def of_part(whole: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     """The values of one part under its own names."""
-    own = {
-        f"own.{name.removeprefix(f'parts.{number}.')}": value
-        for name, value in whole.items()
-        if name.startswith(f"parts.{number}.")
-    }
+    part = f"parts.{number}."
+    own = {f"own.{name.removeprefix(part)}": value for name, value in whole.items() if name.startswith(part)}
     return own | {name: value for name, value in whole.items() if name.startswith("common.")}

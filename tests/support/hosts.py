@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tests.support import wire
@@ -67,13 +66,12 @@ class TwoHosts:
             lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True))]
             hosts.write_text("\n".join(lines) + "\n", encoding="utf-8")
             for name in NAMES:
-                self._holders.append(self._held(str(hosts), name))
+                inside = ["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", str(hosts), name]
+                self._holders.append(_ready(inside, "no namespaces"))
             one, other = (str(holder.pid) for holder in self._holders)
             if self._delay_s or self._bits_per_s:
-                numbers = [str(self._delay_s), str(self._bits_per_s)]
-                self._holders.append(
-                    _ready([sys.executable, wire.__file__, one, other, WIRE, *numbers], "no late wire")
-                )
+                relay = [sys.executable, wire.__file__, one, other, WIRE, str(self._delay_s), str(self._bits_per_s)]
+                self._holders.append(_ready(relay, "no late wire"))
             else:
                 pair = ["type", "veth", "peer", WIRE, "netns", other]
                 _done(["nsenter", "-t", one, "-n", "ip", "link", "add", WIRE, *pair])
@@ -134,13 +132,8 @@ class TwoHosts:
         self._holders = []
         self._folder.cleanup()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _held(self, hosts: str, name: str) -> subprocess.Popen[str]:
-        return _ready(["unshare", *NAMESPACES, "sh", "-c", HOLDS, "sh", hosts, name], "no namespaces")
 
 
 def _check(delay_s: float, bits_per_s: float | None) -> None:

@@ -75,24 +75,11 @@ def rows() -> list[dict[str, Tensor]]:
 def arguments(folder: str, batch: int, **changes: Any) -> Any:
     from transformers import TrainingArguments
 
-    options = {
-        "num_train_epochs": 2,
-        "per_device_train_batch_size": batch,
-        "per_device_eval_batch_size": batch,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-2,
-        "warmup_steps": 2,
-        "max_grad_norm": 0.1,
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "epoch",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **changes,
-    }
-    return TrainingArguments(folder, **options)
+    options: dict[str, Any] = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), batch)
+    options |= {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "warmup_steps": 2, "logging_steps": 1}
+    options |= {"learning_rate": 1e-2, "adam_epsilon": 1e-2, "max_grad_norm": 0.1, "disable_tqdm": True}
+    options |= {"eval_strategy": "epoch", "save_strategy": "epoch", "use_cpu": True, "report_to": "none"}
+    return TrainingArguments(folder, **(options | changes))
 
 
 def weights(folder: str) -> dict[str, Tensor]:

@@ -19,18 +19,18 @@ VOCABULARY, WIDTH, INNER, LENGTH, STEPS, LR, MAX_NORM = 37, 24, 22, 7, 3, 0.02, 
 def made(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
     """With every bias and norm other than at a start, so that a wrong cut of one shows."""
     torch.manual_seed(3)
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 6, "vocab_size": VOCABULARY}
     if kind == "llama":
-        sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2}
-        sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "attention_bias": True}
-        model: nn.Module = LlamaForCausalLM(LlamaConfig(**(sizes | changes), use_cache=False))
+        sizes |= {"num_key_value_heads": 2, "attention_bias": True, "use_cache": False, **changes}
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(**sizes))
     elif kind == "gpt2":
-        sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_inner": INNER, "vocab_size": VOCABULARY}
-        none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "n_positions": 16}
-        model = GPT2LMHeadModel(GPT2Config(**(sizes | none | changes), use_cache=False))
+        own = {"n_embd": WIDTH, "n_layer": 2, "n_head": 6, "n_inner": INNER, "n_positions": 16, "use_cache": False}
+        own |= {"vocab_size": VOCABULARY, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, **changes}
+        model = GPT2LMHeadModel(GPT2Config(**own))
     else:
-        sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 6}
-        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": VOCABULARY}
-        model = BertForMaskedLM(BertConfig(**(sizes | none | changes)))
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **changes}
+        model = BertForMaskedLM(BertConfig(**sizes))
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
     return model.to(dtype).train()
@@ -109,9 +109,7 @@ class LlamaPolicy(Policy):
         assert self.model is not None
         return self.model
 
-    def postprocess(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
+    postprocess = preprocess
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
         assert self.shard_config is not None
@@ -141,10 +139,9 @@ class GPT2Policy(LlamaPolicy):
         width = self.model.config.hidden_size  # type: ignore[union-attr]
         ranks = self.shard_config.tensor_parallel_size
         sizes = {"attn.split_size": width // ranks, "attn.num_heads": 6 // ranks}
+        fused = {"split_sizes": [width] * 3, "seq_parallel_mode": None}
         layers = [
-            SubModuleReplacementDescription(
-                "attn.c_attn", col_nn.GPT2FusedLinearConv1D_Col, {"split_sizes": [width] * 3, "seq_parallel_mode": None}
-            ),
+            SubModuleReplacementDescription("attn.c_attn", col_nn.GPT2FusedLinearConv1D_Col, fused),
             SubModuleReplacementDescription("attn.c_proj", col_nn.GPT2FusedLinearConv1D_Row),
             SubModuleReplacementDescription("mlp.c_fc", col_nn.GPT2FusedLinearConv1D_Col, {"split_sizes": [INNER]}),
             SubModuleReplacementDescription("mlp.c_proj", col_nn.GPT2FusedLinearConv1D_Row),

@@ -137,15 +137,8 @@ def started(*command: str, log: Path, whole: bool = False, fork_ranks: bool = Tr
     if whole:
         # A file rather than a pipe: nobody reads meanwhile.
         with log.open("wb") as output:
-            whole_command = [sys.executable, "-m", *command]
-            process = subprocess.Popen(
-                whole_command,
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            streams: Any = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment, **streams)
     else:
         process = Forked(forked(_run_as_launcher, list(command), str(log), environment, fork_ranks))
     try:

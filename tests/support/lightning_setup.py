@@ -47,8 +47,7 @@ def _environment(ns: Namespace) -> Any:
         def set_global_rank(self, rank: int) -> None:
             assert rank == dist.get_rank()
 
-        def local_rank(self) -> int:
-            return dist.get_rank()
+        local_rank = global_rank
 
         def node_rank(self) -> int:
             return 0
@@ -66,30 +65,18 @@ def quiet(ns: Namespace = LIGHTNING) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in (ns.pytorch, ns.fabric):
         logging.getLogger(name).setLevel(logging.ERROR)
-    for text in (
-        ".*does not have many workers.*",
-        ".*number of training batches.*",
-        ".*sync_dist=True.*",
-        ".*treespec.*",
-        ".*have no `val_dataloader`.*",
-    ):
-        warnings.filterwarnings("ignore", text)
+    texts = ("does not have many workers", "number of training batches", "sync_dist=True", "treespec")
+    for text in (*texts, "have no `val_dataloader`"):
+        warnings.filterwarnings("ignore", f".*{text}.*")
 
 
 def trainer(strategy: Any, ns: Namespace = LIGHTNING, **arguments: Any) -> Any:
     """A Trainer over all ranks of the pool, on their device; ``strategy`` is a name or an instance."""
     quiet(ns)
     environment = _environment(ns)()
-    defaults: dict[str, Any] = {
-        "accelerator": "auto",
-        "devices": dist.get_world_size(),
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults: dict[str, Any] = {**dict.fromkeys(off, False), "max_epochs": 1, "num_sanity_val_steps": 0}
+    defaults |= {"accelerator": "auto", "devices": dist.get_world_size()}
     plugins = [environment, *arguments.pop("plugins", [])]
     return ns.load("Trainer")(strategy=strategy, plugins=plugins, **{**defaults, **arguments})
 
@@ -98,9 +85,8 @@ def fabric(strategy: Any, ns: Namespace, **arguments: Any) -> Any:
     """A Fabric over all ranks of the pool, on their device, launched; ``ns`` is one of Fabric's own."""
     quiet(ns)
     plugins = [_environment(ns)(), *arguments.pop("plugins", [])]
-    made = ns.load("Fabric")(
-        strategy=strategy, accelerator="auto", devices=dist.get_world_size(), plugins=plugins, **arguments
-    )
+    where = {"accelerator": "auto", "devices": dist.get_world_size(), "plugins": plugins}
+    made = ns.load("Fabric")(strategy=strategy, **where, **arguments)
     made.launch()
     return made
 
@@ -126,9 +112,8 @@ class _Toy:
     def build(self) -> None:
         if self.net is None:
             torch.manual_seed(self.seed)
-            self.net = nn.Sequential(
-                nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT)
-            )
+            inner = nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh()
+            self.net = nn.Sequential(*inner, nn.Linear(HIDDEN, OUT))
 
     def forward(self, inputs: Tensor) -> Tensor:
         assert self.net is not None
@@ -166,14 +151,10 @@ class _Toy:
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class _Configured(_Toy):
-    def configure_model(self) -> None:
-        self.build()
-
-
-class _ConfiguredSharded(_Toy):
-    def configure_sharded_model(self) -> None:
-        self.build()
+@cache
+def _built_in(hook: str) -> type:
+    """A module that ``hook`` builds."""
+    return type("Toy", (_Toy,), {hook: lambda self: self.build()})
 
 
 @cache
@@ -184,9 +165,8 @@ def module_class(ns: Namespace, body: type) -> Any:
 
 def toy(ns: Namespace = LIGHTNING, body: type | None = None, **arguments: Any) -> Any:
     """The small LightningModule, the same on every rank; ``body`` is a subclass of ``Toy`` with more hooks."""
-    by_hook = {"configure_model": _Configured, "configure_sharded_model": _ConfiguredSharded}
-    chosen = body or by_hook.get(arguments.get("where", "init"), _Toy)
-    return module_class(ns, chosen)(**arguments)
+    where = arguments.get("where", "init")
+    return module_class(ns, body or (_Toy if where == "init" else _built_in(where)))(**arguments)
 
 
 Toy = _Toy
@@ -212,10 +192,8 @@ def data(batches: int = 4, batch_size: int = 4, seed: int = 0) -> DataLoader[Any
     generator = torch.Generator().manual_seed(seed)
     rows = batches * batch_size * dist.get_world_size()
     inputs = torch.randn(rows, WIDTH, generator=generator)
-    return DataLoader(
-        TensorDataset(inputs, torch.sin(inputs[:, :OUT]) + 0.1 * torch.randn(rows, OUT, generator=generator)),
-        batch_size=batch_size,
-    )
+    targets = torch.sin(inputs[:, :OUT]) + 0.1 * torch.randn(rows, OUT, generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size)
 
 
 def weights(made: Any) -> dict[str, Tensor]:
@@ -225,9 +203,7 @@ def weights(made: Any) -> dict[str, Tensor]:
 
 def close(made: Any) -> None:
     """Undo the sharding, so that the rank is as before."""
-    unshard = getattr(made.strategy, "unshard", None)
-    if unshard is not None:
-        unshard()
+    getattr(made.strategy, "unshard", lambda: None)()
 
 
 def fit(
@@ -245,8 +221,4 @@ def fit(
 def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of two states; NaN where either is."""
     assert one.keys() == other.keys()
-    return (
-        max(float((one[name] - other[name]).abs().max()) for name in one)
-        if not any(bool(torch.isnan(v).any()) for s in (one, other) for v in s.values())
-        else float("nan")
-    )
+    return float(torch.stack([(one[name] - other[name]).abs().max() for name in one]).max())

@@ -26,7 +26,6 @@ class ModelCase:
         build: makes the module with floating parameters of the given dtype (where it does not fix them itself).
         inputs: makes one rank's batch from a generator and a floating dtype: ``{"args": ..., "kwargs": ..., ...}``.
         loss: scalar loss of a model and a batch, the mean over the batch.
-        half: whether it runs with all floating parameters cast to 16 bits.
         why: what it is there to break.
     """
 
@@ -34,7 +33,6 @@ class ModelCase:
     build: Callable[[torch.dtype], nn.Module]
     inputs: Callable[[torch.Generator, torch.dtype], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
-    half: bool
     why: str
 
     def factory(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
@@ -80,6 +78,22 @@ def make_batches(
         [[case.batch(next(count), dtype) for _ in range(world_size)] for _ in range(micro_batches)]
         for _ in range(steps)
     ]
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """The tensors inside dicts, lists and tuples, moved."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -153,7 +167,7 @@ _Entry = tuple[str, Callable[[torch.dtype], nn.Module], Callable[[torch.Generato
 
 
 def _cases(entries: Sequence[_Entry], loss: Callable[[nn.Module, Batch], Tensor]) -> dict[str, ModelCase]:
-    return {name: ModelCase(name, build, inputs, loss, True, why) for name, build, inputs, why in entries}
+    return {name: ModelCase(name, build, inputs, loss, why) for name, build, inputs, why in entries}
 
 
 _REGRESSION: list[_Entry] = [

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+
+class Having(nn.Module):
+    """With the modules and parameters that it is given, by name."""
+
+    def __init__(self, **members: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+def square() -> nn.Linear:
+    """The layer of most of them."""
+    return nn.Linear(6, 6)
 
 
 class Mlp(nn.Module):
@@ -35,13 +53,11 @@ class OddSizes(nn.Module):
         return self.layers(x)
 
 
-class Frozen(nn.Module):
+class Frozen(Having):
     """The first layer, one bias, and a norm are frozen."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.norm, self.last = nn.LayerNorm(6), nn.Linear(6, 6)
+        super().__init__(first=square(), second=square(), norm=nn.LayerNorm(6), last=square())
         for parameter in (*self.first.parameters(), self.second.bias, *self.norm.parameters()):
             parameter.requires_grad_(False)
 
@@ -50,61 +66,54 @@ class Frozen(nn.Module):
         return self.last(self.norm(x))
 
 
-class FrozenChild(nn.Module):
+class FrozenChild(Having):
     """A frozen block between trainable ones: gradients must flow through it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before, self.frozen = nn.Linear(6, 6), Mlp()
-        self.after = nn.Linear(6, 6)
+        super().__init__(before=square(), frozen=Mlp(), after=square())
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(self.frozen(torch.tanh(self.before(x))))
 
 
-class Unused(nn.Module):
+class Unused(Having):
     """``spare`` and all of ``idle`` take no part in the forward pass."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.idle = nn.Linear(6, 6), Mlp(5, 3)
-        self.spare, self.last = nn.Parameter(torch.zeros(3, 2)), nn.Linear(6, 6)
+        super().__init__(first=square(), idle=Mlp(5, 3), spare=nn.Parameter(torch.zeros(3, 2)), last=square())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x)))
 
 
-class UsedTwice(nn.Module):
+class UsedTwice(Having):
     """One layer, called twice."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.between = nn.Linear(6, 6), nn.Linear(6, 6)
+        super().__init__(shared=square(), between=square())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared(self.between(torch.tanh(self.shared(x))))
 
 
-class Alias(nn.Module):
+class Alias(Having):
     """``first`` and ``second`` are the same module."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(6, 6), nn.Linear(6, 6)
+        super().__init__(first=square(), middle=square())
         self.second = self.first
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.middle(self.first(x))))
 
 
-class AroundChildren(nn.Module):
+class AroundChildren(Having):
     """Its own parameters are read before, between and after the calls of its children."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
-        self.inner = nn.Sequential(Mlp(), Mlp())
+        scale, shift = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6))
+        super().__init__(scale=scale, shift=shift, inner=nn.Sequential(Mlp(), Mlp()))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
@@ -112,49 +121,43 @@ class AroundChildren(nn.Module):
         return self.inner[1](x) * self.scale + self.shift
 
 
-class LateParameter(nn.Module):
+class LateParameter(Having):
     """The parent reads a child's weight after other children have run (a release after forward is too early)."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle = nn.Linear(6, 6), Mlp()
-        self.last = nn.Linear(6, 6)
+        super().__init__(first=square(), middle=Mlp(), last=square())
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(torch.tanh(self.middle(self.first(x))))
         return out + functional.linear(x, self.first.weight, self.middle.down.bias)
 
 
-class ZeroSized(nn.Module):
+class ZeroSized(Having):
     """Parameters with no elements, one of them used."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.nothing, self.linear = nn.Parameter(torch.empty(0, 6)), nn.Linear(6, 6)
-        self.never = nn.Parameter(torch.empty(0))
+        nothing, never = nn.Parameter(torch.empty(0, 6)), nn.Parameter(torch.empty(0))
+        super().__init__(nothing=nothing, linear=square(), never=never)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(torch.cat([x, self.nothing.to(x.dtype)]))
 
 
-class NonContiguous(nn.Module):
+class NonContiguous(Having):
     """The weight is a transposed view of its storage."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.back = nn.Parameter(torch.zeros(5, 7).t()), nn.Linear(5, 7)
+        super().__init__(weight=nn.Parameter(torch.zeros(5, 7).t()), back=nn.Linear(5, 7))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.back(torch.tanh(x @ self.weight))
 
 
-class MixedDtypes(nn.Module):
+class MixedDtypes(Having):
     """One inner layer has its own dtype, with casts around it."""
 
     def __init__(self, other: torch.dtype) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6).to(other)
-        self.last = nn.Linear(6, 6)
+        super().__init__(first=square(), inner=square().to(other), last=square())
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -162,7 +165,7 @@ class MixedDtypes(nn.Module):
         return self.last(inner.to(x.dtype))
 
 
-class Buffers(nn.Module):
+class Buffers(Having):
     """BatchNorm that stays in evaluation, so that no statistic depends on how the batch is split."""
 
     mean: Tensor
@@ -170,9 +173,7 @@ class Buffers(nn.Module):
     cache: Tensor
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
+        super().__init__(linear=square(), norm=nn.BatchNorm1d(6))
         self.register_buffer("mean", torch.linspace(-1, 1, 6))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("cache", torch.full((6,), 0.5), persistent=False)
@@ -190,25 +191,22 @@ class Buffers(nn.Module):
         return self.norm(self.linear(x - self.mean)) * self.cache + 1 / self.count
 
 
-class Scalar(nn.Module):
+class Scalar(Having):
     """A temperature without dimensions."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.inner = nn.Parameter(torch.tensor(1.0)), Mlp()
-        self.offset = nn.Parameter(torch.tensor(0.0))
+        temperature, offset = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.0))
+        super().__init__(temperature=temperature, inner=Mlp(), offset=offset)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x * self.temperature) + self.offset
 
 
-class Residual(nn.Module):
+class Residual(Having):
     """Blocks in a ModuleList, each added to its input."""
 
     def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
-        self.norm = nn.LayerNorm(6)
+        super().__init__(blocks=nn.ModuleList(Mlp() for _ in range(depth)), norm=nn.LayerNorm(6))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -216,13 +214,11 @@ class Residual(nn.Module):
         return self.norm(x)
 
 
-class InPlace(nn.Module):
+class InPlace(Having):
     """Activations overwrite the outputs of the layers."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.last = nn.Linear(6, 6)
+        super().__init__(layers=nn.ModuleList(square() for _ in range(2)), last=square())
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -232,14 +228,11 @@ class InPlace(nn.Module):
         return self.last(x)
 
 
-class Mixture(nn.Module):
+class Mixture(Having):
     """``choice`` runs expert 0, expert 1, or both in reverse order."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.experts = nn.ModuleList(Mlp() for _ in range(2))
-        self.last = nn.Linear(6, 6)
+        super().__init__(first=square(), experts=nn.ModuleList(Mlp() for _ in range(2)), last=square())
 
     def forward(self, x: Tensor, choice: int) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -248,36 +241,31 @@ class Mixture(nn.Module):
         return self.last(x)
 
 
-class Attention(nn.Module):
+class Attention(Having):
     """nn.MultiheadAttention reads ``out_proj.weight`` without calling ``out_proj``."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.norm = nn.LayerNorm(6)
+        super().__init__(attention=nn.MultiheadAttention(6, 2, batch_first=True), norm=nn.LayerNorm(6))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
 
 
-class Recurrent(nn.Module):
+class Recurrent(Having):
     """An LSTM: its weights are also in a list of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-        self.last = nn.Linear(5, 6)
+        super().__init__(lstm=nn.LSTM(6, 5, batch_first=True), last=nn.Linear(5, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.lstm(x)[0])
 
 
-class NestedInputs(nn.Module):
+class NestedInputs(Having):
     """Takes ``{"x": tensor}`` and ``extra=[tensor, (mask, None)]``."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        super().__init__(first=square(), last=square())
 
     def forward(self, inputs: dict[str, Tensor], *, extra: list[Any], power: int) -> Tensor:
         half, (mask, nothing) = extra
@@ -294,14 +282,12 @@ class Answer:
     rest: dict[str, Tensor]
 
 
-class SeveralOutputs(nn.Module):
+class SeveralOutputs(Having):
     """Returns three tensors in a ``"dict"``, a nested ``"tuple"`` or a ``"dataclass"``."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
+        super().__init__(trunk=square(), heads=nn.ModuleList(square() for _ in range(3)))
         self.kind = kind
-        self.trunk = nn.Linear(6, 6)
-        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
         x = torch.tanh(self.trunk(x))
@@ -311,15 +297,12 @@ class SeveralOutputs(nn.Module):
         return (a, (b, [c])) if self.kind == "tuple" else Answer(a, {"b": b, "c": c})
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Having):
     """Blocks that run again in the backward pass."""
 
     def __init__(self, reentrant: bool) -> None:
-        super().__init__()
+        super().__init__(first=square(), blocks=nn.ModuleList(Mlp() for _ in range(2)), last=square())
         self.reentrant = reentrant
-        self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
-        self.last = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -328,25 +311,22 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-class Tied(nn.Module):
+class Tied(Having):
     """The head's weight is the embedding's."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.inner, self.head = Mlp(), nn.Linear(6, 11)
+        super().__init__(embedding=nn.Embedding(11, 6), inner=Mlp(), head=nn.Linear(6, 11))
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.inner(self.embedding(tokens)))
 
 
-class FunctionalHead(nn.Module):
+class FunctionalHead(Having):
     """The embedding's weight is used again by a function, long after the embedding's own forward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.inner = nn.Embedding(11, 6), Mlp()
+        super().__init__(embedding=nn.Embedding(11, 6), inner=Mlp())
 
     def forward(self, tokens: Tensor) -> Tensor:
         return functional.linear(self.inner(self.embedding(tokens)), self.embedding.weight)

@@ -23,10 +23,8 @@ def base(folder: str) -> str:
         heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
         sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": INNER}
         torch.manual_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(**sizes, **heads, num_hidden_layers=LAYERS, max_position_embeddings=LENGTH)
-        )
-        model.save_pretrained(where)
+        sizes |= {"num_hidden_layers": LAYERS, "max_position_embeddings": LENGTH}
+        LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(where)
     return str(where)
 
 
@@ -39,10 +37,8 @@ def packed(where: str, bits: int, device: torch.device | None = None) -> Any:
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **kinds)
     else:
         config = BitsAndBytesConfig(load_in_8bit=True)
-    place = {"": str(device or "cpu")}
-    return AutoModelForCausalLM.from_pretrained(
-        where, quantization_config=config, device_map=place, dtype=torch.float32
-    )
+    how = {"quantization_config": config, "device_map": {"": str(device or "cpu")}, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(where, **how)
 
 
 def adapted(where: str, bits: int, checkpointing: bool = True, device: torch.device | None = None) -> Any:

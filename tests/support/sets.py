@@ -3,8 +3,8 @@
 import random
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,7 @@ def _is_selected(item: pytest.Item, with_full: bool, named_files: set[Path]) -> 
 
 def _shuffle(items: list[pytest.Item], seed: int) -> None:
     generator = random.Random(seed)
-    files: dict[Path, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        files[item.path].append(item)
-    groups = list(files.values())
+    groups = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
     generator.shuffle(groups)
     for group in groups:
         generator.shuffle(group)

@@ -44,12 +44,8 @@ def choices(generator: Generator) -> Inputs:
 def double(generator: Generator) -> Inputs:
     ids = torch.randint(0, PAD, (ROWS, 2, LENGTH), generator=generator)
     labels = torch.randint(0, PAD, (ROWS, 2, LENGTH), generator=generator)
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "mc_token_ids": torch.tensor([[5, 3]] * 3),
-        "mc_labels": torch.tensor([0, 1, 1]),
-    }
+    of_choice = {"mc_token_ids": torch.tensor([[5, 3]] * 3), "mc_labels": torch.tensor([0, 1, 1])}
+    return {"input_ids": ids, "labels": labels, **of_choice}
 
 
 def beside_encoder(generator: Generator) -> Inputs:
@@ -59,22 +55,13 @@ def beside_encoder(generator: Generator) -> Inputs:
     }
 
 
+TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+
+
 def decoder(name: str, **changes: Any) -> Any:
     """A configuration in the names that most decoders have; six heads, of two key/value heads."""
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 22,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 16,
-        "pad_token_id": PAD,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "num_labels": 3,
-        "use_cache": False,
-    }
+    common: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2, "num_labels": 3}
+    common |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 16, **TOKENS}
     return getattr(transformers, f"{name}Config")(**(common | changes))
 
 
@@ -92,15 +79,19 @@ def llama() -> list[Case]:
 
 
 def gpt2() -> list[Case]:
-    config: dict[str, Any] = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 6}
-    config |= {"n_inner": 22, "pad_token_id": PAD, "num_labels": 3, "use_cache": False, "summary_first_dropout": 0.0}
-    config |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "classifier_dropout": 0.0}
-    config |= {"bos_token_id": 1, "eos_token_id": 2}
+    rates = ("summary_first_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "classifier_dropout")
+    config: dict[str, Any] = {
+        "n_positions": 16,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_inner": 22,
+        "num_labels": 3,
+    }
+    config |= {**TOKENS, **dict.fromkeys(rates, 0.0)}
     plain = transformers.GPT2Config(**config)
-    crossed = transformers.GPT2Config(
-        **(config | {"add_cross_attention": True, "scale_attn_by_inverse_layer_idx": True})
-    )
-    untied = transformers.GPT2Config(**(config | {"tie_word_embeddings": False}))
+    crossed = transformers.GPT2Config(**config, add_cross_attention=True, scale_attn_by_inverse_layer_idx=True)
+    untied = transformers.GPT2Config(**config, tie_word_embeddings=False)
     return [
         Case("GPT2LMHeadModel", plain, language, padded=True),
         Case("GPT2LMHeadModel", untied, language),
@@ -205,11 +196,10 @@ def gpt_neox() -> list[Case]:
 def opt() -> list[Case]:
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "ffn_dim": 22}
     plain = decoder("OPT", word_embed_proj_dim=12, **rates)
+    untied = decoder("OPT", do_layer_norm_before=False, tie_word_embeddings=False, **rates)
     return [
         Case("OPTForCausalLM", plain, language, padded=True),
-        Case(
-            "OPTForCausalLM", decoder("OPT", do_layer_norm_before=False, tie_word_embeddings=False, **rates), language
-        ),
+        Case("OPTForCausalLM", untied, language),
         Case("OPTModel", plain),
         Case("OPTForSequenceClassification", decoder("OPT", **rates), sequences, padded=True),
         Case("OPTForQuestionAnswering", decoder("OPT", num_labels=2, **rates), answers),
@@ -248,11 +238,10 @@ def sounds(generator: Generator) -> Inputs:
 
 
 def whisper() -> list[Case]:
-    config: dict[str, Any] = {"vocab_size": VOCABULARY, "num_mel_bins": 4, "d_model": 24, "max_source_positions": 6}
+    config: dict[str, Any] = {"num_mel_bins": 4, "d_model": 24, "max_source_positions": 6, "max_target_positions": 16}
     config |= {"encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
-    config |= {"encoder_ffn_dim": 22, "decoder_ffn_dim": 22, "max_target_positions": 16, "dropout": 0.0}
-    config |= {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
-    config |= {"num_labels": 3, "classifier_proj_size": 8, "use_cache": False}
+    config |= {"encoder_ffn_dim": 22, "decoder_ffn_dim": 22, "dropout": 0.0, "classifier_proj_size": 8}
+    config |= {**TOKENS, "decoder_start_token_id": 0, "num_labels": 3}
     plain = transformers.WhisperConfig(**config)
     return [
         Case("WhisperForConditionalGeneration", plain, lambda g: sounds(g) | language(g)),
@@ -282,32 +271,23 @@ def vit() -> list[Case]:
 
 
 def mixtral() -> list[Case]:
-    return [
-        *heads_of("Mixtral", SEQUENCE, num_local_experts=4, output_router_logits=True, experts_implementation="eager"),
-        Case(
-            "MixtralForTokenClassification",
-            decoder("Mixtral", classifier_dropout=0.0, experts_implementation="eager"),
-            tokens,
-        ),
-    ]
+    few = heads_of("Mixtral", SEQUENCE, num_local_experts=4, output_router_logits=True, experts_implementation="eager")
+    many = decoder("Mixtral", classifier_dropout=0.0, experts_implementation="eager")
+    return [*few, Case("MixtralForTokenClassification", many, tokens)]
 
 
 def qwen3_moe() -> list[Case]:
-    sizes: dict[str, Any] = {
-        "moe_intermediate_size": 10,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "head_dim": 4,
-        "experts_implementation": "eager",
-    }
-    return heads_of("Qwen3Moe", SEQUENCE, mlp_only_layers=[0], **sizes)
+    sizes: dict[str, Any] = {"moe_intermediate_size": 10, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}
+    return heads_of("Qwen3Moe", SEQUENCE, mlp_only_layers=[0], experts_implementation="eager", **sizes)
+
+
+DEEPSEEK: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
+DEEPSEEK |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 6}
+DEEPSEEK |= {"moe_intermediate_size": 10, "first_k_dense_replace": 1, "experts_implementation": "eager"}
 
 
 def deepseek_v3() -> list[Case]:
-    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
-    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "num_mtp_layers": 0}
-    sizes |= {"moe_intermediate_size": 10, "first_k_dense_replace": 1, "num_key_value_heads": 6}
-    sizes |= {"experts_implementation": "eager", "attention_bias": True}
+    sizes = {**DEEPSEEK, "num_mtp_layers": 0, "attention_bias": True}
     whole = decoder("DeepseekV3", q_lora_rank=None, classifier_dropout=0.0, **sizes)
     return [
         Case("DeepseekV3ForCausalLM", decoder("DeepseekV3", q_lora_rank=12, **sizes), language, padded=True),
@@ -317,10 +297,7 @@ def deepseek_v3() -> list[Case]:
 
 
 def deepseek_v2() -> list[Case]:
-    sizes: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6}
-    sizes |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "head_dim": 4}
-    sizes |= {"moe_intermediate_size": 10, "first_k_dense_replace": 1, "num_key_value_heads": 6}
-    sizes |= {"experts_implementation": "eager", "tie_word_embeddings": False}
+    sizes = {**DEEPSEEK, "head_dim": 4, "tie_word_embeddings": False}
     return [
         Case("DeepseekV2ForCausalLM", decoder("DeepseekV2", q_lora_rank=12, **sizes), language, padded=True),
         Case("DeepseekV2ForSequenceClassification", decoder("DeepseekV2", q_lora_rank=None, **sizes), sequences),
@@ -354,15 +331,8 @@ class Adapted(Case):
 
 
 def adapted(rate: float = 0.0) -> list[Case]:
-    config: dict[str, Any] = {
-        "pad_token_id": PAD,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 6,
-        "vocab_size": VOCABULARY,
-        "use_cache": False,
-    }
-    still: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config: dict[str, Any] = {"pad_token_id": PAD, "n_embd": 24, "n_layer": 2, "n_head": 6, "vocab_size": VOCABULARY}
+    still: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
     return [
         Adapted("LlamaForCausalLM", decoder("Llama", tie_word_embeddings=False), language, True, rate),
         Adapted("GPT2LMHeadModel", transformers.GPT2Config(**config, **still), language, False, rate),

@@ -35,22 +35,19 @@ SHARES: dict[str, tuple[float, float, float, float]] = {
 """Of parameters on host and disk, of state on host and disk."""
 
 
+def shared(shares: Sequence[float], directory: str, **knobs: Any) -> TierPlan:
+    """A plan of shares in the order of :data:`SHARES`, with a disk where one has some."""
+    names = ("param_host_fraction", "param_disk_fraction", "state_host_fraction", "state_disk_fraction")
+    given: dict[str, Any] = dict(zip(names, map(float, shares), strict=True))
+    small: dict[str, Any] = {"queue_depth": 4, "threads": 1, "state_buffers": 3, "param_buffers": 3}
+    disk = DiskPlan(directory=directory, **(small | knobs)) if shares[1] + shares[3] else None
+    return replace(on_device(), disk=disk, **given)
+
+
 def tiers(mix: str, directory: str, **knobs: Any) -> TierPlan:
     """The plan of one mix."""
-    fields: dict[str, Any] = {
-        "directory": directory,
-        "block_bytes": 4096,
-        "queue_depth": 4,
-        "threads": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "state_buffers": 3,
-        "param_buffers": 3,
-    }
-    names = ("param_host_fraction", "param_disk_fraction", "state_host_fraction", "state_disk_fraction")
-    shares = dict(zip(names, map(float, SHARES[mix]), strict=True))
-    disk = DiskPlan(**(fields | knobs)) if shares["param_disk_fraction"] + shares["state_disk_fraction"] else None
-    return replace(on_device(), disk=disk, **shares)
+    fields: dict[str, Any] = {"block_bytes": 4096, "single_submit": False, "overlap_events": True}
+    return shared(SHARES[mix], directory, **(fields | knobs))
 
 
 def with_tiers(plan: Plan, mix: str, directory: str, **knobs: Any) -> Plan:
