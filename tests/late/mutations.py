@@ -6,8 +6,6 @@ then taken out in those that come there, the quickest first. What was found is k
 library's sources are the same, so a run that was cut off goes on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -53,24 +51,16 @@ def run_noted(chosen: Sequence[Place], scenario: Scenario, seed: int) -> tuple[F
         return found, set(numbers), time.process_time() - start
 
 
-class Pools:
-    """Of ranks, each made when it is asked for first."""
+class Pools(dict[int, RankPool]):
+    """Of ranks by their number, each made when it is asked for first, until ``stack`` ends."""
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._pools: dict[int, RankPool] = {}
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
 
-    def __enter__(self) -> Pools:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def of(self, ranks: int) -> RankPool:
-        """Of so many."""
-        if ranks not in self._pools:
-            self._pools[ranks] = self._stack.enter_context(RankPool(ranks))
-        return self._pools[ranks]
+    def __missing__(self, ranks: int) -> RankPool:
+        self[ranks] = self._stack.enter_context(RankPool(ranks))
+        return self[ranks]
 
 
 def reach(pool: RankPool, scenario: Scenario, chosen: Sequence[Place]) -> tuple[list[str], float]:
@@ -94,21 +84,19 @@ def verdict(place: Place, quickest: Sequence[Scenario], pools: Pools) -> str:
         for scenario in quickest[: None if seed == SEEDS[0] else FEW]:
             where = f"{scenario}, seed {seed}" if seed else str(scenario)
             try:
-                found = pools.of(scenario.ranks).run(run_without, place, scenario, seed, timeout=PATIENCE_S)
+                found = pools[scenario.ranks].run(run_without, place, scenario, seed, timeout=PATIENCE_S)
             except RankError as error:
                 kind = "no end" if "did not finish" in str(error) else f"an error ({_kind_of(error)})"
                 errors.append(f"{kind}: {where}")
                 if len(errors) > ERRORS:
                     return errors[0]
                 continue
-            kinds = [k for k, has in (("order", [f for f in found if f.races]), ("values", _wrong(found))) if has]
+            kinds = [
+                kind for kind, name in (("order", "races"), ("values", "wrong")) if any(vars(f)[name] for f in found)
+            ]
             if kinds:
                 return f"{' and '.join(kinds)}: {where}"
     return errors[0] if errors else ""
-
-
-def _wrong(found: Sequence[Found]) -> list[Found]:
-    return [each for each in found if each.wrong]
 
 
 def _kind_of(error: RankError) -> str:
@@ -182,11 +170,12 @@ def main(words: Sequence[str]) -> int:
     """Look, and write the table; 1 where something was not found."""
     kept, every = Kept(KEPT), places()
     chosen = [place for place in every if not words or any(word in str(place) for word in words)]
-    with Pools() as pools:
+    with ExitStack() as stack:
+        pools = Pools(stack)
         if any(str(place) not in kept.found for place in chosen):
             for scenario in scenarios():
                 if str(scenario) not in kept.reach:
-                    kept.reach[str(scenario)] = reach(pools.of(scenario.ranks), scenario, every)
+                    kept.reach[str(scenario)] = reach(pools[scenario.ranks], scenario, every)
                     kept.write()
         for place in chosen:
             if str(place) not in kept.found and (found := verdict(place, kept.quickest(place), pools)):

@@ -1,7 +1,5 @@
 """Where the library waits: found in its sources, taken out one at a time, and noted when a program comes there."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

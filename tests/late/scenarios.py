@@ -1,7 +1,5 @@
 """What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/support``."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable
@@ -18,28 +16,10 @@ HOMES = {
     "late_stages": ("stages",),
 }
 """Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
-READS = (
-    "state",
-    "state in the compute dtype",
-    "gathered",
-    "one by one",
-    "own state",
-    "unsharded",
-    "as in a trace",
-    "waited for",
-    "saved apart",
-    "loaded apart",
-)
-ALONE = (
-    "written_after_forward",
-    "side_copies",
-    "lent_memory",
-    "later_values",
-    "locked_memory",
-    "program_waits",
-    "failed_gather",
-    "discarded",
-)
+READS = ("state", "state in the compute dtype", "gathered", "one by one", "own state", "unsharded", "as in a trace")
+READS += ("waited for", "saved apart", "loaded apart")
+ALONE = ("written_after_forward", "side_copies", "lent_memory", "later_values", "locked_memory", "program_waits")
+ALONE += ("failed_gather", "discarded")
 """Functions of one rank that take a name for messages and a seed."""
 
 
@@ -73,30 +53,31 @@ class Scenario:
         return function(self.plan, seed, *self.more)
 
 
+TRAINED = (
+    (1, "host early_host mixed clipped zero2_state_host zero3", ()),
+    (1, "host mixed", ("mlp", True)),
+    (2, "host ahead zero1 zero2 eight_bits early_host mixed ddp on_use", ()),
+    (2, "ahead eight_bits", ("mlp", True)),
+    (2, "zero3 on_use", ("mixture",)),
+    (2, "few_chunks", ("branches",)),
+    (2, "frozen_host", ("frozen",)),
+    (4, "replicas replicas_host secondary replicas_eight_bits secondary_eight_bits", ()),
+    (4, "replicas replicas_in_pieces", ("gpt",)),
+)
+"""Ranks, plans, and the model with whether the program changes streams."""
+
+
 def scenarios() -> list[Scenario]:
     """All of them."""
-    one = ["host", "early_host", "mixed", "clipped", "zero2_state_host", "zero3"]
-    two = ["host", "ahead", "zero1", "zero2", "eight_bits", "early_host", "mixed", "ddp", "on_use"]
-    four = ["replicas", "replicas_host", "secondary", "replicas_eight_bits"]
     found = [Scenario(1, name) for name in ALONE]
-    found += [Scenario(1, "train", name) for name in one]
-    found += [Scenario(1, "train", name, ("mlp", True)) for name in ("host", "mixed")]
-    found += [Scenario(1, "train_and_save", "host")]
-    found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts")]
+    found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts", "loaded_over", "traced_graph")]
     found += [Scenario(2, "renewed", name) for name in READS]
-    found += [Scenario(2, "parts_of_sequences", name) for name in ("ring", "heads", "ring over gloo")]
-    found += [Scenario(2, "messages_over_gloo"), Scenario(3, "messages_over_gloo")]
-    found += [Scenario(2, "train", "few_chunks", ("branches",))]
-    found += [Scenario(2, "loaded_over"), Scenario(2, "traced_graph"), Scenario(2, "train_and_save", "on_use")]
-    found += [Scenario(2, "waited_elsewhere"), Scenario(2, "disk", "p_disk")]
+    found += [Scenario(2, "parts_of_sequences", "ring over gloo"), Scenario(2, "waited_elsewhere")]
+    found += [Scenario(ranks, "parts_of_sequences", name) for ranks in (2, 3) for name in ("ring", "heads")]
+    found += [Scenario(ranks, "messages_over_gloo") for ranks in (2, 3)]
+    found += [Scenario(2, "disk", "p_disk"), Scenario(4, "secondary_twice")]
     found += [Scenario(2, "stages", name) for name in ("1f1b", "zbv", "described")]
-    found += [Scenario(3, "stages", "1f1b"), Scenario(3, "stages", "odd_described")]
-    found += [Scenario(3, "parts_of_sequences", name) for name in ("ring", "heads")]
-    found += [Scenario(2, "train", name) for name in two]
-    found += [Scenario(2, "train", name, ("mlp", True)) for name in ("ahead", "eight_bits")]
-    found += [Scenario(2, "train", name, ("mixture",)) for name in ("zero3", "on_use")]
-    found += [Scenario(4, "train", name) for name in four]
-    found += [Scenario(4, "train", name, ("gpt",)) for name in ("replicas", "replicas_in_pieces")]
-    found += [Scenario(4, "train", "secondary_eight_bits"), Scenario(2, "train", "frozen_host", ("frozen",))]
-    found += [Scenario(4, "secondary_twice")]
+    found += [Scenario(3, "stages", name) for name in ("1f1b", "odd_described")]
+    found += [Scenario(1, "train_and_save", "host"), Scenario(2, "train_and_save", "on_use")]
+    found += [Scenario(ranks, "train", name, more) for ranks, names, more in TRAINED for name in names.split()]
     return found

@@ -1,9 +1,7 @@
 """Activations that ranks send each other, on the late device: tensor and sequence parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -18,19 +16,15 @@ from shardwise.core.parallel.sequence.mask import SequenceMask
 from shardwise.core.parallel.sequence.parts import Parts
 from shardwise.core.parallel.sequence.ring import Rotation, ring_attention
 from shardwise.core.parallel.tensor import Axis
-from tests.support.late import LateDevice
-from tests.support.late_places import found_by, on_ranks
-from tests.support.late_setup import GPU, TOLERANCE, Found, there
+from tests.support.late_setup import GPU, off, on_late_device, on_ranks, there
 
 
 @contextmanager
-def _joined(seed: int, over_gloo: bool = False) -> Iterator[tuple[LateDevice, Group, P2PChannel]]:
-    """This rank's late device, a group of all and a wire between them; over gloo, as of ranks that share a GPU."""
-    with on_ranks(seed, over_gloo) as device, ExitStack() as undo:
-        maker = GroupMaker(GPU, None, 60.0)
-        undo.callback(maker.close)
+def _joined() -> Iterator[tuple[Group, P2PChannel]]:
+    """A group of all and a wire between them."""
+    with closing(GroupMaker(GPU, None, 60.0)) as maker:
         ranks = [list(range(dist.get_world_size()))]
-        yield device, maker.make("axis", ranks), maker.make_wire("axis", ranks)
+        yield maker.make("axis", ranks), maker.make_wire("axis", ranks)
 
 
 def _numbers(*shape: int, of: int = 0) -> Tensor:
@@ -53,15 +47,11 @@ def sent_first(connected: bool) -> str:
         return str(found == [before] * 4)
 
 
-def off(name: str, found: Tensor, expected: Tensor) -> list[str]:
-    close = torch.allclose(found.detach().cpu(), expected.detach(), TOLERANCE, TOLERANCE)
-    return [] if close else [f"{name}: {found.flatten()[:3]} for {expected.flatten()[:3]}"]
-
-
-def axis_of_parts(name: str, seed: int) -> Found:
+@on_late_device
+def axis_of_parts(name: str) -> Iterator[str]:
     """Sums, gathers and divided sums of activations, each of memory that the one before used."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with _joined(seed) as (device, group, _):
+    with _joined() as (group, _):
         axis, found, expected = Axis(group), list[Tensor](), list[Tensor]()
         for turn in range(3):
             by_rank = [_numbers(4, 6, of=10 * turn + other) for other in range(ranks)]
@@ -76,15 +66,16 @@ def axis_of_parts(name: str, seed: int) -> Found:
             group.reduce_scatter(group.part_of(full, rank), full, 1.0).wait()
             group.all_gather_in_place(full).wait()
             found, expected = [*found, full.local], [*expected, total[0]]
-        wrong = [text for pair in zip(found, expected, strict=True) for text in off(name, *pair)]
-    return found_by(device, wrong)
+        for pair in zip(found, expected, strict=True):
+            yield from off(name, *pair)
 
 
-def waited_elsewhere(name: str, seed: int) -> Found:
+@on_late_device
+def waited_elsewhere(name: str) -> Iterator[str]:
     """A sum in 8 bits that is begun on one stream and waited for on another, and whose memory the first uses again."""
     ranks, rank, numel = dist.get_world_size(), dist.get_rank(), 4096
-    with _joined(seed) as (device, plain, _):
-        group, wrong = compressed(plain, GRADIENTS), list[str]()
+    with _joined() as (plain, _):
+        group = compressed(plain, GRADIENTS)
         (full,) = group.buffers([(ranks * numel, torch.float32)])
         for turn in range(3):
             full.local.fill_(float(turn + rank))
@@ -94,20 +85,19 @@ def waited_elsewhere(name: str, seed: int) -> Found:
                 handle.wait()
                 found = out + 0
             del handle
-            again = [
-                torch.full((ranks * GRADIENTS.row_bytes(numel),), 9, dtype=torch.uint8, device=GPU) for _ in range(2)
-            ]
+            row = ranks * GRADIENTS.row_bytes(numel)
+            again = [torch.full((row,), 9, dtype=torch.uint8, device=GPU) for _ in range(2)]
             with on_stream(other):
-                wrong += off(name, found, torch.full((numel,), sum(float(turn + each) for each in range(ranks))))
+                yield from off(name, found, torch.full((numel,), sum(float(turn + each) for each in range(ranks))))
             assert len(again) == 2
-    return found_by(device, wrong)
 
 
-def messages_over_gloo(name: str, seed: int) -> Found:
+@on_late_device
+def messages_over_gloo(name: str) -> Iterator[str]:
     """Messages in 8 bits and described ones between ranks that share a GPU, written over once they are sent."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
-    with _joined(seed, over_gloo=True) as (device, _, wire):
+    with _joined() as (_, wire):
         x = there(_numbers(3, 40, of=rank)) * 2
         wire.compressed().send(x, after, 0, 0, "numbers")
         wire.send(x, after, 1, 1, "described numbers", described=True)
@@ -116,15 +106,15 @@ def messages_over_gloo(name: str, seed: int) -> Found:
         described, expected = wire.receive_described(before, 1, 1, "described numbers"), _numbers(3, 40, of=before) * 2
         wire.settle()
         assert described is not None
-        wrong = off(name, described, expected)
-        wrong += [] if torch.allclose(found.cpu(), expected, 0.1, 0.1) else [f"{name}, 8 bits: {found.cpu()}"]
-    return found_by(device, wrong)
+        yield from off(name, described, expected)
+        yield from off(f"{name}, 8 bits", found, expected, 0.1)
 
 
-def parts_of_sequences(name: str, seed: int) -> Found:
+@on_late_device
+def parts_of_sequences(name: str) -> Iterator[str]:
     """Attention of parts of a sequence, by a ring or by heads, with its gradients."""
     ranks, rank, length = dist.get_world_size(), dist.get_rank(), 12
-    with _joined(seed, over_gloo="gloo" in name) as (device, group, wire):
+    with _joined() as (group, wire):
         axis, parts = SequenceAxis(group, wire), Parts(length, ranks, zigzag="ring" in name)
         whole = [_numbers(2, 4, length, 8, of=at).requires_grad_() for at in range(3)]
         weight = _numbers(2, 4, length, 8, of=9)
@@ -140,8 +130,7 @@ def parts_of_sequences(name: str, seed: int) -> Found:
         (found * there(parts.take(weight, 2, rank))).sum().backward()
         expected = functional.scaled_dot_product_attention(*whole, is_causal=True, scale=0.4)
         (expected * weight).sum().backward()
-        wrong = off(name, found, parts.take(expected.detach(), 2, rank))
+        yield from off(name, found, parts.take(expected.detach(), 2, rank))
         for own, other in zip((q, k, v), whole, strict=True):
             assert own.grad is not None and other.grad is not None
-            wrong += off(f"{name}, gradient", own.grad, parts.take(other.grad, 2, rank))
-    return found_by(device, wrong)
+            yield from off(f"{name}, gradient", own.grad, parts.take(other.grad, 2, rank))

@@ -1,9 +1,8 @@
 """Training on the late device, on one rank and on two, beside plain PyTorch; every function is run on ranks."""
 
-from __future__ import annotations
-
+import functools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,21 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.core.base.device import (
-    Later,
-    Lent,
-    SideCopy,
-    behind_current,
-    copy_ahead,
-    current_stream,
-    on_stream,
-    page_locked,
-    record_event,
-    recorded,
-    side_stream,
-    synchronize,
-    wait_event,
-)
+from shardwise.core.base import device as base
 from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
@@ -35,8 +20,8 @@ from shardwise.core.shards.source import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
-from tests.support.late import late_collectives, late_device
-from tests.support.models import MODELS, make_batches
+from tests.support.late import LateDevice, late_collectives, late_device
+from tests.support.models import MODELS, adamw, make_batches, to_device
 
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2
@@ -88,27 +73,21 @@ class Branches(nn.Module):
             with another_stream() if x.is_cuda else nullcontext():
                 made.append(layer(x))
             if x.is_cuda:
-                recorded(made[-1], current_stream(GPU))
+                base.recorded(made[-1], base.current_stream(GPU))
         return torch.stack(made).sum(0)
 
 
 CASES = MODELS | {"branches": replace(MODELS["mlp"], name="branches", build=lambda _: Branches())}
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
-
-
 def there(value: Any) -> Any:
     """The tensors inside dicts, lists and tuples, on the device."""
-    if isinstance(value, Tensor):
-        return value.to(GPU)
-    if isinstance(value, dict):
-        return {key: there(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(there(item) for item in value)
-    return value
+    return to_device(value, GPU)
+
+
+def on_host(named: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """The tensors among them, where the host can read them."""
+    return {key: value.detach().cpu() for key, value in named if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +106,55 @@ class Found:
         return not self.wrong and not self.races
 
 
+@contextmanager
+def on_ranks(seed: int, over_gloo: bool = False) -> Iterator[LateDevice]:
+    """This rank's late device, with collectives where there are several ranks, unless they are gloo's."""
+    with late_device(seed + 4 * dist.get_rank(), check=False) as device, ExitStack() as undo:
+        if dist.get_world_size() > 1 and not over_gloo:
+            undo.callback(late_collectives(device))
+        yield device
+
+
+def on_late_device(body: Callable[..., Iterator[str]]) -> Callable[..., Found]:
+    """A function that takes a seed behind its name: what ``body`` tells of this rank's late device, and the races.
+
+    Where the name of either has the word gloo, its collectives are of ranks that share a GPU.
+    """
+
+    @functools.wraps(body)
+    def found(name: str, seed: int, *more: Any) -> Found:
+        with on_ranks(seed, "gloo" in f"{body.__name__} {name}") as device:
+            wrong = [*body(name, *more)]
+        return Found(wrong=wrong, races=[str(race) for race in device.races])
+
+    return found
+
+
+@contextmanager
+def session_on_device(plan: Plan, module: nn.Module) -> Iterator[Session]:
+    """Until the end of the block."""
+    session = build(module, adamw(module), plan, device=GPU)
+    try:
+        yield session
+    finally:
+        session.close()
+        session.mesh.close()
+
+
+def off(name: str, found: Tensor, expected: Tensor, far: float = TOLERANCE) -> list[str]:
+    """What is told of a tensor of the device that is not close."""
+    close = torch.allclose(found.detach().cpu(), expected.detach(), far, far)
+    return [] if close else [f"{name}: {found.flatten()[:3]} for {expected.flatten()[:3]}"]
+
+
 def reference(plan: Plan, model: str, ranks: int) -> PlainRun:
     """Plain PyTorch, on the CPU."""
     case = CASES[model]
     recipe = PlainRecipe(max_norm=plan.grad.max_norm)
-    return train_plain(case.factory, case.loss, adamw, _batches(plan, model, ranks), recipe)
+    return train_plain(case.factory, case.loss, adamw, batches_of(plan, model, ranks), recipe)
 
 
-def _batches(plan: Plan, model: str, ranks: int) -> Any:
+def batches_of(plan: Plan, model: str, ranks: int) -> Any:
     passes = 1 if plan.grad.update == "backward" else PASSES
     return make_batches(CASES[model], ranks, STEPS, passes)
 
@@ -157,38 +177,29 @@ def train(
     """
     plan, case, ranks, rank = PLANS[name], CASES[model], dist.get_world_size(), dist.get_rank()
     plan = plan.but(same_order=False) if model == "mixture" else plan  # its ranks take different branches
-    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
-        if ranks > 1:
-            undo.callback(late_collectives(device))
-        module = case.factory()
-        session = build(module, adamw(module), plan, device=GPU)
+    with on_ranks(seed) as device, session_on_device(plan, case.factory()) as session:
         losses, wrong, waits = [], list[str](), device.schedule.host_waits_at
         in_passes, in_steps = list[tuple[str, str]](), list[tuple[str, str]]()
-        try:
-            for index, step in enumerate(_batches(plan, model, ranks)):
-                for micro in step:
-                    with another_stream() if changing else nullcontext():
-                        batch = there(micro[rank])
-                        waits.clear()
-                        loss = case.loss(session.module, batch)
-                        session.backward(loss)
-                        in_passes += waits if index else []  # the first loss is looked at
-                        losses.append(loss.detach())
-                        del loss
-                waits.clear()
-                session.optimizer.step()
-                in_steps += waits
-                session.optimizer.zero_grad()
-                if then is not None:
-                    wrong += then(session, index, None)
-            told = [loss.item() for loss in losses]
-            kept = {key: value.cpu() for key, value in session.module.state_dict().items()}
-            run = reference(plan, model, ranks)  # now: autograd's first backward pass must see the device
+        for index, step in enumerate(batches_of(plan, model, ranks)):
+            for micro in step:
+                with another_stream() if changing else nullcontext():
+                    batch = there(micro[rank])
+                    waits.clear()
+                    loss = case.loss(session.module, batch)
+                    session.backward(loss)
+                    in_passes += waits if index else []  # the first loss is looked at
+                    losses.append(loss.detach())
+                    del loss
+            waits.clear()
+            session.optimizer.step()
+            in_steps += waits
+            session.optimizer.zero_grad()
             if then is not None:
-                wrong += then(session, STEPS, run)
-        finally:
-            session.close()
-            session.mesh.close()
+                wrong += then(session, index, None)
+        told, kept = [loss.item() for loss in losses], on_host(session.module.state_dict().items())
+        run = reference(plan, model, ranks)  # now: autograd's first backward pass must see the device
+        if then is not None:
+            wrong += then(session, STEPS, run)
     expected = [micro[rank] for step in run.losses for micro in step]
     far = 0.1 if plan.comm.compressed or plan.comm.compress_frozen else TOLERANCE
     pairs = enumerate(zip(told, expected, strict=True))
@@ -201,12 +212,12 @@ def train(
 @contextmanager
 def another_stream() -> Iterator[None]:
     """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
-    side = side_stream(GPU)
+    side = base.side_stream(GPU)
     assert side is not None
-    with behind_current(GPU, side):
+    with base.behind_current(GPU, side):
         yield
-        done = record_event(GPU)
-    wait_event(GPU, done)
+        done = base.record_event(GPU)
+    base.wait_event(GPU, done)
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], far: float) -> list[str]:
@@ -230,7 +241,7 @@ def train_and_save(name: str, seed: int) -> Found:
             return []
         saves[0].wait_for_saves()
         saves[0].load(where, tag="step0")
-        found = {key: value.cpu() for key, value in session.module.state_dict().items()}
+        found = on_host(session.module.state_dict().items())
         saves[0].close()
         saves[0].close()
         return [f"saved {each}" for each in differing(found, run.parameters[0], TOLERANCE)]
@@ -244,124 +255,106 @@ def train_and_save(name: str, seed: int) -> Found:
         return found
 
 
-def written_after_forward(name: str, seed: int) -> Found:
+@on_late_device
+def written_after_forward(name: str) -> Iterator[str]:
     """A forward pass whose parameters are written on the host before its work is done."""
     case = MODELS["mlp"]
-    batch = case.batch(0, torch.float32)
-    with late_device(seed, check=False) as device:
-        module = case.factory()
-        expected = float(case.loss(module, batch).detach())
-        session = build(module, adamw(module), PLANS["host"], device=GPU)
-        try:
-            moved = there(batch)
-            with torch.no_grad():
-                loss = case.loss(session.module, moved)
-            zeros = {key: torch.zeros_like(value) for key, value in case.factory().state_dict().items()}
-            session.module.load_state_dict(zeros)
-            found = loss.item()
-        finally:
-            session.close()
-            session.mesh.close()
-    wrong = [] if abs(found - expected) < TOLERANCE else [f"{name}: {found} for {expected}"]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    batch, module = case.batch(0, torch.float32), case.factory()
+    expected = float(case.loss(module, batch).detach())
+    with session_on_device(PLANS["host"], module) as session:
+        moved = there(batch)
+        with torch.no_grad():
+            loss = case.loss(session.module, moved)
+        zeros = {key: torch.zeros_like(value) for key, value in case.factory().state_dict().items()}
+        session.module.load_state_dict(zeros)
+        yield from off(name, loss, torch.tensor(expected))
 
 
-def late_norm(name: str, seed: int) -> Found:
+@on_late_device
+def late_norm(name: str) -> Iterator[str]:
     """Norms that are made on the device and read when the next ones have been begun."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
-        undo.callback(late_collectives(device))
-        mesh = Mesh.create(zero(3).mesh, GPU, zero(3).comm)
-        undo.callback(mesh.close)
-        norm, found, expected = LateNorm(mesh.shard), [], []
-        for index in range(4):
-            read = norm.note([torch.full((3,), float(index + rank), device=GPU)], 2.0, 1.0)
-            if index % 2:
-                found.append(read())
-                expected.append(sum(3.0 * (index + other) ** 2 for other in range(ranks)) ** 0.5)
-    wrong = [f"{name}: {a} for {b}" for a, b in zip(found, expected, strict=True) if not abs(a - b) <= TOLERANCE]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    mesh = Mesh.create(zero(3).mesh, GPU, zero(3).comm)
+    norm = LateNorm(mesh.shard)
+    for index in range(4):
+        read = norm.note([torch.full((3,), float(index + rank), device=GPU)], 2.0, 1.0)
+        if index % 2:
+            expected = sum(3.0 * (index + other) ** 2 for other in range(ranks)) ** 0.5
+            yield from off(name, torch.tensor(read()), torch.tensor(expected))
+    mesh.close()
 
 
-def secondary_twice(name: str, seed: int) -> Found:
+@on_late_device
+def secondary_twice(name: str) -> Iterator[str]:
     """A gather of secondary shards begins while the gather is under way that brings them."""
-    plan, rank = PLANS["secondary"], dist.get_rank()
-    with late_device(seed + 4 * rank, check=False) as device, ExitStack() as undo:
-        undo.callback(late_collectives(device))
-        module = MODELS["mlp"].factory()
-        session = build(module, adamw(module), plan, device=GPU)
-        undo.callback(session.mesh.close)
-        undo.callback(session.close)
+    with session_on_device(PLANS["secondary"], MODELS["mlp"].factory()) as session:
         chunks = [chunk for chunk in session.engine.shards.chunks if isinstance(chunk.source, SecondarySource)]
-        wrong = [] if chunks else [f"{name}: no secondary shards"]
+        assert chunks
         for chunk in chunks:
             outs = [torch.empty(chunk.spec.padded_numel, device=GPU) for _ in range(2)]
             handles = [chunk.source.gather(session.mesh.shard, out) for out in outs]
             for handle in handles[::-1]:
                 handle.wait()
             first, second = (out.cpu() for out in outs)
-            wrong += [] if torch.equal(first, second) else [f"{name}: chunk {chunk.spec.index}"]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+            if not torch.equal(first, second):
+                yield f"{name}: chunk {chunk.spec.index}"
 
 
-def later_values(name: str, seed: int) -> Found:
+@on_late_device
+def later_values(name: str) -> Iterator[str]:
     """Values on their way to the host are those of the time when they were sent."""
-    with late_device(seed, check=False) as device:
-        value = torch.ones(1, device=GPU) * 5
-        later = Later(value)
-        value.fill_(3.0)
-        found = [later.value(), Later(value).value()]
-    return Found(wrong=[] if found == [5.0, 3.0] else [f"{name}: {found}"], races=[str(race) for race in device.races])
+    value = torch.ones(1, device=GPU) * 5
+    later = base.Later(value)
+    value.fill_(3.0)
+    yield from off(name, torch.tensor([later.value(), base.Later(value).value()]), torch.tensor([5.0, 3.0]))
 
 
-def side_copies(name: str, seed: int) -> Found:
+@on_late_device
+def side_copies(name: str) -> Iterator[str]:
     """A copy is begun on one stream of the program and waited for on another, which reads it and drops it."""
-    with late_device(seed, check=False) as device:
-        first, second, uploads = (side_stream(GPU) for _ in range(3))
-        assert uploads is not None
-        found = []
-        for index in range(3):
-            source = page_locked((1000,), torch.float32).fill_(index)
-            with on_stream(first):
-                out = torch.empty(1000, device=GPU)
-                copy = SideCopy(source, out, uploads)
-            with on_stream(second):
-                copy.wait()
-                found.append(out + 0)
-            del out, copy
-            with on_stream(first):
-                torch.full((1000,), 9.0, device=GPU)
-        synchronize(GPU)
-        wrong = [f"{name} {index}" for index, each in enumerate(found) if not bool((each == index).all())]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    first, second, uploads = (base.side_stream(GPU) for _ in range(3))
+    assert uploads is not None
+    found = []
+    for index in range(3):
+        source = base.page_locked((1000,), torch.float32).fill_(index)
+        with base.on_stream(first):
+            out = torch.empty(1000, device=GPU)
+            copy = base.SideCopy(source, out, uploads)
+        with base.on_stream(second):
+            copy.wait()
+            found.append(out + 0)
+        del out, copy
+        with base.on_stream(first):
+            torch.full((1000,), 9.0, device=GPU)
+    base.synchronize(GPU)
+    for index, each in enumerate(found):
+        yield from off(f"{name} {index}", each, torch.full((1000,), float(index)))
 
 
-def lent_memory(name: str, seed: int) -> Found:
+@on_late_device
+def lent_memory(name: str) -> Iterator[str]:
     """Memory of the main stream that a side stream reads, and that a third one drops after waiting for that."""
-    with late_device(seed, check=False) as device:
-        side, third = side_stream(GPU), side_stream(GPU)
-        assert side is not None and third is not None
-        tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
-        lent = Lent(tensor)
-        with behind_current(GPU, side):
-            out.copy_(tensor)
-            done = record_event(GPU)
-        del tensor
-        with on_stream(third):
-            wait_event(GPU, done)
-            lent.drop()
-        torch.full((1000,), 9.0, device=GPU)
-        synchronize(GPU)
-        wrong = [] if bool((out == 5.0).all()) else [f"{name}: {out[:3]}"]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    side, third = base.side_stream(GPU), base.side_stream(GPU)
+    assert side is not None and third is not None
+    tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
+    lent = base.Lent(tensor)
+    with base.behind_current(GPU, side):
+        out.copy_(tensor)
+        done = base.record_event(GPU)
+    del tensor
+    with base.on_stream(third):
+        base.wait_event(GPU, done)
+        lent.drop()
+    torch.full((1000,), 9.0, device=GPU)
+    base.synchronize(GPU)
+    yield from off(name, out, torch.full((1000,), 5.0))
 
 
-def locked_memory(name: str, seed: int) -> Found:
+@on_late_device
+def locked_memory(name: str) -> Iterator[str]:
     """Page-locked memory is dropped while a copy reads it."""
-    with late_device(seed, check=False) as device:
-        block, out = host_block(4000, GPU), torch.empty(1000, device=GPU)
-        block.view(torch.float32).fill_(7.0)
-        copy_ahead(out, block.view(torch.float32))
-        del block
-        wrong = [] if bool((out == 7.0).all()) else [f"{name}: {out}"]
-    return Found(wrong=wrong, races=[str(race) for race in device.races])
+    block, out = host_block(4000, GPU), torch.empty(1000, device=GPU)
+    block.view(torch.float32).fill_(7.0)
+    base.copy_ahead(out, block.view(torch.float32))
+    del block
+    yield from off(name, out, torch.full((1000,), 7.0))

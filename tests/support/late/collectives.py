@@ -4,13 +4,12 @@ The numbers travel over gloo when the work is done. Hosts whose devices wait for
 to ask for the same one: a device goes on by itself once its host has asked for nothing for a while, as a GPU does.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,79 +63,76 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         self._stream: Stream = device.schedule.new_stream("communicator")
         self._met: set[int] = set()
 
-    def _give(
-        self, what: str, sent: Tensor, written: Sequence[Tensor], use: Callable[[list[Tensor]], None], begin: Any = None
+    def _queue(
+        self,
+        what: str,
+        run: Callable[[], None],
+        poll: Callable[[], bool],
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
     ) -> _Work:
-        """Every rank's ``sent``, when it is time, or what ``begin`` brings, for ``use`` to make ``written`` of."""
+        """Give the communicator's stream a work behind what the current one has."""
         device, block = self._device, self._device.memory.block_of
-        with device.schedule.lock:
-            device.memory.collect()
-            self._stream.wait_stream(device.current)
-            own = block(sent).same(sent)
+        device.memory.collect()
+        self._stream.wait_stream(device.current)
+        accesses = [block(t).access(t, write) for tensors, write in ((read, False), (written, True)) for t in tensors]
+        self._stream.give(run, what, accesses, poll)
+        done = self._stream.record_event()
+        device.schedule.after_giving()
+        return _Work(device, done, [*read, *written])
+
+    def _give(
+        self,
+        what: str,
+        sent: Tensor,
+        written: Sequence[Tensor],
+        make: Callable[[list[Tensor]], Tensor],
+        begin: Callable[[Tensor], Any] | None = None,
+    ) -> _Work:
+        """Of every rank's ``sent``, when it is time, or of what ``begin`` brings, ``make`` gives what is written."""
+        with self._device.schedule.lock:
+            own, targets = self._same(sent), [self._same(tensor) for tensor in written]
             outs = [torch.empty_like(own) for _ in range(self.size())]
             under_way: list[Any] = []
 
             def run() -> None:
-                under_way.append((begin or self._all)(outs, own.contiguous()))
+                given = own.contiguous()
+                under_way.append(begin(given) if begin is not None else self._over.allgather([outs], [given]))
 
             def poll() -> bool:
                 if not under_way[0].is_completed():
                     return False
                 with torch.no_grad():
-                    use(outs)
+                    for target in targets:
+                        target.copy_(make(outs))
                 return True
 
-            accesses = [block(sent).access(sent, False), *(block(t).access(t, True) for t in written)]
-            self._stream.give(run, what, accesses, poll)
-            done = self._stream.record_event()
-            device.schedule.after_giving()
-            return _Work(device, done, [sent, *written])
-
-    def _all(self, outs: list[Tensor], own: Tensor) -> Any:
-        return self._over.allgather([outs], [own])
+            return self._queue(what, run, poll, [sent], written)
 
     def _same(self, tensor: Tensor) -> Tensor:
         return self._device.memory.block_of(tensor).same(tensor)
 
     def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Any:
-        target = self._same(out)
-
-        def use(found: list[Tensor]) -> None:
-            target.copy_(torch.cat(found))
-
-        return self._give("an all-gather", own, [out], use)
+        return self._give("an all-gather", own, [out], torch.cat)
 
     all_gather_single = _allgather_base
 
     def _reduce_scatter_base(self, out: Tensor, full: Tensor, opts: Any = None) -> Any:
-        target, rank = self._same(out), self.rank()
+        def make(found: list[Tensor]) -> Tensor:
+            return _reduced([each.chunk(len(found))[self.rank()] for each in found], opts)
 
-        def use(found: list[Tensor]) -> None:
-            target.copy_(_reduced([each.chunk(len(found))[rank] for each in found], opts))
-
-        return self._give("a reduce-scatter", full, [out], use)
+        return self._give("a reduce-scatter", full, [out], make)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Of one tensor."""
-        target = self._same(tensors[0])
-
-        def use(found: list[Tensor]) -> None:
-            target.copy_(_reduced(found, opts))
-
-        return self._give("an all-reduce", tensors[0], tensors, use)
+        return self._give("an all-reduce", tensors[0], tensors, partial(_reduced, opts=opts))
 
     def reduce(self, tensors: list[Tensor], opts: Any, outs: list[Tensor] | None = None) -> Any:
         """To one rank, in place or into ``outs``."""
-        outs, here = outs or tensors, opts.rootRank == self.rank()
-        target = self._same(outs[0])
-
-        def use(found: list[Tensor]) -> None:
-            if here:
-                target.copy_(_reduced(found, opts))
-
-        return self._give("a reduction", tensors[0], outs if here else [], use)
+        written = (outs or tensors) if opts.rootRank == self.rank() else []
+        return self._give("a reduction", tensors[0], written, partial(_reduced, opts=opts))
 
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> Any:
         """Of parts that may differ in length."""
@@ -149,30 +145,23 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """From one rank."""
-        target, root = self._same(tensors[0]), opts.rootRank
-
-        def use(found: list[Tensor]) -> None:
-            target.copy_(found[root])
-
-        return self._give("a broadcast", tensors[0], tensors, use)
+        return self._give("a broadcast", tensors[0], tensors, itemgetter(opts.rootRank))
 
     def alltoall_base(self, out: Tensor, full: Tensor, came: list[int], sent: list[int], opts: Any = None) -> Any:
         """Equal slices, or those of these sizes."""
-        target = self._same(out)
-        found = torch.empty_like(target)
+        found = torch.empty_like(self._same(out))
 
-        def begin(_outs: list[Tensor], own: Tensor) -> Any:
+        def begin(own: Tensor) -> Any:
             return self._over.alltoall_base(found, own, came, sent)
 
-        return self._give("an all-to-all", full, [out], lambda _: target.copy_(found), begin)
+        return self._give("an all-to-all", full, [out], lambda _: found, begin)
 
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """To one rank. There are no tags: messages between two ranks come in the order in which both begin them."""
         self._meet(peer)
-        own = self._same(tensors[0])
-        return self._message("a send", tensors[0], False, lambda: self._over.send([own], peer, 0), lambda: None)
+        return self._message("a send", tensors, [], partial(self._over.send, [self._same(tensors[0])], peer, 0))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """From one rank; see :meth:`send`."""
@@ -180,7 +169,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         target = self._same(tensors[0])
         found = torch.empty(target.shape, dtype=target.dtype)
         begin = partial(self._over.recv, [found], peer, 0)
-        return self._message("a receive", tensors[0], True, begin, lambda: target.copy_(found))
+        return self._message("a receive", [], tensors, begin, lambda: target.copy_(found))
 
     def _meet(self, peer: int) -> None:
         """The first message of two ranks holds the host until the other comes to it, too: what they need is made."""
@@ -192,38 +181,37 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
         self._met.add(peer)
 
     def _message(
-        self, what: str, tensor: Tensor, write: bool, begin: Callable[[], Any], use: Callable[[], object]
+        self,
+        what: str,
+        read: Sequence[Tensor],
+        written: Sequence[Tensor],
+        begin: Callable[[], Any],
+        use: Callable[[], object] = lambda: None,
     ) -> _Work:
-        device = self._device
-        with device.schedule.lock:
-            device.memory.collect()
-            self._stream.wait_stream(device.current)
-            under_way, lost = list[threading.Thread](), list[RuntimeError]()
+        under_way, lost = list[threading.Thread](), list[RuntimeError]()
 
-            def wait(work: Any) -> None:
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    lost.append(error)
+        def wait(work: Any) -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                lost.append(error)
 
-            def run() -> None:  # gloo knows of a message that it is through when somebody waits for it
-                thread = threading.Thread(target=wait, args=[begin()], daemon=True)
-                thread.start()
-                under_way.append(thread)
+        def run() -> None:  # gloo knows of a message that it is through when somebody waits for it
+            thread = threading.Thread(target=wait, args=[begin()], daemon=True)
+            thread.start()
+            under_way.append(thread)
 
-            def poll() -> bool:
-                if under_way and under_way[0].is_alive():
-                    return False
-                if lost:
-                    raise lost.pop()
-                with torch.no_grad():
-                    use()
-                return True
+        def poll() -> bool:
+            if under_way and under_way[0].is_alive():
+                return False
+            if lost:
+                raise lost.pop()
+            with torch.no_grad():
+                use()
+            return True
 
-            self._stream.give(run, what, [device.memory.block_of(tensor).access(tensor, write)], poll)
-            done = self._stream.record_event()
-            device.schedule.after_giving()
-            return _Work(device, done, [tensor])
+        with self._device.schedule.lock:
+            return self._queue(what, run, poll, read, written)
 
 
 def _reduced(parts: list[Tensor], opts: Any) -> Tensor:

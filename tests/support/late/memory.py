@@ -1,7 +1,5 @@
 """Memory of the late device: one array of the host, cut into blocks that tensors of a GPU seem to be in."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import deque
@@ -20,28 +18,15 @@ POISON = 0xFF
 """In every byte: not a number of any floating dtype, -1 of the others."""
 
 
-class _DLDevice(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("id", ctypes.c_int32))
-
-
-class _DLDataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _DLDevice),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
 class _DLManaged(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    """A tensor as DLPack describes it; what is nested there lies here in the same order."""
+
+    _fields_ = (
+        *(("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)),
+        *(("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)),
+        *(("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64))),
+        *(("byte_offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)),
+    )
 
 
 _capsule = ctypes.pythonapi.PyCapsule_New
@@ -56,8 +41,7 @@ _SHAPES: list[object] = []
 def _on_gpu(address: int, nbytes: int) -> Tensor:
     """Bytes of the host as a tensor that says it is on the first GPU: a plain one, with a storage of its own."""
     shape, strides = (ctypes.c_int64 * 1)(nbytes), (ctypes.c_int64 * 1)(1)
-    tensor = _DLTensor(address, _DLDevice(2, 0), 1, _DLDataType(1, 8, 1), shape, strides, 0)
-    made = _DLManaged(tensor, None, _NO_DELETER)
+    made = _DLManaged(address, 2, 0, 1, 1, 8, 1, shape, strides, 0, None, _NO_DELETER)
     _SHAPES.append((made, shape, strides))
     return from_dlpack(_capsule(ctypes.addressof(made), b"dltensor", None))
 

@@ -106,13 +106,8 @@ class _Call:
 
     def __init__(self, device: LateDevice, op: Any, args: Any, kwargs: Any) -> None:
         self._device, self._op, self._args, self._kwargs = device, op, args, kwargs
-        self._written = {
-            id(leaf)
-            for argument, value in arguments_of(op, args, kwargs)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for leaf in each_leaf(value)
-            if isinstance(leaf, Tensor)
-        }
+        changed = [v for a, v in arguments_of(op, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
+        self._written = {id(leaf) for leaf in each_leaf(changed) if isinstance(leaf, Tensor)}
         self._tensors = {id(leaf): leaf for leaf in each_leaf((args, kwargs)) if isinstance(leaf, Tensor)}
 
     def give(self) -> Any:
@@ -129,9 +124,8 @@ class _Call:
             if key in self._written and meta.size() != self._tensors[key].size():
                 self._grow(self._tensors[key], meta)
         result = map_leaves_of(Tensor, lambda like: back[id(like)] if id(like) in back else self._new(like), likes)
-        fresh = [
-            (i, t) for i, t in enumerate(each_leaf(result)) if isinstance(t, Tensor) and id(t) not in self._tensors
-        ]
+        leaves = enumerate(each_leaf(result))
+        fresh = [(i, t) for i, t in leaves if isinstance(t, Tensor) and id(t) not in self._tensors]
         sames = {key: self._same(tensor) for key, tensor in self._tensors.items()}
         args, kwargs = self._put(self._args, sames), self._put(self._kwargs, sames, "cpu")
         targets = [(i, self._same(t)) for i, t in fresh]
@@ -192,6 +186,5 @@ class _Call:
 
     def _grow(self, tensor: Tensor, like: Tensor) -> None:
         new = self._new(like)
-        as_on_cpu(
-            aten.set_.source_Storage_storage_offset, tensor, new.untyped_storage(), 0, list(like.size()), like.stride()
-        )
+        shape = list(like.size()), like.stride()
+        as_on_cpu(aten.set_.source_Storage_storage_offset, tensor, new.untyped_storage(), 0, *shape)

@@ -328,15 +328,15 @@ class Schedule:
         while moved:
             moved = False
             for stream in self.streams:
-                while stream.queue and self._step(stream, wait=False):
-                    moved = True
+                moved |= self._run_ready(stream)
 
-    def _run_ready(self, stream: Stream) -> None:
+    def _run_ready(self, stream: Stream) -> bool:
+        before = stream.done
         while stream.queue and self._step(stream, wait=False):
             pass
+        return stream.done > before
 
     def uses(self, region: History) -> list[Work]:
         """Works that have not been done and use that memory."""
-        return [
-            work for stream in self.streams for work in stream.queue if any(a.region is region for a in work.accesses)
-        ]
+        queued = (work for stream in self.streams for work in stream.queue)
+        return [work for work in queued if any(each.region is region for each in work.accesses)]
