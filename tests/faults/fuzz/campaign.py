@@ -1,7 +1,5 @@
 """Recipes by the thousand, in a child that is watched and replaced when it dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors
@@ -10,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +36,12 @@ class Reader:
 
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
+            self._read = b""
             command = self._command or [sys.executable, "-W", "ignore", "-m", "tests.faults.fuzz.child"]
-            environment = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-            }
-            pipe, self._read = subprocess.PIPE, b""
-            self._process = subprocess.Popen(
-                [*command, str(self.place)],
-                cwd=ROOT,
-                env=environment,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            environment = {**os.environ, "PYTHONPATH": path}
+            self._process = subprocess.Popen([*command, str(self.place)], cwd=ROOT, env=environment, text=True, **pipes)
         return self._process
 
     def run(self, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -64,19 +53,15 @@ class Reader:
             print(json.dumps(request), file=process.stdin, flush=True)
             self._wait(process)
             line = self._line()
-            if not line:
-                return recipe, self._ended(process)
-            recipe = json.loads(line)
-            problem = self._wait(process)
-            if problem:
-                return recipe, problem
-            line = self._line()
-            return recipe, json.loads(line)["outcome"] if line else self._ended(process)
+            if line:
+                recipe = json.loads(line)
+                if problem := self._wait(process):
+                    return recipe, problem
+                if line := self._line():
+                    return recipe, json.loads(line)["outcome"]
         except BrokenPipeError:
-            return recipe, self._ended(process)
-
-    def _ended(self, process: subprocess.Popen[str]) -> str:
-        return f"the reader died with {process.wait()}"
+            pass
+        return recipe, f"the reader died with {process.wait()}"
 
     def _line(self) -> bytes:
         """The next one; empty at the end."""
@@ -97,13 +82,13 @@ class Reader:
                     self._read += more
                     continue
                 now = _cpu_seconds(process.pid)
-                idle = idle + 1 if now == last and _state(process.pid) not in ("R", "D") else 0
+                idle = idle + 1 if now == last and _stat(process.pid)[0] not in ("R", "D") else 0
                 last = now
                 if idle >= WAITS:
                     return self._kill(process, "hangs")
                 if now - before > 2 * Bounds(LARGEST).seconds:
                     return self._kill(process, f"runs for more than {now - before:.0f} s")
-                if _resident(process.pid) > MOST_BYTES:
+                if int(_stat(process.pid)[21]) * os.sysconf("SC_PAGE_SIZE") > MOST_BYTES:
                     return self._kill(process, f"takes more than {MOST_BYTES >> 30} GiB")
         return ""
 
@@ -117,9 +102,8 @@ class Reader:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
+            self._process.stdin.close()  # type: ignore[union-attr]
+            self._process.stdout.close()  # type: ignore[union-attr]
 
 
 def _stat(pid: int) -> list[str]:
@@ -129,17 +113,9 @@ def _stat(pid: int) -> list[str]:
         return ["Z", *["0"] * 30]
 
 
-def _state(pid: int) -> str:
-    return _stat(pid)[0]
-
-
 def _cpu_seconds(pid: int) -> float:
     fields = _stat(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _resident(pid: int) -> int:
-    return int(_stat(pid)[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextmanager
@@ -148,11 +124,8 @@ def reading_process(directory: str | None = None) -> Iterator[Reader]:
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=directory or memory) as folder:
         make_subjects(Path(folder) / "base")
-        reader = Reader(Path(folder))
-        try:
+        with closing(Reader(Path(folder))) as reader:
             yield reader
-        finally:
-            reader.close()
 
 
 def corpus() -> dict[str, dict[str, Any]]:
@@ -187,12 +160,6 @@ def campaign(count: int, seed: int = 0, directory: str | None = None, keep: bool
                     _keep(recipe, outcome, name)
             if time.monotonic() - told > 60:
                 told = time.monotonic()
-                print(
-                    f"  fuzz: {number + 1} of {len(requests)} inputs, {len(report.lost)} lost, {told - start:.0f} s",
-                    flush=True,
-                )
+                so_far = f"{number + 1} of {len(requests)} inputs, {len(report.lost)} lost, {told - start:.0f} s"
+                print(f"  fuzz: {so_far}", flush=True)
     return report
-
-
-if __name__ == "__main__":
-    print(campaign(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

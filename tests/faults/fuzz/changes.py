@@ -1,7 +1,6 @@
 """What may be done to the files of a checkpoint, each as a small JSON object, so that a list of them is a recipe."""
 
-from __future__ import annotations
-
+import contextlib
 import io
 import json
 import os
@@ -50,10 +49,8 @@ def _kind(content: bytes, name: str) -> str:
 
 
 def _torch_tree(content: bytes) -> Any:
-    stand_ins: list[Any] = [*deepspeed.STAND_INS, *OF_AN_ARRAY]
-    with torch.serialization.safe_globals(stand_ins):
-        found = torch.load(io.BytesIO(content), weights_only=True)
-    return _plain(found)
+    with torch.serialization.safe_globals([*deepspeed.STAND_INS, *OF_AN_ARRAY]):
+        return _plain(torch.load(io.BytesIO(content), weights_only=True))
 
 
 def _plain(value: Any) -> Any:
@@ -123,10 +120,9 @@ def _write_tree(before: bytes, kind: str, tree: Any, texts: _Text) -> bytes:
         text = texts.write(head)[:-1] + ",\n" + texts.write(body)[1:-1] + ",\n"
         return _with_checksum(text.encode("utf-8", "surrogatepass"))
     content = texts.write(tree).encode("utf-8", "surrogatepass")
-    if kind == "safetensors":
-        length = struct.unpack("<Q", before[:8])[0]
-        return struct.pack("<Q", len(content)) + content + before[8 + length :]
-    return content
+    if kind != "safetensors":
+        return content
+    return struct.pack("<Q", len(content)) + content + before[8 + struct.unpack("<Q", before[:8])[0] :]
 
 
 def _with_checksum(body: bytes) -> bytes:
@@ -202,19 +198,14 @@ def _change_bytes(content: bytes, name: str, change: Change, secret: str) -> byt
 def _draw_bytes(random: random.Random, file: str, content: bytes) -> Change:
     do = random.choice(("flip", "flip", "flip", "put", "put", "insert", "delete", "twice", "zeros", "cut", "grow"))
     near = random.random() < 0.5  # most formats begin with what describes the rest
-    change: Change = {
-        "op": "bytes",
-        "file": file,
-        "do": do,
-        "at": random.randrange(min(len(content), 400) if near else len(content) or 1),
-    }
+    at = random.randrange(min(len(content), 400) if near else len(content) or 1)
+    change: Change = {"op": "bytes", "file": file, "do": do, "at": at}
     if do == "flip":
         change["new"] = f"{random.choice((1, 2, 4, 8, 16, 32, 64, 128, 255)):02x}"
     elif do in ("put", "insert"):
-        numbers = [struct.pack("<Q", each) for each in (0, 1, 2**31, 2**45, 2**62, 2**64 - 1)]
-        change["new"] = random.choice(
-            [*numbers, b"\0", b"\xff" * 4, b'"', b"}", b"\n", b"../", random.randbytes(3)]
-        ).hex()
+        new = [struct.pack("<Q", each) for each in (0, 1, 2**31, 2**45, 2**62, 2**64 - 1)]
+        new += [b"\0", b"\xff" * 4, b'"', b"}", b"\n", b"../", random.randbytes(3)]
+        change["new"] = random.choice(new).hex()
         if random.random() < 0.3:
             change["at"] = 0
     else:
@@ -227,10 +218,11 @@ def _draw_bytes(random: random.Random, file: str, content: bytes) -> Change:
 def _change_pickle(content: bytes, name: str, change: Change, secret: str) -> bytes:
     if content[:2] != b"PK":
         return change_pickle(content, change)
-    return _archive(
-        content,
-        lambda place, info, data: [(info, change_pickle(data, change) if info.filename.endswith("data.pkl") else data)],
-    )
+
+    def edit(_: int, info: zipfile.ZipInfo, data: bytes) -> list[tuple[zipfile.ZipInfo, bytes]]:
+        return [(info, change_pickle(data, change) if info.filename.endswith("data.pkl") else data)]
+
+    return _archive(content, edit)
 
 
 Records = Callable[[int, zipfile.ZipInfo, bytes], list[tuple[zipfile.ZipInfo, bytes]]]
@@ -267,15 +259,16 @@ def _change_zip(content: bytes, name: str, change: Change, secret: str) -> bytes
     return _archive(content, edit, b"x" * 60_000 if do == "comment" else b"")
 
 
+RECORDS = ("../outside/x", "/etc/x", "m/data.pkl", "m/.format_version", "m/byteorder", "x", "m/data/0")
+
+
 def _draw_zip(random: random.Random, file: str, content: bytes) -> Change:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         number = len(archive.infolist())
     do = random.choice(("drop", "rename", "deflate", "twice", "content", "comment"))
     change: Change = {"op": "zip", "file": file, "do": do, "at": random.randrange(number)}
     if do == "rename":
-        change["value"] = random.choice(
-            ("../outside/x", "/etc/x", "m/data.pkl", "m/.format_version", "m/byteorder", "x", "m/data/0")
-        )
+        change["value"] = random.choice(RECORDS)
     elif do == "deflate":
         change["n"] = random.choice((0, 1 << 26))
     elif do == "content":
@@ -303,23 +296,13 @@ def _change_file(folder: Path, change: Change, secret: str) -> None:
             shutil.copy(path, path.with_name(change["to"]))
         return
     path.unlink()
-    places = {
-        "device": "/dev/zero",
-        "endless": "/dev/urandom",
-        "loop": path.name,
-        "outward": secret,
-        "dangling": "nowhere",
-    }
+    places = {"device": "/dev/zero", "endless": "/dev/urandom", "dangling": "nowhere"}
+    places |= {"loop": path.name, "outward": secret}
     if do == "fifo":
         os.mkfifo(path)
     elif do == "socket":
-        here = os.getcwd()
-        os.chdir(path.parent)  # an address is short
-        try:
-            with socket.socket(socket.AF_UNIX) as made_socket:
-                made_socket.bind(path.name)
-        finally:
-            os.chdir(here)
+        with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made_socket:  # an address is short
+            made_socket.bind(path.name)
     elif do == "directory":
         path.mkdir()
     elif do in places:
@@ -328,38 +311,14 @@ def _change_file(folder: Path, change: Change, secret: str) -> None:
         path.touch()
 
 
-EXTRA = (
-    "latest",
-    ".metadata",
-    "model.safetensors",
-    "pytorch_model.bin",
-    "adapter_config.json",
-    "mp_rank_00_model_states.pt",
-)
-EXTRA += (
-    "model.safetensors.index.json",
-    "manifest.json",
-    "pytorch_optim.bin.index.json",
-    "x.ckpt",
-    "pieces-0.safetensors",
-)
+EXTRA = ("latest", ".metadata", "model.safetensors", "pytorch_model.bin", "adapter_config.json", "x.ckpt")
+EXTRA += ("mp_rank_00_model_states.pt", "model.safetensors.index.json", "manifest.json", "pieces-0.safetensors")
+EXTRA += ("pytorch_optim.bin.index.json",)
+KINDS = ("remove", "empty", "fifo", "socket", "directory", "device", "endless", "loop", "outward", "dangling", "sparse")
 
 
 def _draw_file(random: random.Random, file: str, files: list[str]) -> Change:
-    kinds = (
-        "remove",
-        "empty",
-        "fifo",
-        "socket",
-        "directory",
-        "device",
-        "endless",
-        "loop",
-        "outward",
-        "dangling",
-        "sparse",
-    )
-    do = random.choice((*kinds, "swap", "swap", "copy", "extra"))
+    do = random.choice((*KINDS, "swap", "swap", "copy", "extra"))
     change: Change = {"op": "file", "file": file, "do": do}
     if do in ("swap", "copy"):
         change["to"] = random.choice(files)

@@ -1,7 +1,5 @@
 """Pickles with instructions that somebody put there."""
 
-from __future__ import annotations
-
 import pickletools
 import random
 from typing import Any
@@ -30,58 +28,33 @@ CALLS = [
 ]
 INSTRUCTIONS = [
     *(bytes([code]) for code in b"0123(.])}lted\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98aubosRQN"),
-    b"h\x00",
-    b"h\xff",
-    b"q\x00",
-    b"r\xf0\xff\xff\xff",
-    b"r\x00\x00\x10\x00",
-    b"j\xff\xff\xff\x7f",
-    b"p99999999999\n",
-    b"\x80\x05",
-    b"\x80\xff",
-    b"\x95" + b"\xff" * 7 + b"\x7f",
-    b"\x95\x00\x00\x00\x00\x00\x00\x00\x00",
-    b"\x8e" + b"\xff" * 7 + b"\x7f",
-    b"\x8d" + b"\xff" * 7 + b"\x7f",
-    b"\x96" + b"\xff" * 7 + b"\x7f",
-    b"B\xff\xff\xff\x7f",
-    b"X\xff\xff\xff\x7f",
-    b"\x8b\xff\xff\xff\x7f",
-    b"T\xff\xff\xff\xff",
-    b"\x82\x01",
-    b"P0\n",
-    b"I99999999999999999999\n",
-    b"L7L\n",
-    b"F1e999\n",
-    b"Gx\x00\x00\x00\x00\x00\x00\x00",
-    b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f",
-    b"\x8c\x04\x1b[2J",
-    b"S'\\x00'\n",
-    b"K\x01",
-    b"K\x01K\x02\x86",
+    *(
+        b"h\x00",
+        b"h\xff",
+        b"q\x00",
+        b"r\xf0\xff\xff\xff",
+        b"r\x00\x00\x10\x00",
+        b"j\xff\xff\xff\x7f",
+        b"p99999999999\n",
+    ),
+    *(b"\x80\x05", b"\x80\xff", b"\x95" + bytes(8), b"\x82\x01", b"P0\n", b"I99999999999999999999\n", b"L7L\n"),
+    *(code + b"\xff" * 7 + b"\x7f" for code in (b"\x95", b"\x8e", b"\x8d", b"\x96", b"\x8a\x08")),
+    *(code + b"\xff\xff\xff\x7f" for code in (b"B", b"X", b"\x8b")),
+    *(
+        b"T\xff\xff\xff\xff",
+        b"F1e999\n",
+        b"Gx" + bytes(7),
+        b"\x8c\x04\x1b[2J",
+        b"S'\\x00'\n",
+        b"K\x01",
+        b"K\x01K\x02\x86",
+    ),
     b")" + b"".join(b"\x94h" + bytes([level]) + b"\x86" for level in range(120)),
-    b"]" + b"2a" * 3,
-    b"}" + b"2" * 200,
-    b"(" * 3000,
-    b"]" * 3000,
-    b"}2K\x00s",
-    b"]2a",
-    b"K\x00" * 3000,
+    *(b"]" + b"2a" * 3, b"}" + b"2" * 200, b"(" * 3000, b"]" * 3000, b"}2K\x00s", b"]2a", b"K\x00" * 3000),
 ]
 NUMBERS = (-1, 0, 1, 2**31 - 1, 2**31, 2**45, 2**63 - 1, 2**63, 2**200)
-TEXTS = (
-    "",
-    "many",
-    "..",
-    "../outside/secret",
-    "/dev/zero",
-    "\x1b[2J",
-    "a" * 5000,
-    "state",
-    "params",
-    "cuda:0",
-    "FloatStorage",
-)
+TEXTS = ("", "many", "..", "../outside/secret", "/dev/zero", "\x1b[2J", "a" * 5000, "state", "params", "cuda:0")
+TEXTS += ("FloatStorage",)
 
 
 def fire() -> None:

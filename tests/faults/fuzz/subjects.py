@@ -1,7 +1,5 @@
 """A small checkpoint of every format that is read, and the runs that can load them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -59,76 +57,16 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 State = dict[str, Any]
 
 
-class EngineSubject:
-    """A run of our engine in fp16, on one rank."""
+class _Run:
+    """A run that loads checkpoints, of the model and optimizer that :meth:`_begin` is given."""
 
-    def __init__(self) -> None:
-        model = WithExtra()
-        optimizer = adam(model)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        self.session = build(model, optimizer, zero(1, torch.float16))
-        self.saver = Checkpointer(self.session)
-        self.run, self.files = as_run(self.session), PortableFiles()
+    module: nn.Module
+    optimizer: Any
 
-    def step(self) -> None:
-        """What training does after a load."""
-        self.session.backward(self.session.module(torch.ones(2, 7)))
-        self.session.optimizer.step()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler", UserWarning)  # overflows skip steps
-            self.scheduler.step()
-        self.session.optimizer.zero_grad()
-
-    def save(self, root: Path, tag: str) -> None:
-        """All that a checkpoint can hold."""
-        position = {"next": 3, "order": torch.arange(8)}
-        given: dict[str, Any] = {"data_position": position, "user_state": ("mine", torch.eye(2), {1: float("inf")})}
-        self.saver.save(str(root), tag, lr_schedulers=[self.scheduler], **given)
-
-    def load(self, path: Path, way: str) -> Restored | None:
-        """Everything; or one part, as a Booster does it."""
-        if way == "model":
-            self.files.load_model(self.run, str(path), False)
-        elif way == "optimizer":
-            self.files.load_optimizer(self.run, str(path))
-        else:
-            schedulers = [self.scheduler] if (path / "manifest.json").exists() or (path / "new").exists() else []
-            return self.saver.load(
-                str(path), "auto" if way == "auto" else None, strict=way != "some", lr_schedulers=schedulers
-            )
-        return None
-
-    def state(self) -> State:
-        """What a load may change."""
-        optimizer = self.session.optimizer
-        found: State = dict(self.session.module.state_dict())
-        for number, entry in optimizer.state_dict()["state"].items():
-            found |= {f"{number}/{key}": value for key, value in entry.items()}
-        found |= {"groups": _options(optimizer.param_groups), "scheduler": _text(self.scheduler.state_dict())}
-        scaler = optimizer.scaler
-        return {
-            **_copied(found),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "rng": torch.get_rng_state(),
-        }
-
-
-class PlainSubject:
-    """A run of torch's own in one process, as under ``TorchDDPPlugin``."""
-
-    def __init__(self) -> None:
-        self.model = WithExtra()
-        self.optimizer = adam(self.model)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
-        self.run = TorchRun(self.model, self.optimizer)
-        self.saver, self.files = Checkpointer(self.run), PortableFiles()
-
-    def step(self) -> None:
-        """What training does after a load."""
-        self.model(torch.ones(2, 7)).backward()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+    def _begin(self, module: nn.Module, optimizer: Any, scheduled: torch.optim.Optimizer, run: Any) -> None:
+        self.module, self.optimizer, self.run = module, optimizer, run
+        self.scheduler = torch.optim.lr_scheduler.StepLR(scheduled, 3)
+        self.saver, self.files = Checkpointer(run), PortableFiles()
 
     def load(self, path: Path, way: str) -> Restored | None:
         """Everything; or one part, as a Booster does it."""
@@ -137,23 +75,72 @@ class PlainSubject:
         elif way == "optimizer":
             self.files.load_optimizer(self.run, str(path))
         elif way == "scheduler":
-            state = fitting_state(self.scheduler, path)
-            self.scheduler.load_state_dict(state)
+            self.scheduler.load_state_dict(fitting_state(self.scheduler, path))
         else:
-            return self.saver.load(str(path), "auto" if way == "auto" else None, strict=way != "some")
+            tag, schedulers = "auto" if way == "auto" else None, self._schedulers(path)
+            return self.saver.load(str(path), tag, strict=way != "some", lr_schedulers=schedulers)
         return None
+
+    def _schedulers(self, path: Path) -> list[Any]:
+        return []
 
     def state(self) -> State:
         """What a load may change."""
-        found: State = dict(self.model.state_dict())
+        found: State = dict(self.module.state_dict())
         for number, entry in self.optimizer.state_dict()["state"].items():
             found |= {f"{number}/{key}": value for key, value in entry.items()}
         found |= {"groups": _options(self.optimizer.param_groups), "scheduler": _text(self.scheduler.state_dict())}
-        return {**_copied(found), "rng": torch.get_rng_state()}
+        copied = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+        return copied | {"rng": torch.get_rng_state()}
 
 
-def _copied(state: State) -> State:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+class EngineSubject(_Run):
+    """A run of our engine in fp16, on one rank."""
+
+    def __init__(self) -> None:
+        model = WithExtra()
+        plain = adam(model)
+        self.session = build(model, plain, zero(1, torch.float16))
+        self._begin(self.session.module, self.session.optimizer, plain, as_run(self.session))
+
+    def step(self) -> None:
+        """What training does after a load."""
+        self.session.backward(self.module(torch.ones(2, 7)))
+        self.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of .lr_scheduler", UserWarning)  # overflows skip steps
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def save(self, root: Path, tag: str) -> None:
+        """All that a checkpoint can hold."""
+        position = {"next": 3, "order": torch.arange(8)}
+        given: dict[str, Any] = {"data_position": position, "user_state": ("mine", torch.eye(2), {1: float("inf")})}
+        self.saver.save(str(root), tag, lr_schedulers=[self.scheduler], **given)
+
+    def _schedulers(self, path: Path) -> list[Any]:
+        return [self.scheduler] if (path / "manifest.json").exists() or (path / "new").exists() else []
+
+    def state(self) -> State:
+        """With the loss scale."""
+        scaler = self.optimizer.scaler
+        return super().state() | {"scaler": None if scaler is None else scaler.state_dict()}
+
+
+class PlainSubject(_Run):
+    """A run of torch's own in one process, as under ``TorchDDPPlugin``."""
+
+    def __init__(self) -> None:
+        model = WithExtra()
+        optimizer = adam(model)
+        self._begin(model, optimizer, optimizer, TorchRun(model, optimizer))
+
+    def step(self) -> None:
+        """What training does after a load."""
+        self.module(torch.ones(2, 7)).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
 
 
 def _options(groups: list[dict[str, Any]]) -> list[Any]:
@@ -167,57 +154,57 @@ def _text(state: Any) -> str:
 # ---- what lies in files
 
 
-def _torch_files(place: Path) -> None:
+def _put(path: Path, content: Any) -> None:
+    """A file of torch's, or one of JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(content))
+    else:
+        torch.save(content, path)
+
+
+def _trained() -> tuple[PlainSubject, dict[str, torch.Tensor]]:
+    """A run after a step, and the tensors of its model."""
     subject = PlainSubject()
     subject.step()
+    state = subject.module.state_dict()
+    return subject, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _torch_files(place: Path) -> None:
+    subject, model = _trained()
     optimizer = subject.optimizer.state_dict()
-    model = {name: value for name, value in subject.model.state_dict().items() if isinstance(value, torch.Tensor)}
-    for name, content in {
-        "model/m.bin": model,
-        "whole/m.ckpt": {"state_dict": model, "optimizer_states": [optimizer], "epoch": 3, "lr_schedulers": [{}]},
-        "optimizer/o.pt": optimizer,
-        "scheduler/s.pt": subject.scheduler.state_dict(),
-    }.items():
-        (place / name).parent.mkdir(parents=True)
-        torch.save(content, place / name)
-    (place / "older").mkdir()
-    torch.save({"model": model, "optimizer": optimizer}, place / "older/m.pth", _use_new_zipfile_serialization=False)
-    (place / "json").mkdir()
-    write_lr_scheduler(subject.scheduler, place / "json/s.json")
-    for folder, files in {"hf-bin": 1, "hf-bins": 2}.items():
+    _put(place / "model/m.bin", model)
+    whole = {"state_dict": model, "optimizer_states": [optimizer], "epoch": 3, "lr_schedulers": [{}]}
+    _put(place / "whole/m.ckpt", whole)
+    _put(place / "optimizer/o.pt", optimizer)
+    _put(place / "scheduler/s.pt", subject.scheduler.state_dict())
+    for folder in ("older", "json"):
         (place / folder).mkdir()
-        shards = [dict(list(model.items())[number::files]) for number in range(files)]
-        names = (
-            ["pytorch_model.bin"] if files == 1 else [f"pytorch_model-0000{i + 1}-of-00002.bin" for i in range(files)]
-        )
-        for name, shard in zip(names, shards, strict=True):
-            torch.save(shard, place / folder / name)
-        if files > 1:
-            weights = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-            (place / folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weights}))
+    torch.save({"model": model, "optimizer": optimizer}, place / "older/m.pth", _use_new_zipfile_serialization=False)
+    write_lr_scheduler(subject.scheduler, place / "json/s.json")
+    _put(place / "hf-bin/pytorch_model.bin", model)
+    names = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for number, name in enumerate(names):
+        _put(place / "hf-bins" / name, dict(list(model.items())[number::2]))
+    weights = {key: names[number % 2] for number, key in enumerate(model)}
+    _put(place / "hf-bins/pytorch_model.bin.index.json", {"weight_map": weights})
     lora = {f"base_model.model.layer.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    _put(place / "peft-bin/adapter_model.bin", lora)
     config = {"peft_type": "LORA", "r": 2, "modules_to_save": ["head"], "bias": "none"}
-    (place / "peft-bin").mkdir()
-    torch.save(lora, place / "peft-bin/adapter_model.bin")
-    (place / "peft-bin/adapter_config.json").write_text(json.dumps(config))
+    _put(place / "peft-bin/adapter_config.json", config)
 
 
 def _directories_of_others(place: Path) -> None:
     """As Hugging Face's Trainer and accelerate leave them."""
-    subject = PlainSubject()
-    subject.step()
-    numpy_state, schedule = np.random.get_state(), subject.scheduler.state_dict()
-    states = {"python": random.getstate(), "numpy": numpy_state, "cpu": torch.get_rng_state()}
-    for folder, files in {
-        "trainer": {"optimizer.pt": None, "scheduler.pt": schedule, "rng_state.pth": states},
-        "accelerate": {"optimizer.bin": None, "scheduler.bin": schedule},
-    }.items():
-        (place / folder).mkdir()
-        model = {n: v.clone() for n, v in subject.model.state_dict().items() if isinstance(v, torch.Tensor)}
-        save_file(model, str(place / folder / "model.safetensors"))
-        for name, content in files.items():
-            torch.save(subject.optimizer.state_dict() if content is None else content, place / folder / name)
-    (place / "trainer/trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
+    subject, model = _trained()
+    for folder, ending in {"trainer": "pt", "accelerate": "bin"}.items():
+        _put(place / folder / f"optimizer.{ending}", subject.optimizer.state_dict())
+        _put(place / folder / f"scheduler.{ending}", subject.scheduler.state_dict())
+        save_file({name: value.clone() for name, value in model.items()}, str(place / folder / "model.safetensors"))
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    _put(place / "trainer/rng_state.pth", states)
+    _put(place / "trainer/trainer_state.json", {"global_step": 1, "log_history": []})
 
 
 def _native_files(place: Path) -> None:
@@ -233,8 +220,8 @@ def _parts_files(place: Path) -> None:
     """The newest, its matrices said to lie in parts of columns: other values, and as good a checkpoint."""
     shutil.copytree(place / "native/new", place / "parts/t")
     manifest = read_manifest(str(place / "parts/t"))
-    matrices = {name: fact.shape for name, fact in manifest.tensors.items() if len(fact.shape) == 2}
-    found = {name: StoredCut.of(shape, ShardSpec.even(1, shape[1], 2)) for name, shape in matrices.items()}
+    shapes = {name: fact.shape for name, fact in manifest.tensors.items() if len(fact.shape) == 2}
+    found = {name: StoredCut.of(shape, ShardSpec.even(1, shape[1], 2)) for name, shape in shapes.items()}
     cuts = {name: cut for name, cut in found.items() if cut is not None}
     (place / "parts/t/manifest.json").write_bytes(encode_manifest(replace(manifest, cuts=cuts)))
 
@@ -268,15 +255,9 @@ def _deepspeed_files(place: Path) -> None:
 def make_subjects(place: Path) -> None:
     """Write all of them under ``place``."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        for make in (
-            _torch_files,
-            _directories_of_others,
-            _native_files,
-            _parts_files,
-            _written_files,
-            _deepspeed_files,
-        ):
+        for make in (_torch_files, _directories_of_others, _native_files, _parts_files, _written_files):
             make(place)
+        _deepspeed_files(place)
 
 
 @dataclass(frozen=True)

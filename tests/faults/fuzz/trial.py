@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -28,18 +29,14 @@ from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER
 from tests.faults.fuzz.subjects import SUBJECTS, EngineSubject, PlainSubject, Subject
 from tests.faults.fuzz.values import SECRET
+from tests.support.counters import forget_peak, resident_bytes
 
 READ, REFUSED = "read", "refused"
 TARGETS = ("native", "huggingface", "single", "dcp", "torchtitan", "colossalai", "peft")
 HEX = "0123456789abcdef"
 PLANTED = (
-    f".t.saving-{HEX}",
-    f".t.replaced-{HEX}",
-    f".t.output-saving-{HEX}",
-    f".t.output-replaced-{HEX}",
-    ".latest.partial",
-    "latest",
-    ".t.safetensors.partial",
+    *(f".t.{before}-{HEX}" for before in ("saving", "replaced", "output-saving", "output-replaced")),
+    *(".latest.partial", "latest", ".t.safetensors.partial"),
 )
 """Names in the directory that is written to, as links to a file outside."""
 UNKNOWN = re.compile(
@@ -80,27 +77,12 @@ def ways_of(subject: Subject) -> list[str]:
 
 # ---- what a process does, watched
 
-_watched: list[tuple[str, tuple[Any, ...]]] | None = None
-_CHANGING = (
-    "os.remove",
-    "os.rename",
-    "os.mkdir",
-    "os.rmdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-)
-_RUNNING = (
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.Popen",
-    "socket.connect",
-    "pickle.find_class",
-)
+_Events = list[tuple[str, tuple[Any, ...]]]
+_watched: _Events | None = None
+_CHANGING = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+_CHANGING += ("os.chmod", "os.chown")
+_RUNNING = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect")
+_RUNNING += ("pickle.find_class",)
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
@@ -108,27 +90,18 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         _watched.append((event, args))
 
 
-_hooked: list[bool] = []
+_hooked = functools.cache(functools.partial(sys.addaudithook, _hook))
 
 
 @contextlib.contextmanager
-def _audited() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+def _audited() -> Iterator[_Events]:
     global _watched
-    if not _hooked:
-        sys.addaudithook(_hook)
-        _hooked.append(True)
+    _hooked()
     _watched = found = []
     try:
         yield found
     finally:
         _watched = None
-
-
-def _status(field: str) -> int:
-    """Bytes, from the system's account of this process."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) << 10
 
 
 class Trials:
@@ -158,8 +131,7 @@ class Trials:
         self.secret.parent.mkdir()
         self.secret.write_text("secret")
         self.out.mkdir()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.place / MARKER)
+        (self.place / MARKER).unlink(missing_ok=True)
 
     def fresh(self, subject: Subject) -> Path:
         """The checkpoint as it was written."""
@@ -184,12 +156,12 @@ class Trials:
         if ":" in way:
             self._prepare(way.partition(":")[0])
         gc.collect()
-        descriptors, there = len(os.listdir("/proc/self/fd")), _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what is there
+        descriptors, there = len(os.listdir("/proc/self/fd")), resident_bytes("VmRSS")
+        forget_peak()
         start = time.process_time()
         with _audited() as events:
             outcome = self._read(path, way)
-        taken, most = time.process_time() - start, _status("VmHWM") - there
+        taken, most = time.process_time() - start, resident_bytes("VmHWM") - there
         problems = [] if outcome in (READ, REFUSED) else [outcome]
         if taken > bounds.seconds:
             problems.append(f"took {taken:.0f} s of {bounds.seconds:.0f}")
@@ -204,15 +176,13 @@ class Trials:
             problems.append("the checkpoint itself was changed")
         return "; ".join(problems) or outcome
 
-    def _trespasses(self, events: list[tuple[str, tuple[Any, ...]]]) -> list[str]:
+    def _trespasses(self, events: _Events) -> list[str]:
         found = [f"{name} {args!r:.80}" for name, args in events if name in _RUNNING]
         if (self.place / MARKER).exists():
             found.append("code of the checkpoint was run")
         if self._libraries() != self._classes:
             found.append("a class of a library was changed")
-        if [path.name for path in self.secret.parent.iterdir()] != [
-            self.secret.name
-        ] or self.secret.read_text() != "secret":
+        if [*self.secret.parent.iterdir()] != [self.secret] or self.secret.read_text() != "secret":
             found.append("a file outside was written")
         for name, args in events:
             if name == "open":
@@ -220,9 +190,8 @@ class Trials:
                 wrote = bool(flags and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
                 paths = [path] if isinstance(path, str | bytes) else []
             elif name in _CHANGING:
-                inside = (
-                    any(type(each) is int and each > 2 for each in args[1:]) and name != "os.chmod"
-                )  # of a directory
+                # With the descriptor of a directory, it is about a file in there.
+                inside = any(type(each) is int and each > 2 for each in args[1:]) and name != "os.chmod"
                 paths, wrote = [each for each in args if isinstance(each, str | bytes) and not inside], True
             else:
                 continue
@@ -253,22 +222,19 @@ class Trials:
                 if ":" in way:
                     return self._load(path, *way.split(":"))
                 return self._open(path) if way == "read" else self._command(path, way)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
             trace = traceback.extract_tb(error.__traceback__)[-1]
             return f"{type(error).__name__}: {error!s:.150} ({Path(trace.filename).name}:{trace.lineno})"
 
     def _open(self, path: Path) -> str:
         try:
-            source = open_checkpoint(path)
-            try:
+            with contextlib.closing(open_checkpoint(path)) as source:
                 source.state()
                 for name, fact in source.tensors().items():
                     for start, numel in blocks(fact):
                         source.read(name, start, numel)
-            finally:
-                source.close()
         except (CheckpointError, FileNotFoundError, ValueError) as error:
             return _words(error, isinstance(error, CheckpointError) or "version" in str(error) or "no" in str(error))
         return READ
@@ -331,17 +297,16 @@ def _words(error: BaseException, known: bool) -> str:
     return REFUSED
 
 
+MISSING = object()
+
+
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     def same(a: Any, b: Any) -> bool:
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(0.5), b.nan_to_num(0.5))
         return type(a) is type(b) and repr(a) == repr(b)
 
-    return [
-        name
-        for name in sorted({*one, *other})
-        if name not in one or name not in other or not same(one[name], other[name])
-    ]
+    return sorted(name for name in one | other if not same(one.get(name, MISSING), other.get(name, MISSING)))
 
 
 def _listing(folder: Path) -> list[Any]:

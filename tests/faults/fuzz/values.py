@@ -3,8 +3,6 @@
 A value is written as JSON, so that a recipe can keep it; what JSON has no word for is an object with the key ``"!"``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -15,87 +13,24 @@ import torch
 
 SECRET = "outside/secret"  # beside the directory of the checkpoint that is read
 
-PLAIN: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    7,
-    1.5,
-    -0.0,
-    2**31,
-    2**45,
-    2**63,
-    -(2**63) - 1,
-    10**30,
-    "",
-    "many",
-    "float32",
-    "load",
-    "\x1b[2Jx",
-    "a\0b",
-    "\ud800",
-    "$",
-    "#0",
-    ".",
-    "..",
-    "../" + SECRET,
-    "../outside",
-    "/dev/zero",
-    "/etc/hostname",
-    "C:\\x",
-    "//x/y",
-    [],
-    {},
-    [None],
-    [0],
-    [1],
-    [[]],
-    [1, 2, 3],
-    [-1],
-    [2**62, 2**62],
-    [2**45],
-    ["many"],
-    {"a": None},
-    {"": []},
-    {"$tensor": "none"},
-    {"$tensor": []},
-    {"$float": "x"},
-    {"$float": []},
-    {"$float": "inf"},
-    {"$tuple": 3},
-    {"$tuple": [1, 2]},
-    {"$items": 3},
-    {"$items": [[[], 1]]},
-    {"$items": [[1]]},
-    {"$counter": [["a", "b"]]},
-    {"dtype": "load", "value": 1},
-    {"dtype": "float32", "value": "x"},
-    {"dtype": "float32", "value": [1], "shape": [7]},
-    {"dtype": "float32", "value": 3.0},
+NUMBERS = (None, True, False, 0, 1, -1, 2, 7, 1.5, -0.0, 2**31, 2**45, 2**63, -(2**63) - 1, 10**30)
+TEXTS = ("", "many", "float32", "load", "\x1b[2Jx", "a\0b", "\ud800", "$", "#0")
+PATHS = (".", "..", "../" + SECRET, "../outside", "/dev/zero", "/etc/hostname", "C:\\x", "//x/y")
+LISTS: tuple[Any, ...] = ([], [None], [0], [1], [[]], [1, 2, 3], [-1], [2**62, 2**62], [2**45], ["many"])
+OBJECTS: tuple[Any, ...] = (
+    *({}, {"a": None}, {"": []}, {"$tensor": "none"}, {"$tensor": []}, {"$float": "x"}, {"$float": []}),
+    *({"$float": "inf"}, {"$tuple": 3}, {"$tuple": [1, 2]}, {"$items": 3}, {"$items": [[[], 1]]}, {"$items": [[1]]}),
+    *({"$counter": [["a", "b"]]}, {"dtype": "load", "value": 1}, {"dtype": "float32", "value": "x"}),
+    *({"dtype": "float32", "value": [1], "shape": [7]}, {"dtype": "float32", "value": 3.0}),
     {"dtype": "float32", "value": [1.0, 2.0, 3.0], "shape": [3]},
 )
+PLAIN: tuple[Any, ...] = (*NUMBERS, *TEXTS, *PATHS, *LISTS, *OBJECTS)
 SPECIAL: tuple[dict[str, Any], ...] = (
-    {"!": "inf"},
-    {"!": "nan"},
-    {"!": "secret"},
-    {"!": "deep", "n": 60},
-    {"!": "deep", "n": 150},
-    {"!": "deep", "n": 900},
-    {"!": "deep", "n": 100_000},
-    {"!": "digits", "n": 5_000},
-    {"!": "long", "n": 100_000},
-    {"!": "many", "n": 100_000},
+    *({"!": kind} for kind in ("inf", "nan", "secret")),
+    *({"!": "deep", "n": number} for number in (60, 150, 900, 100_000)),
+    *({"!": "digits", "n": 5_000}, {"!": "long", "n": 100_000}, {"!": "many", "n": 100_000}),
 )
 ONLY_TEXT: tuple[dict[str, Any], ...] = ({"!": "colliding", "n": 60_000},)
-ONLY_PICKLED: tuple[dict[str, Any], ...] = tuple(
-    {"!": "tensor", "kind": kind}
-    for kind in ("expanded", "empty", "scalar", "bool", "complex", "sparse", "integers", "two", "nan", "quantized")
-)
-ONLY_PICKLED += ({"!": "tuple"}, {"!": "shared", "n": 40}, {"!": "bytes"})
 
 
 class Stale(Exception):
@@ -147,6 +82,12 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "nan": lambda: torch.full((3,), float("nan")),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
 }
+
+
+ONLY_PICKLED: tuple[dict[str, Any], ...] = (
+    *({"!": "tensor", "kind": kind} for kind in TENSORS),
+    *({"!": "tuple"}, {"!": "shared", "n": 40}, {"!": "bytes"}),
+)
 
 
 def written(value: Any, secret: str) -> str:
