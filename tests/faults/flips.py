@@ -5,10 +5,9 @@ has to refuse the checkpoint; with ``"auto"`` it has to fall back to the one bef
 worked out here from the manifest as docs/checkpoint-format.md describes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
+import copy
 import io
 import itertools
 import json
@@ -17,8 +16,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,6 +33,7 @@ from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
 from tests.faults.small import Small
+from tests.support.checkpoint_setup import differences, everything
 
 PIECE_BYTES = 512  # so that tensors have several pieces
 MANIFEST = "manifest.json"
@@ -54,26 +56,19 @@ class Subject:
         self.scheduler.step()
 
     def save(self, root: str, tag: str) -> None:
-        normal = write.PIECE_BYTES
-        write.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
-        try:
-            position = {"next": 3, "order": torch.randperm(8)}
-            given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
+        position = {"next": 3, "order": torch.randperm(8)}
+        given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
+        with mock.patch.object(write, "PIECE_BYTES", PIECE_BYTES):
             self.saver.save(root, tag, **given)  # type: ignore[arg-type]
-        finally:
-            write.PIECE_BYTES = normal  # type: ignore[misc]
 
     def load(self, root: str, tag: str | None) -> Any:
         return self.saver.load(root, tag, lr_schedulers=[self.scheduler])
 
-    def state(self) -> dict[str, torch.Tensor]:
-        found = dict(self.session.module.state_dict())
-        for number, entry in self.session.optimizer.state_dict()["state"].items():
-            found |= {f"{number}/{key}": value for key, value in entry.items()}
-        return {name: value.clone() for name, value in found.items() if isinstance(value, torch.Tensor)}
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(everything(self.session))
 
 
-def write_two(root: str) -> dict[str, torch.Tensor]:
+def write_two(root: str) -> dict[str, Any]:
     """Save two checkpoints on this rank; the state in the older one."""
     subject = Subject()
     subject.step()
@@ -116,16 +111,14 @@ class Place:
             self.pieces += [(names[f], at, at + n * width, tensor) for f, at, _, n, _ in entry["pieces"]]
         self.pieces.sort()
         self.fds = {name: os.open(directory / name, os.O_RDWR) for name in self.content}
-        self.check_cover()
-
-    def check_cover(self) -> None:
-        """Header and pieces are all there is in a file: no byte lies between them."""
+        # Header and pieces are all there is in a file: no byte lies between them.
         for name, header in self.headers.items():
-            at = header
-            for _, start, end, _ in (piece for piece in self.pieces if piece[0] == name):
-                assert start == at, (name, start, at)
-                at = end
-            assert at == len(self.content[name]), name
+            own = [(start, end) for file, start, end, _ in self.pieces if file == name]
+            assert [header, *(end for _, end in own)] == [*(start for start, _ in own), len(self.content[name])], name
+
+    def tensors(self, file: str) -> tuple[str, ...]:
+        """Those with bytes in a file."""
+        return tuple(tensor for name, _, _, tensor in self.pieces if name == file)
 
     def region(self, file: str, at: int) -> tuple[str, tuple[str, ...]]:
         """What byte ``at`` is part of, and the tensors of which one has to be named."""
@@ -133,11 +126,15 @@ class Place:
             return "manifest", ()
         if at < self.headers[file]:
             kind = "header" if self.content[file][at : self.headers[file]].strip() else "padding"
-            return kind, tuple(tensor for name, _, _, tensor in self.pieces if name == file)
+            return kind, self.tensors(file)
         return "data", tuple(t for name, start, end, t in self.pieces if name == file and start <= at < end)
 
     def put(self, file: str, at: int, data: bytes) -> None:
         os.pwrite(self.fds[file], data, at)
+
+    def put_all(self, parts: list[tuple[str, int, bytes]]) -> None:
+        for part in parts:
+            self.put(*part)
 
     def replace(self, file: str, content: bytes) -> None:
         os.ftruncate(self.fds[file], len(content))
@@ -164,22 +161,12 @@ def changed_bytes(place: Place, stride: int, bits: int, head_bits: int) -> Itera
         head = content.index(b"\n") if file == MANIFEST else 0
         for at in (at for at in range(len(content)) if at < head or at % stride == 0):
             kind, tensors = place.region(file, at)
+            put, good = partial(place.put, file, at), content[at : at + 1]
             masks = [1 << (at // stride + bit) % 8 for bit in range(head_bits if at < head else bits)]
             for mask in [*masks, 0xFF] if bits > 1 else masks:
-                good, bad = content[at : at + 1], bytes([content[at] ^ mask])
-
-                def put(data: bytes, file: str = file, at: int = at) -> None:
-                    place.put(file, at, data)
-
-                yield Fault(
-                    f"flipped in {kind}",
-                    f"byte {at} ^ {mask:#x}",
-                    (file,),
-                    tensors,
-                    lambda put=put, bad=bad: put(bad),  # type: ignore[misc]
-                    lambda put=put, good=good: put(good),  # type: ignore[misc]
-                    loads=3 if at < head and head_bits > 1 else int(mask == masks[0]),
-                )
+                loads, what = 3 if at < head and head_bits > 1 else int(mask == masks[0]), f"byte {at} ^ {mask:#x}"
+                change, undo = partial(put, bytes([content[at] ^ mask])), partial(put, good)
+                yield Fault(f"flipped in {kind}", what, (file,), tensors, change, undo, loads)
 
 
 def cut_and_longer(place: Place) -> Iterator[Fault]:
@@ -192,75 +179,45 @@ def cut_and_longer(place: Place) -> Iterator[Fault]:
             edges = {0, 8, place.headers[file], size, *(start for name, start, _, _ in place.pieces if name == file)}
         lengths = {edge + by for edge in edges for by in (-1, 0, 1)} | {size // 2, size + 4096}
         for length in sorted(length for length in lengths if length >= 0 and length != size):
-            tensors = () if file == MANIFEST else tuple(t for name, _, _, t in place.pieces if name == file)
-            kind = "cut off" if length < size else "longer"
-            yield Fault(
-                kind,
-                f"{length} of {size} bytes",
-                (file,),
-                tensors,
-                lambda file=file, length=length: place.resize(file, length),  # type: ignore[misc]
-                lambda file=file: place.restore(file),  # type: ignore[misc]
-            )
+            kind, what = "cut off" if length < size else "longer", f"{length} of {size} bytes"
+            resize, restore = partial(place.resize, file, length), partial(place.restore, file)
+            yield Fault(kind, what, (file,), place.tensors(file), resize, restore)
 
 
 def swapped_pieces(place: Place) -> Iterator[Fault]:
     """Every two pieces of the same length, in one file or in two, change places."""
-    for one, other in itertools.combinations(place.pieces, 2):
-        (file, start, end, tensor), (file2, start2, end2, tensor2) = one, other
+    for (file, start, end, tensor), (file2, start2, end2, tensor2) in itertools.combinations(place.pieces, 2):
         data, data2 = place.content[file][start:end], place.content[file2][start2:end2]
         if len(data) != len(data2) or data == data2:
             continue
-
-        def swap(one: Any = (file, start, data2), two: Any = (file2, start2, data)) -> None:
-            place.put(*one)
-            place.put(*two)
-
-        def back(files: tuple[str, str] = (file, file2)) -> None:
-            for each in files:
-                place.restore(each)
-
+        swap = partial(place.put_all, [(file, start, data2), (file2, start2, data)])
+        back = partial(place.put_all, [(file, start, data), (file2, start2, data2)])
         yield Fault("swapped pieces", f"{tensor}, {tensor2}", (file, file2), (tensor, tensor2), swap, back)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    aside = one.with_name(".aside")
+    for before, after in ((one, aside), (other, one), (aside, other)):
+        os.rename(before, after)
 
 
 def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
     """Files of one checkpoint change places, are those of the other checkpoint, or are gone."""
     directory = place.directory
-
-    def tensors(file: str) -> tuple[str, ...]:
-        return tuple(t for name, _, _, t in place.pieces if name == file)
-
-    def exchange(one: Path, other: Path) -> None:
-        aside = one.with_name(".aside")
-        os.rename(one, aside)
-        os.rename(other, one)
-        os.rename(aside, other)
-
     for file in place.content:
-        gone = directory.parent / "gone"
-        move = (directory / file, gone)
-        yield Fault(
-            "missing file",
-            file,
-            (file,),
-            tensors(file),
-            lambda move=move: os.rename(*move),  # type: ignore[misc]
-            lambda move=move: os.rename(*reversed(move)),  # type: ignore[misc]
-        )
-        named = () if file == MANIFEST else (file,)
+        here, gone, tensors = directory / file, directory.parent / "gone", place.tensors(file)
+        move, back = partial(os.rename, here, gone), partial(os.rename, gone, here)
+        yield Fault("missing file", file, (file,), tensors, move, back)
         if file in older.content:
-            yield Fault(
-                "file of the other checkpoint",
-                file,
-                named,
-                tensors(file),
-                lambda file=file: place.replace(file, older.content[file]),  # type: ignore[misc]
-                lambda file=file: place.restore(file),  # type: ignore[misc]
-            )
+            named = () if file == MANIFEST else (file,)
+            replace, restore = partial(place.replace, file, older.content[file]), partial(place.restore, file)
+            yield Fault("file of the other checkpoint", file, named, tensors, replace, restore)
     for one, other in itertools.combinations(place.headers, 2):
-        pair = (directory / one, directory / other)
-        swap = lambda pair=pair: exchange(*pair)  # type: ignore[misc]  # noqa: E731
-        yield Fault("swapped files", f"{one}, {other}", (one, other), (*tensors(one), *tensors(other)), swap, swap)
+        swap, tensors = (
+            partial(_exchange, directory / one, directory / other),
+            place.tensors(one) + place.tensors(other),
+        )
+        yield Fault("swapped files", f"{one}, {other}", (one, other), tensors, swap, swap)
 
 
 # ---- whether they are found
@@ -269,7 +226,7 @@ def swapped_and_missing_files(place: Place, older: Place) -> Iterator[Fault]:
 class Judge:
     """Applies faults to the newer of two checkpoints and notes what is not found."""
 
-    def __init__(self, root: Path, report: Report, older: dict[str, torch.Tensor]) -> None:
+    def __init__(self, root: Path, report: Report, older: dict[str, Any]) -> None:
         self.root, self.report, self._older = root, report, older
         self.subject = Subject()
         self._number = 0
@@ -293,8 +250,7 @@ class Judge:
         fault.apply()
         try:
             self._verify(fault)
-            ways = range(3) if fault.loads == 3 else [self._number % 3] * fault.loads
-            for way in ways:
+            for way in range(3) if fault.loads == 3 else [self._number % 3] * fault.loads:
                 self._load(fault, (None, "auto", NEW)[way])
         except Exception as error:
             self._lost(fault, f"{type(error).__name__}: {error}")
@@ -333,7 +289,7 @@ class Judge:
             self._unread(fault, "'auto' takes it")
         elif restored.tag != OLD or restored.skipped != (str(self.root / NEW),):
             self._lost(fault, f"'auto' takes {restored.tag} and skips {restored.skipped}")
-        elif any(not torch.equal(value, self._older[name]) for name, value in self.subject.state().items()):
+        elif differences(self.subject.state(), self._older):
             self._lost(fault, "'auto' restores other values than the older one's")
 
     def _unread(self, fault: Fault, why: str) -> None:
@@ -365,16 +321,11 @@ class Judge:
         latest.write_bytes(content)
 
 
-def _damage(root: Path, older: dict[str, torch.Tensor], report: Report, stride: int, bits: int, head: int) -> None:
+def _damage(root: Path, older: dict[str, Any], report: Report, stride: int, bits: int, head: int) -> None:
     judge = Judge(root, report, older)
     new, old = Place(root / NEW), Place(root / OLD)
-    faults = [
-        changed_bytes(new, stride, bits, head),
-        cut_and_longer(new),
-        swapped_pieces(new),
-        swapped_and_missing_files(new, old),
-    ]
-    for number, fault in enumerate(itertools.chain(*faults)):
+    faults = itertools.chain(changed_bytes(new, stride, bits, head), cut_and_longer(new), swapped_pieces(new))
+    for number, fault in enumerate(itertools.chain(faults, swapped_and_missing_files(new, old))):
         if fault.kind.startswith("flipped") or stride == 1 or number % stride == 0 or "file" in fault.kind:
             judge.judge(fault)
     judge.check_whole()
@@ -394,14 +345,9 @@ def campaign(stride: int = 1, bits: int = 8, head_bits: int = 8) -> Report:
             root = Path(folder) / f"of-{ranks}"
             older = run_ranks(ranks, write_two, str(root))[0] if ranks > 1 else write_two(str(root))
             before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-            report.counts[f"bytes in {ranks} rank's checkpoint"] = sum(
-                len(content) for path, content in before.items() if path.parent.name == NEW
-            )
+            sizes = (len(content) for path, content in before.items() if path.parent.name == NEW)
+            report.counts[f"bytes in {ranks} rank's checkpoint"] = sum(sizes)
             _damage(root, older, report, stride, bits if ranks == 1 else 1, head_bits)
             assert before == {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
             shutil.rmtree(root)
     return report
-
-
-if __name__ == "__main__":
-    print(campaign())

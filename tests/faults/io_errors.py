@@ -6,11 +6,10 @@ error. Afterwards all ranks must have the same clear error (or none), every earl
 training must go on as that of a twin that never saves, and the next save must succeed and leave nothing behind.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -76,7 +75,7 @@ class Sweep:
         self.twins = Twins(mesh, zero(3))
         self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
         """By tag the version and weights of what must be there."""
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
         self.noted = False
         self._tags = 0
@@ -151,31 +150,31 @@ class Sweep:
         self.saved[tag] = (self.twins.version, weights)
         self.saved = dict(list(self.saved.items())[-2:])
 
-    def descriptors(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
+    def failed_call(self, error: str) -> str:
+        """What has failed on the one rank; all have the same error. Empty: there were fewer calls."""
+        posts = self.mesh.world.exchange_object([error, self.system.at is not None, self.system.failed])
+        self.system.arm(None)
+        _, armed, called = posts[self.failing_rank]
+        if posts[0][0] != posts[1][0]:
+            self.problem(f"{called}: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
+        self.counts[called] += not armed
+        return "" if armed else called
 
     def inject(self, at: int, number: int) -> bool:
         """Whether the action has that many calls."""
         tag, mine = self.tag(), self.mesh.rank == self.failing_rank
         self.system.arm(at if mine else None, number)
         error, weights = self.save(tag)
-        armed, called = self.system.at is not None, self.system.failed
-        self.system.arm(None)
-        posts = self.mesh.world.exchange_object([error, armed, called])
-        called = posts[self.failing_rank][2]
-        if posts[0][0] != posts[1][0]:
-            self.problem(f"{called}: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
+        called = self.failed_call(error)
         if not error or "is saved and complete" in error:
             self.expect(tag, weights)
-        if posts[self.failing_rank][1]:
+        if not called:
             return False
-        self.counts[called] = self.counts.get(called, 0) + 1
         why = f"{called} fails with {errno.errorcode.get(number, 'a short write')}"
-        if not error:
-            fine = called in HARMLESS or number == SHORT or (number == errno.EPERM and called in NOT_THERE)
-            if not fine:
-                self.problem(f"{why} and nobody says so")
-        elif errno.errorcode[number] not in error or f"rank {self.failing_rank} " not in error:
+        fine = called in HARMLESS or number == SHORT or (number == errno.EPERM and called in NOT_THERE)
+        if not error and not fine:
+            self.problem(f"{why} and nobody says so")
+        elif error and not (errno.errorcode[number] in error and f"rank {self.failing_rank} " in error):
             self.problem(f"{why}, and the error says {error!r}")
         self.check(self.saved, why)
         return True
@@ -189,25 +188,21 @@ class Sweep:
             self.twins.saver.load(self.root)
         except (CheckpointDamage, CheckpointError) as raised:
             error = str(raised)
-        posts = self.mesh.world.exchange_object([error, self.system.at is not None, self.system.failed])
-        self.system.arm(None)
-        called = posts[self.failing_rank][2]
-        if not posts[self.failing_rank][1]:
-            self.counts[called] = self.counts.get(called, 0) + 1
-            if posts[0][0] != posts[1][0] or not (error or called in {*HARMLESS, "close of a file"}):
-                self.problem(f"{called} fails in a load: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
+        called = self.failed_call(error)
+        if not error and called not in {"", "close of a file", *HARMLESS}:
+            self.problem(f"{called} fails in a load, and nobody says so")
         restored = self.twins.saver.load(self.root)
         assert restored is not None
         state = self.twins.sessions[0].module.state_dict()
         if restored.tag != newest or any(not torch.equal(v, state[n]) for n, v in self.saved[newest][1].items()):
             self.problem(f"after {called} failed in a load, {restored.tag} is restored with other values")
-        return not posts[self.failing_rank][1]
+        return bool(called)
 
     def run(self, numbers: tuple[int, ...], stride: int) -> None:
         """Every ``stride``-th call with every one of ``numbers``."""
         self.good_save()
         self.good_save()
-        before = self.descriptors()
+        before = len(os.listdir("/proc/self/fd"))
         for turn, number in enumerate(numbers):
             at = (turn * stride // len(numbers) + len(self.action)) % stride
             while sum(self.mesh.world.exchange_object(len(self.lost))) < 5:
@@ -220,25 +215,22 @@ class Sweep:
                     if not there:
                         break
                 at += stride
-        after = self.descriptors()
+        after = len(os.listdir("/proc/self/fd"))
         if after > before:
             self.problem(f"{after} descriptors are open, {before} were")
         self.twins.close()
 
 
-def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[dict[str, int], list[str]]:
+def sweep(root: str, actions: list[str], numbers: tuple[int, ...], stride: int) -> tuple[Counter[str], list[str]]:
     """All of it on this rank of two; what rank 0 counted and what either found wrong."""
-    counts: dict[str, int] = {}
-    lost: list[str] = []
-    plan = zero(3)
+    counts, lost, plan = Counter[str](), list[str](), zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     for action in actions:
         for failing_rank in range(mesh.size):
             with in_place_of_the_system("without exchange" not in action) as system:
                 one = Sweep(f"{root}/{action} {failing_rank}", action, failing_rank, mesh, system)
                 one.run(numbers, stride)
-            for name, count in one.counts.items():
-                counts[name] = counts.get(name, 0) + count
+            counts.update(one.counts)
             lost += [each for found in mesh.world.exchange_object(one.lost) for each in found]
     mesh.close()
     return counts, lost
@@ -252,11 +244,6 @@ def campaign(stride: int = 1, directory: str | None = None) -> Report:
             counts, lost = run_ranks(2, sweep, folder, [action], NUMBERS, stride, timeout=3600.0)[0]
             report.counts["injected"] += sum(counts.values())
             report.counts[f"in {action}"] = sum(counts.values())
-            for call, count in counts.items():
-                report.counts[call] += count
+            report.counts.update(counts)
             report.lost += lost
     return report
-
-
-if __name__ == "__main__":
-    print(campaign())

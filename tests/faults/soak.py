@@ -11,12 +11,11 @@ less than 3,000 steps it is not judged. A tenth of the steps is made once more w
 updates during backward and gloo, where only what is counted is judged.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from shardwise.session import build
 from shardwise.testing import run_ranks
 from tests.faults.report import Report
 from tests.parity.tiers import tier_plan
-from tests.support.counters import live_tensor_bytes, live_tensors
+from tests.support import counters
 
 CYCLE = 20  # steps between two samples
 ALLOWED_BYTES = 1 << 20
@@ -53,28 +52,22 @@ class Net(nn.Module):
 
 def resident_bytes() -> int:
     """Memory that is this process's own, and what it has mapped of shared memory."""
-    with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
-
-
-def _shared_memory_files() -> int:
-    """Descriptors and mappings of this process in shared memory (others use it as well)."""
-    with open("/proc/self/maps") as file:
-        mapped = {line.split(maxsplit=5)[5] for line in file if "/dev/shm/" in line or "/memfd:" in line}
-    return len(mapped)
+    return counters.resident_bytes("RssAnon:") + counters.resident_bytes("RssShmem:")
 
 
 def sample(root: Path) -> dict[str, int]:
     """What this process holds now."""
     gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line or "/memfd:" in line}
     return {
         "memory": resident_bytes(),
         "objects": len(gc.get_objects()),
-        "tensors": sum(1 for _ in live_tensors()),
-        "tensor bytes": live_tensor_bytes(),
+        "tensors": sum(1 for _ in counters.live_tensors()),
+        "tensor bytes": counters.live_tensor_bytes(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
-        "shared-memory files": _shared_memory_files(),
+        "shared-memory files": len(shared),
         "disk files": sum(1 for _ in root.rglob("*")),
     }
 
@@ -122,17 +115,12 @@ class Soak:
 
     def cycle(self) -> dict[str, int]:
         """``CYCLE`` steps, two synchronous and two asynchronous saves (one of each again into a tag), a load."""
+        actions = {3: partial(self.save, None, True), 8: partial(self.save, "same", False), 12: self.evaluate}
+        actions[15] = partial(self.save, "same", True)
         for at in range(CYCLE):
             loss = self.step()
             assert loss == loss and loss < 10, loss
-            if at == 3:
-                self.save(None, use_async=True)
-            elif at == 8:
-                self.save("same", use_async=False)
-            elif at == 12:
-                self.evaluate()
-            elif at == 15:
-                self.save("same", use_async=True)
+            actions.get(at, lambda: None)()
         self.save(None, use_async=False)
         self.load()
         self.mesh.world.barrier()
@@ -203,7 +191,3 @@ def campaign(steps: int, directory: str | None = None) -> Report:
             ends = ", ".join(f"{name} {first[name]} to {last[name]}" for name in first)
             report.remarks.append(f"rank {rank}: {rises} over {len(samples)} cycles ({ends})")
     return report
-
-
-if __name__ == "__main__":
-    print(campaign(10_000))

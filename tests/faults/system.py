@@ -1,15 +1,14 @@
 """A stand-in for the system's calls, which counts them and makes one of them fail."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 from shardwise.core.checkpoint import atomic, directory
 from shardwise.core.checkpoint.formats import native, output
@@ -74,9 +73,7 @@ class System:
 @contextmanager
 def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
     """Every module that touches a checkpoint's files calls it."""
-    system, disk = System(), atomic.DISK
-    modules = (atomic, directory, native, output)
-    renameat2 = disk._renameat2
+    system, renameat2 = System(), atomic.DISK._renameat2
 
     def exchange(*args: Any) -> int:
         if not can_exchange:
@@ -88,14 +85,9 @@ def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
             return -1
         return int(renameat2(*args))
 
-    for module in modules:
-        module.os = system  # type: ignore[attr-defined]
-    atomic.fcntl = system  # type: ignore[misc, assignment]
-    disk._renameat2 = exchange
-    try:
+    with ExitStack() as stack:
+        for module in (atomic, directory, native, output):
+            stack.enter_context(mock.patch.object(module, "os", system))
+        stack.enter_context(mock.patch.object(atomic, "fcntl", system))
+        stack.enter_context(mock.patch.object(atomic.DISK, "_renameat2", exchange))
         yield system
-    finally:
-        disk._renameat2 = renameat2
-        atomic.fcntl = fcntl  # type: ignore[misc]
-        for module in modules:
-            module.os = os  # type: ignore[attr-defined]
