@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # In place of this folder, whose names are too common for a search path.
@@ -28,41 +27,6 @@ except ImportError:
         "pip install --target FOLDER pytest elsewhere, copy FOLDER, and set PYTHONPATH=FOLDER."
     )
 from gpu.records import Records  # noqa: E402
-
-
-class Noting:
-    """A plugin of pytest that keeps the records, and of each file's tests selects those that ``options`` name."""
-
-    def __init__(self, records: Records, options: argparse.Namespace) -> None:
-        self._records, self._options = records, options
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        by_file: dict[Path, list[Any]] = {}
-        for item in items:
-            by_file.setdefault(item.path, []).append(item)
-        items[:] = [item for group in by_file.values() for item in self._selected(group)]
-
-    def _selected(self, items: list[Any]) -> list[Any]:
-        only, but = self._options.only, self._options.but
-        named = [each for each in items if each.originalname not in but and (not only or each.originalname in only)]
-        return named[:: self._options.every]
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._records.begin(_short(nodeid))
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """A test that passed ends with its call; one that failed or was skipped may do so in its fixtures."""
-        test = _short(report.nodeid)
-        if report.skipped:
-            self._records.end(test, "skipped", report.duration, report.longrepr[2].removeprefix("Skipped: "))
-        elif report.failed:
-            self._records.end(test, "failed", report.duration, report.longreprtext)
-        elif report.when == "call":
-            self._records.end(test, "passed", report.duration)
-
-
-def _short(nodeid: str) -> str:
-    return nodeid.removeprefix("tests/gpu/")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -92,11 +56,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and say what failed."""
     options = parse(arguments)
-    records = Records(options.json)
+    records = Records(options)
     settings = ["-q", "-p", "no:cacheprovider", "--rootdir", str(HERE.parents[1]), "--gpu-device", options.device]
     settings += ["--collect-only"] if options.collect else []
     files = [str(path) for path in options.files]
-    status = int(pytest.main([*settings, *files], plugins=[Noting(records, options)]))
+    status = int(pytest.main([*settings, *files], plugins=[records]))
     for test in records.failed:
         print(f"FAILED {test}", file=sys.stderr)
     print(records.line)

@@ -3,11 +3,10 @@
 ``--gpu-device cpu`` runs what does not need CUDA itself on the CPU. So does ``make test-full`` without a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,33 +62,21 @@ def device_type(request: pytest.FixtureRequest) -> str:
     return _device_type(request.config)
 
 
-def _pool(ranks: int, device_type: str) -> RankPool:
-    if device_type == "cpu":
-        return RankPool(ranks)
-    # NCCL refuses two ranks on one GPU; gloo moves CUDA tensors through the host, which tests the same engine code.
-    own_gpu = torch.cuda.device_count() >= ranks
-    return RankPool(ranks, backend="cpu:gloo,cuda:nccl" if own_gpu else "gloo")
+def _pool(ranks: int) -> Any:
+    """Of so many ranks: with a GPU each over NCCL, or sharing one over gloo."""
+
+    @pytest.fixture(scope="session")
+    def pool_of(device_type: str) -> Iterator[RankPool]:
+        # NCCL refuses two ranks on one GPU; gloo moves CUDA tensors through the host, which tests the same engine code.
+        own_gpu = device_type == "cuda" and torch.cuda.device_count() >= ranks
+        over = {"backend": "cpu:gloo,cuda:nccl"} if own_gpu else {"backend": "gloo"} if device_type == "cuda" else {}
+        with RankPool(ranks, **over) as made:
+            yield made
+
+    return pool_of
 
 
-@pytest.fixture(scope="session")
-def one_rank(device_type: str) -> Iterator[RankPool]:
-    """A pool of one rank with a GPU."""
-    with _pool(1, device_type) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def two_ranks(device_type: str) -> Iterator[RankPool]:
-    """Two ranks: with a GPU each over NCCL, or sharing one over gloo."""
-    with _pool(2, device_type) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def four_ranks(device_type: str) -> Iterator[RankPool]:
-    """Four ranks, as :func:`two_ranks`."""
-    with _pool(4, device_type) as pool:
-        yield pool
+one_rank, two_ranks, four_ranks = _pool(1), _pool(2), _pool(4)
 
 
 @pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])

@@ -1,9 +1,8 @@
 """What the ranks of the GPU tests run; every function takes the device type, so that it also runs on the CPU."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.core.optim import HybridAdam
 from shardwise.core.optim.lamb import Lamb
 from shardwise.core.optim.muon import MuonWithAuxAdam
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain
-from tests.support.models import MODELS, make_batches
+from tests.support.early_setup import counting
+from tests.support.models import MODELS, adamw, make_batches, to_device
 
 STEPS = 3
 
@@ -43,26 +44,6 @@ def _make_work_spaces(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """The tensors inside dicts, lists and tuples, moved."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
-    return value
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """A large eps, so that gradients which are zero but for rounding are not blown up to steps."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
-
-
-def lamb(model: nn.Module) -> torch.optim.Optimizer:
-    return Lamb(model.parameters(), lr=1e-2, eps=1e-2)
-
-
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     """Muon for matrices, Adam for the rest."""
     matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) == flag] for flag in (True, False))
@@ -76,7 +57,12 @@ def compile_blocks(model: nn.Module) -> None:
         block.compile(backend="inductor" if next(model.parameters()).is_cuda else "aot_eager")
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {"adamw": adamw, "lamb": lamb, "muon": muon}
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "hybrid": lambda model: HybridAdam(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1),
+    "lamb": lambda model: Lamb(model.parameters(), lr=1e-2, eps=1e-2),
+    "muon": muon,
+}
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "": lambda model: None,
     "fp8": multiply_in_8_bits,
@@ -110,6 +96,8 @@ class Run:
     skipped: list[bool] = field(default_factory=list)
     parameters: list[dict[str, Tensor]] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
+    updates: int = 0
+    """Of chunks during backward."""
 
 
 def _on_cpu(named: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -126,7 +114,8 @@ def _train(session: Session, setting: Setting, device: torch.device) -> Run:
             losses.append(float(loss.detach()))
             session.backward(loss)
         run.losses.append(losses)
-        run.gradients.append(_on_cpu(session.full_gradients()))
+        if setting.plan.grad.update == "step":
+            run.gradients.append(_on_cpu(session.full_gradients()))
         session.optimizer.step()
         session.optimizer.zero_grad()
         run.norms.append(session.optimizer.get_grad_norm())
@@ -137,25 +126,32 @@ def _train(session: Session, setting: Setting, device: torch.device) -> Run:
     return run
 
 
+@contextmanager
+def session_of(
+    plan: Plan, device: torch.device, model: nn.Module, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+) -> Iterator[Session]:
+    """A session; not closed if the test fails, since peers are gone then."""
+    session = build(model, optimizer(model), plan, device=device)
+    yield session
+    session.close()
+    session.mesh.close()
+
+
 def train(setting: Setting) -> Run:
     """Train as the plan says, optionally on a stream that is not the default one."""
     device = device_of_rank(setting.device_type)
     model = MODELS[setting.model].factory(setting.dtype)
     CHANGES[setting.change](model)
-    if device.type == "cuda" and setting.side_stream:
-        side = torch.cuda.Stream(device)
-        with torch.cuda.stream(side):
-            return _build_and_train(model, setting, device)
-    return _build_and_train(model, setting, device)
-
-
-def _build_and_train(model: nn.Module, setting: Setting, device: torch.device) -> Run:
-    session = build(model, OPTIMIZERS[setting.optimizer](model), setting.plan, device=device)
-    try:
-        return _train(session, setting, device)
-    finally:
-        session.close()
-        session.mesh.close()
+    aside = device.type == "cuda" and setting.side_stream
+    stream = torch.cuda.stream(torch.cuda.Stream(device)) if aside else nullcontext()
+    with (
+        stream,
+        counting() as counts,
+        session_of(setting.plan, device, model, OPTIMIZERS[setting.optimizer]) as session,
+    ):
+        run = _train(session, setting, device)
+    run.updates = counts["updates"]
+    return run
 
 
 def plain(setting: Setting, world_size: int) -> PlainRun:
@@ -192,6 +188,7 @@ class Stack(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,69 +197,94 @@ class Stack(nn.Module):
         return x
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """Bytes that the CUDA allocator of one rank counts, and what the session says of itself."""
+def both_passes(session: Session, rows: Tensor) -> Tensor:
+    """Forward and backward of a :class:`Stack`; the loss, which nobody waits for."""
+    loss = session.module(rows).float().square().mean()
+    session.backward(loss)
+    return loss.detach()
 
-    parameter_bytes: int
-    """Of the whole unsharded model in its compute dtype."""
+
+def one_step(session: Session, rows: Tensor) -> Tensor:
+    """Both passes and the update."""
+    loss = both_passes(session, rows)
+    session.optimizer.step()
+    session.optimizer.zero_grad()
+    return loss
+
+
+def rows_of(width: int, seed: int, device: torch.device, count: int = 8) -> Tensor:
+    """Inputs of a :class:`Stack`."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """What the CUDA allocator of one rank counts, and what the session says of itself; losses of all steps."""
+
     while_building: int
     after_build: int
     in_step: int
     after_step: int
     reported: int
+    """On the device."""
+    on_host: int
+    ledger: int
+    losses: list[float]
 
 
-def measure_memory(plan: Plan, width: int, depth: int) -> Peak:
-    """Train a :class:`Stack` for three steps and read the allocator. CUDA only."""
+def measure_memory(
+    plan: Plan, width: int, depth: int, steps: int = 3, resets: Sequence[int] = (1,), lag_cycles: int = 0
+) -> Bytes:
+    """Train a :class:`Stack` and read the allocator, whose peak begins anew in the steps ``resets``. CUDA only.
+
+    In each step the GPU sleeps for ``lag_cycles`` first, so that it falls behind the host.
+    """
     device = device_of_rank("cuda")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    model = Stack(width, depth)
-    session = build(model, adamw(model), plan, device=device)
-    while_building = torch.cuda.max_memory_allocated(device) - before
-    after_build = torch.cuda.memory_allocated(device) - before
-    itemsize = (plan.precision.param_dtype or torch.float32).itemsize
-    for index in range(3):
-        if index == 1:  # the optimizer's state exists from here on
-            torch.cuda.reset_peak_memory_stats(device)
-        loss = session.module(torch.randn(8, width, device=device)).float().square().mean()
-        session.backward(loss)
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-        del loss
-    torch.cuda.synchronize(device)
-    peak = Peak(
-        parameter_bytes=width * width * depth * itemsize,
-        while_building=while_building,
-        after_build=after_build,
-        in_step=torch.cuda.max_memory_allocated(device) - before,
-        after_step=torch.cuda.memory_allocated(device) - before,
-        reported=session.memory().total_bytes,
-    )
-    session.close()
-    session.mesh.close()
-    return peak
+    with session_of(plan, device, Stack(width, depth)) as session:
+        while_building = torch.cuda.max_memory_allocated(device) - before
+        after_build = torch.cuda.memory_allocated(device) - before
+        highest, losses = 0, []
+        for index in range(steps):
+            rows = rows_of(width, index, device)
+            if index in resets:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+            if lag_cycles:
+                torch.cuda._sleep(lag_cycles)
+            loss = both_passes(session, rows)
+            # The engine may start the allocator's peak anew while it traces, so it is read after each pass.
+            highest = max(highest, torch.cuda.max_memory_allocated(device) - before) if index >= resets[0] else 0
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+            losses.append(float(loss))
+        torch.cuda.synchronize(device)
+        report = session.memory()
+        return Bytes(
+            while_building=while_building,
+            after_build=after_build,
+            in_step=max(highest, torch.cuda.max_memory_allocated(device) - before),
+            after_step=torch.cuda.memory_allocated(device) - before,
+            reported=report.tier_bytes("device"),
+            on_host=report.tier_bytes("host"),
+            ledger=session.ledger.peak_bytes,
+            losses=losses,
+        )
 
 
 def overflow_then_train(device_type: str) -> tuple[list[bool], list[float], str | None]:
     """fp16: a step with an infinite loss is skipped and halves the scale; the next one trains."""
     device = device_of_rank(device_type)
-    model = Stack(16, 2)
-    plan = zero(3, torch.float16)
-    assert plan.precision.scaler is not None
-    session = build(model, adamw(model), plan, device=device)
-    optimizer = session.optimizer
     skipped, scales, reason = [], [], None
-    for factor in (1.0, float("inf"), float("inf"), 1.0):
-        loss = session.module(torch.ones(4, 16, device=device)).float().mean() * factor
-        session.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        skipped.append(optimizer.last_step_skipped)
-        reason = optimizer.skipped_because or reason
-        scales.append(float(optimizer.scaler.scale))
-    session.close()
-    session.mesh.close()
+    with session_of(zero(3, torch.float16), device, Stack(16, 2)) as session:
+        optimizer = session.optimizer
+        for factor in (1.0, float("inf"), float("inf"), 1.0):
+            session.backward(session.module(torch.ones(4, 16, device=device)).float().mean() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.last_step_skipped)
+            reason = optimizer.skipped_because or reason
+            scales.append(float(optimizer.scaler.scale))
     return skipped, scales, reason

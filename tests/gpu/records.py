@@ -1,68 +1,79 @@
 """What became of each test, in a file that is complete after every one of them."""
 
-from __future__ import annotations
-
 import json
 import os
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 LONGEST_DETAIL = 2000
 
 
+def _short(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/gpu/")
+
+
 class Records:
-    """Outcomes by test. Rewritten as JSON at ``path`` whenever a test begins or ends, so that a run that is killed
-    says how far it came and where it was.
+    """A plugin of pytest: outcomes by test. Rewritten as JSON whenever a test begins or ends, so that a run that is
+    killed says how far it came and where it was.
 
     Args:
-        path: the file, or ``None`` for none.
+        options: of the command line; ``json`` is the file or ``None``, and ``only``, ``but`` and ``every`` name the
+            tests of each file that are selected.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, options: Namespace) -> None:
+        self._options = options
         self._running = ""
-        self.passed: list[str] = []
+        self.passed = 0
         self.failed: dict[str, str] = {}
         """By test, the end of what it printed."""
         self.skipped: Counter[str] = Counter()
         """How many, by reason."""
         self.seconds: dict[str, float] = {}
 
-    def begin(self, test: str) -> None:
-        """``test`` is the one to blame if nothing more is written."""
-        self._running = test
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        by_file: dict[Path, list[Any]] = {}
+        for item in items:
+            by_file.setdefault(item.path, []).append(item)
+        items[:] = [item for group in by_file.values() for item in self._selected(group)]
+
+    def _selected(self, items: list[Any]) -> list[Any]:
+        only, but = self._options.only, self._options.but
+        named = [each for each in items if each.originalname not in but and (not only or each.originalname in only)]
+        return named[:: self._options.every]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """It is the one to blame if nothing more is written."""
+        self._running = _short(nodeid)
         self._write()
 
-    def end(self, test: str, outcome: str, seconds: float, detail: str = "") -> None:
-        """``outcome``: ``"passed"``, ``"failed"`` (with what it printed) or ``"skipped"`` (with the reason)."""
-        self._running = ""
-        self.seconds[test] = round(seconds, 2)
-        if outcome == "failed":
-            self.failed[test] = detail[-LONGEST_DETAIL:]
-        elif outcome == "skipped":
-            self.skipped[detail] += 1
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A test that passed ends with its call; one that failed or was skipped may do so in its fixtures."""
+        test = _short(report.nodeid)
+        if report.skipped:
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        elif report.failed:
+            self.failed[test] = report.longreprtext[-LONGEST_DETAIL:]
+        elif report.when == "call":
+            self.passed += 1
         else:
-            self.passed.append(test)
+            return
+        self._running, self.seconds[test] = "", round(report.duration, 2)
         self._write()
 
     @property
     def line(self) -> str:
         """What one says of the run, the failures first."""
-        counts = [(len(self.failed), "failed"), (sum(self.skipped.values()), "skipped"), (len(self.passed), "passed")]
+        counts = [(len(self.failed), "failed"), (sum(self.skipped.values()), "skipped"), (self.passed, "passed")]
         return ", ".join(f"{count} {what}" for count, what in counts if count) or "no test"
 
     def _write(self) -> None:
-        if self._path is None:
+        if self._options.json is None:
             return
         slowest = sorted(self.seconds.items(), key=lambda item: -item[1])[:5]
-        data = {
-            "line": self.line,
-            "failed": self.failed,
-            "running": self._running,
-            "skipped": dict(self.skipped),
-            "passed": len(self.passed),
-            "slowest": dict(slowest),
-        }
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(data), "utf-8")
-        os.replace(partial, self._path)
+        data = {"line": self.line, "running": self._running, "passed": self.passed, "slowest": dict(slowest)}
+        partial = self._options.json.with_suffix(".partial")
+        partial.write_text(json.dumps(data | {"failed": self.failed, "skipped": dict(self.skipped)}), "utf-8")
+        os.replace(partial, self._options.json)

@@ -1,18 +1,14 @@
 """Ranks that take different ways through many equal layers: nothing stops, and the numbers are those of plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu.on_device import device_of_rank
+from gpu.on_device import device_of_rank, session_of
 from shardwise.plan import Plan, zero
-from shardwise.session import build
 from shardwise.testing import RankPool, assert_close
 
 DEPTH, WIDTH, ROWS, STEPS = 8, 256, 512, 6
@@ -34,6 +30,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
 
     def forward(self, x: Tensor, way: Way) -> Tensor:
@@ -42,17 +39,8 @@ class Branches(nn.Module):
         return x
 
 
-@dataclass
-class Run:
-    """Losses by step, and the parameters at the end, on the CPU."""
-
-    losses: list[float] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-
-
-def _made() -> Branches:
-    torch.manual_seed(3)
-    return Branches()
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.device) -> Tensor:
@@ -60,27 +48,24 @@ def _loss(model: nn.Module, ways: str, step: int, rank: int, device: torch.devic
     return model(rows, WAYS[ways][(rank + step) % 2]).float().square().mean()
 
 
-def train(plan: Plan, ways: str, device_type: str) -> Run:
-    """On each rank its own way."""
-    device, run, model = device_of_rank(device_type), Run(), _made()
-    session = build(model, torch.optim.SGD(model.parameters(), lr=0.5), plan, device=device)
-    for step in range(STEPS):
-        if device.type == "cuda" and dist.get_rank() == 0:
-            torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind
-        loss = _loss(session.module, ways, step, dist.get_rank(), device)
-        session.backward(loss)
-        session.optimizer.step()
-        run.losses.append(float(loss.detach()))
-    run.parameters = {name: value.cpu() for name, value in session.module.state_dict().items()}
-    session.close()
-    session.mesh.close()
-    return run
+def train(plan: Plan, ways: str, device_type: str) -> dict[str, Tensor]:
+    """On each rank its own way; the parameters at the end, on the CPU."""
+    device = device_of_rank(device_type)
+    with session_of(plan, device, Branches(), sgd) as session:
+        for step in range(STEPS):
+            if device.type == "cuda" and dist.get_rank() == 0:
+                torch.cuda._sleep(20_000_000)  # about 10 ms, by which this rank's GPU falls behind
+            loss = _loss(session.module, ways, step, dist.get_rank(), device)
+            session.backward(loss)
+            session.optimizer.step()
+            assert float(loss.detach()) > 0
+        return {name: value.cpu() for name, value in session.module.state_dict().items()}
 
 
 def plain(ways: str, ranks: int) -> dict[str, Tensor]:
     """The same in one process, on the CPU."""
-    model = _made()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = Branches()
+    optimizer = sgd(model)
     for step in range(STEPS):
         for rank in range(ranks):
             (_loss(model, ways, step, rank, torch.device("cpu")) / ranks).backward()  # type: ignore[no-untyped-call]
@@ -102,17 +87,14 @@ PLANS = {
 def test_ranks_take_different_ways(two_ranks: RankPool, device_type: str, plan: str, ways: str) -> None:
     """With two GPUs over NCCL. With one, two ranks share it over gloo, under the same group and the same streams."""
     expected = plain(ways, 2)
-    for rank, run in enumerate(two_ranks.run(train, PLANS[plan], ways, device_type, timeout=SECONDS)):
-        assert all(loss > 0 for loss in run.losses) and len(run.losses) == STEPS
+    for rank, found in enumerate(two_ranks.run(train, PLANS[plan], ways, device_type, timeout=SECONDS)):
         # A layer's output is a sum of 256 products, which the two devices add up in another order.
-        assert_close(run.parameters, expected, 1e-4, f"{plan} {ways} rank {rank}")
+        assert_close(found, expected, 1e-4, f"{plan} {ways} rank {rank}")
 
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("ways", WAYS)
 def test_ranks_take_different_ways_over_nccl(two_ranks: RankPool, ways: str) -> None:
     """Where a wait in the GPU's streams has no end, the host does not see it: only NCCL can tell."""
-    found = two_ranks.run(train, zero(3, torch.bfloat16), ways, "cuda", timeout=SECONDS)
-    for run in found:
-        assert all(loss > 0 for loss in run.losses)
-        assert_close(run.parameters, found[0].parameters, 0.0, ways)
+    one, other = two_ranks.run(train, zero(3, torch.bfloat16), ways, "cuda", timeout=SECONDS)
+    assert_close(other, one, 0.0, ways)

@@ -1,21 +1,19 @@
 """The model's device and the current one may differ, and what a process sees of the machine's GPUs may be little."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu.counting import no_current_device
-from gpu.on_device import Stack, adamw, device_of_rank
-from gpu.test_tiers import tiered
+from gpu.on_device import Stack, device_of_rank, one_step, rows_of, session_of
+from gpu.test_tiers import HOST, tiered
 from shardwise.plan import Plan, zero
-from shardwise.session import build
 from shardwise.testing import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +21,9 @@ PLANS = {
     "device": zero(3, torch.bfloat16),
     "zero2": zero(2, torch.bfloat16),
     "state_host": tiered(zero(3, torch.bfloat16), (0.0, 0.0), (1.0, 0.0), None),
-    "all_host": tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None).but(prefetch=2),
-    "early": tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None).but(update="backward"),
-    "declared": tiered(zero(3), (1.0, 0.0), (1.0, 0.0), None).but(device_capacity_bytes=2**30),
+    "all_host": tiered(zero(3, torch.bfloat16), *HOST, None).but(prefetch=2),
+    "early": tiered(zero(3, torch.bfloat16), *HOST, None).but(update="backward"),
+    "declared": tiered(zero(3), *HOST, None).but(device_capacity_bytes=2**30),
 }
 
 
@@ -33,22 +31,14 @@ def losses(plan: Plan, device_name: str, current: int) -> list[float]:
     """Five steps with the model on one device while another is the current one."""
     device_of_rank("cuda")
     torch.cuda.set_device(current)
-    device = torch.device(device_name)
-    torch.manual_seed(0)
-    model = Stack(512, 6)
-    session = build(model, adamw(model), plan, device=device)
-    rows, found = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).to(device), []
-    with no_current_device():
-        for _ in range(5):
-            torch.cuda._sleep(5_000_000)
-            loss = session.module(rows).float().square().mean()
-            session.backward(loss)
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            found.append(float(loss.detach()))
-    assert torch.cuda.current_device() == current, "training has changed the current device"
-    session.close()
-    session.mesh.close()
+    device, found = torch.device(device_name), []
+    with session_of(plan, device, Stack(512, 6)) as session:
+        rows = rows_of(512, 1, device, 64)
+        with no_current_device():
+            for _ in range(5):
+                torch.cuda._sleep(5_000_000)
+                found.append(float(one_step(session, rows)))
+        assert torch.cuda.current_device() == current, "training has changed the current device"
     return found
 
 
@@ -78,15 +68,8 @@ def started(code: list[str], environment: Mapping[str, str]) -> tuple[list[str],
     """Words that a fresh process printed, and what it said on stderr."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))  # of scripts too
-    done = subprocess.run(
-        [sys.executable, *code],
-        cwd=ROOT,
-        env={**kept, **environment},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=100,
-        check=False,
-    )
+    how: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "timeout": 100}
+    done = subprocess.run([sys.executable, *code], cwd=ROOT, env={**kept, **environment}, check=False, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split(), done.stderr
 
@@ -115,8 +98,8 @@ def test_a_gpu_is_used_or_the_process_says_why_not() -> None:
     assert words[-1].startswith("cuda") or "GPU" in said or "CUDA" in said, said
 
 
-@pytest.mark.parametrize("given", ["auto", "cuda", "cuda:0"])
 @pytest.mark.gpus(1)
+@pytest.mark.parametrize("given", ["auto", "cuda", "cuda:0"])
 def test_one_process_trains_on_its_gpu(given: str) -> None:
     """However it is started and however the GPU is named."""
     for environment in ({}, launched(0, 1, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29587"}):

@@ -1,22 +1,18 @@
 """NCCL's own collectives, with one rank and with several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+import torch.distributed as dist
 
+from gpu.on_device import device_of_rank
+from shardwise.core.comm import NativeGroup
+from shardwise.core.comm.control import Control
 from shardwise.testing import RankPool
 
 
 def nccl_collectives() -> None:
     """The group over the backend's own collectives, with one rank and with several."""
-    import torch.distributed as dist
-
-    from shardwise.core.comm import NativeGroup
-    from shardwise.core.comm.control import Control
-
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = device_of_rank("cuda")
     size, rank = dist.get_world_size(), dist.get_rank()
     control = Control("test", dist.new_group(backend="gloo"))
     backend = "nccl" if torch.cuda.device_count() >= size else "gloo"
@@ -31,8 +27,8 @@ def nccl_collectives() -> None:
         full.local.fill_(rank + 1)
         out = torch.empty(8, dtype=torch.float32, device=device)
         handle = group.reduce_scatter(out, full, 1.0 / size)
-        handle.wait()
-        handle.wait()
+        for _ in range(2):
+            handle.wait()
         assert out.tolist() == [(size + 1) / 2] * 8
         group.all_reduce(full, 1.0).wait()
         assert full.local.tolist() == [size * (size + 1) / 2] * full.local.numel()
@@ -43,8 +39,8 @@ def nccl_collectives() -> None:
         group.broadcast(value, size - 1)
         assert value.tolist() == [float(size - 1)] * 3
     assert group.exchange([float(rank)]) == [[float(r)] for r in range(size)]
-    dist.destroy_process_group(gather)
-    dist.destroy_process_group(reduce)
+    for made in (gather, reduce):
+        dist.destroy_process_group(made)
 
 
 @pytest.mark.gpus(1)

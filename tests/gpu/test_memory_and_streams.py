@@ -1,13 +1,11 @@
 """What only CUDA can tell: bytes by its allocator."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest
 import torch
 
-from gpu.on_device import Peak, measure_memory
+from gpu.on_device import Bytes, measure_memory
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import RankPool
 
@@ -17,7 +15,7 @@ SLACK = 24 * 2**20
 """Bytes for activations (8 rows), cuBLAS's work space and the allocator's rounding."""
 
 
-def _peaks(pool: RankPool, plan: Plan) -> list[Peak]:
+def _peaks(pool: RankPool, plan: Plan) -> list[Bytes]:
     peaks = pool.run(measure_memory, plan, WIDTH, DEPTH, timeout=240.0)
     for peak in peaks:
         assert peak.reported <= peak.after_step + LAYER, "the session reports more than the allocator knows"

@@ -1,7 +1,5 @@
 """Adapters over 4-bit and 8-bit weights of bitsandbytes on a GPU: what one process trains, with weights in shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.on_device import device_of_rank
+from gpu.on_device import device_of_rank, session_of
 from shardwise.plan import zero
-from shardwise.session import build
 from shardwise.testing import RankPool
 
 
@@ -35,14 +32,10 @@ def trained(device_type: str, bits: int, stage: int | None, where: str) -> tuple
         step = optimizer
         losses = train(model, lambda loss: loss.backward(), update)
         return losses, {name: value.cpu() for name, value in model.state_dict().items()}, 0
-    session = build(model, optimizer, zero(stage), device=device)  # type: ignore[arg-type]
-    assert session.optimizer is not None
-    step = session.optimizer
-    losses = train(session.module, session.backward, update)
-    state, held = session.module.state_dict(), session.memory().parameters_bytes
-    session.close()
-    session.mesh.close()
-    return losses, state, held
+    with session_of(zero(stage), device, model, lambda _: optimizer) as session:  # type: ignore[arg-type]
+        step = session.optimizer  # type: ignore[assignment]
+        losses = train(session.module, session.backward, update)
+        return losses, session.module.state_dict(), session.memory().parameters_bytes
 
 
 @pytest.mark.packages("bitsandbytes", "peft", "transformers")

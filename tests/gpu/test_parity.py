@@ -1,14 +1,12 @@
 """Every plan on CUDA equals plain PyTorch on CUDA: losses, gradients, norms and parameters of three steps."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from gpu.on_device import Run, Setting, overflow_then_train, plain, train
+from gpu.on_device import Setting, overflow_then_train, plain, train
 from shardwise.plan import Plan, replicated, zero
 from shardwise.testing import RankPool, assert_close
 
@@ -24,12 +22,10 @@ HALF = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """NCCL rounds a 16-bit sum at every hop and kernels may differ in their last bit, so a few units of 2^-8 and 2^-11."""
 
 
-def check(pool: RankPool, setting: Setting, rtol: float) -> list[Run]:
+def check(pool: RankPool, setting: Setting, rtol: float) -> None:
     """Train on the ranks and plainly, and compare."""
-    with_gpu = pool.run(plain, setting, pool.world_size, timeout=240.0)
-    expected = with_gpu[0]
-    runs = pool.run(train, setting, timeout=240.0)
-    for rank, run in enumerate(runs):
+    expected = pool.run(plain, setting, pool.world_size, timeout=240.0)[0]
+    for rank, run in enumerate(pool.run(train, setting, timeout=240.0)):
         assert run.devices == {setting.device_type}
         for step, gradients in enumerate(expected.gradients):
             where = f"{setting.model} rank {rank} step {step}"
@@ -39,7 +35,6 @@ def check(pool: RankPool, setting: Setting, rtol: float) -> list[Run]:
             assert run.norms[step] == pytest.approx(expected.norms[step], rel=rtol), where
             assert run.skipped[step] == expected.skipped[step], where
             assert_close(run.parameters[step], expected.masters[step], rtol, f"parameters of {where}")
-    return runs
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -90,8 +85,7 @@ def test_compiled_blocks(pool: RankPool, device_type: str, plan: str, change: st
 def test_products_in_8_bits(pool: RankPool, device_type: str) -> None:
     if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies in 8 bits: Ada, Hopper or later")
-    plan = zero(3, torch.bfloat16)
-    check(pool, Setting(model="gpt", plan=plan, device_type=device_type, change="fp8"), 0.2)
+    check(pool, Setting(model="gpt", plan=zero(3, torch.bfloat16), device_type=device_type, change="fp8"), 0.2)
 
 
 @pytest.mark.parametrize("bits", ["fp8", "int8"])

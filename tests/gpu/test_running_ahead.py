@@ -1,16 +1,11 @@
 """The host queues a step's work while the GPU is still at an earlier one: memory and numbers are as if it waited."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from gpu.on_device import Stack, adamw, device_of_rank
+from gpu.on_device import Bytes, measure_memory
 from gpu.test_tiers import SLACK, tiered
 from shardwise.plan import Plan, zero
-from shardwise.session import build
 from shardwise.testing import RankPool
 
 WIDTH, DEPTH = 2048, 16
@@ -19,42 +14,9 @@ CYCLES = 400_000_000
 """About 0.2 s of the GPU, in which the host goes through a whole forward pass and most of backward."""
 
 
-@dataclass
-class Ahead:
-    """Bytes of the steps after the first two: by the allocator, and by the ledger. Losses of all."""
-
-    allocated: int
-    ledger: int
-    losses: list[float]
-
-
-def train(plan: Plan, lagging: bool) -> Ahead:
-    """bf16 layers of 8 MiB. With ``lagging`` the GPU sleeps at the beginning of each step."""
-    device = device_of_rank("cuda")
-    torch.cuda.empty_cache()
-    torch.manual_seed(0)
-    before = torch.cuda.memory_allocated(device)
-    model = Stack(WIDTH, DEPTH)
-    session = build(model, adamw(model), plan, device=device)
-    highest, losses = 0, []
-    for index in range(5):
-        rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(index)).to(device)
-        if index == 2:
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        if lagging:
-            torch.cuda._sleep(CYCLES)
-        loss = session.module(rows).float().square().mean()
-        session.backward(loss)
-        # The engine may start the allocator's peak anew while it traces, so it is read after each pass.
-        highest = max(highest, torch.cuda.max_memory_allocated(device) - before) if index >= 2 else 0
-        session.optimizer.step()
-        losses.append(float(loss.detach()))
-        del loss
-    found = Ahead(highest, session.ledger.peak_bytes, losses)
-    session.close()
-    session.mesh.close()
-    return found
+def measured(plan: Plan, lag_cycles: int) -> Bytes:
+    """bf16 layers of 8 MiB."""
+    return measure_memory(plan, WIDTH, DEPTH, 5, (2,), lag_cycles)
 
 
 PLANS = {
@@ -74,17 +36,21 @@ def test_a_declared_capacity_holds_while_the_host_is_ahead(one_rank: RankPool, w
     capacity = layers * LAYER + SLACK
     plan = tiered(zero(3, torch.bfloat16), params, state, None)
     plan = plan.but(device_capacity_bytes=capacity, prefetch=2, update=update)
-    (ahead,), (waiting,) = (one_rank.run(train, plan, lagging, timeout=240.0) for lagging in (True, False))
+    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag, timeout=240.0) for lag in (CYCLES, 0))
     assert ahead.losses == waiting.losses and ahead.losses[-1] == ahead.losses[-1]
-    assert ahead.ledger <= capacity
-    assert ahead.allocated <= capacity + SLACK
-    assert ahead.allocated <= ahead.ledger + SLACK, "the allocator knows of bytes that no account has"
-    assert ahead.allocated <= waiting.allocated + SLACK
+    assert ahead.in_step <= waiting.in_step + SLACK
+    assert waiting.after_step <= waiting.reported + SLACK
+    for found in (ahead, waiting):
+        assert found.ledger <= capacity
+        assert found.in_step <= capacity + SLACK
+        assert found.in_step <= found.ledger + SLACK, "the allocator knows of bytes that no account has"
+        # Two moments and masters in fp32, and what parameters are there.
+        assert found.on_host >= (6 + params[0]) * DEPTH * LAYER * 0.9
 
 
 @pytest.mark.gpus(1)
 def test_without_a_capacity_running_ahead_takes_no_more(one_rank: RankPool) -> None:
     plan = tiered(zero(3, torch.bfloat16), (1.0, 0.0), (1.0, 0.0), None).but(prefetch=2)
-    (ahead,), (waiting,) = (one_rank.run(train, plan, lagging, timeout=240.0) for lagging in (True, False))
+    (ahead,), (waiting,) = (one_rank.run(measured, plan, lag, timeout=240.0) for lag in (CYCLES, 0))
     assert ahead.losses == waiting.losses
-    assert 0 < ahead.allocated <= waiting.allocated + SLACK
+    assert 0 < ahead.in_step <= waiting.in_step + SLACK
