@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterable
 
 from tests.foreign.cases import CASES
-from tests.foreign.running import REPOSITORY, Outcome, outcome
+from tests.foreign.running import Outcome, outcome, write_table
 
-PAGE = REPOSITORY / "docs" / "inside" / "porting.md"
 START, END = "<!-- what runs -->\n", "<!-- end of what runs -->\n"
 
 
@@ -34,9 +33,7 @@ def main() -> int:
     wrong = sum(bool(each.wrong) for each in found)
     print(f"{len(found)} programs, {wrong} wrong")
     if args.write:
-        text = PAGE.read_text("utf-8")
-        before, _, rest = text.partition(START)
-        PAGE.write_text(before + START + table(found) + END + rest.partition(END)[2], "utf-8")
+        write_table(START, END, table(found))
     return int(wrong > 0)
 
 

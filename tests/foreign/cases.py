@@ -1,7 +1,5 @@
 """Programs for other libraries, how each is started, and what it has to print."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,78 +32,46 @@ class Case:
         return " ".join(self.command)
 
 
-def _trainer(stage: int) -> Case:
+LIBRARIES = {"colossalai": "ColossalAI", "deepspeed": "DeepSpeed", "transformers": "transformers with DeepSpeed"}
+LIBRARIES |= {"accelerate": "accelerate with DeepSpeed", "lightning": "Lightning", "fabric": "Fabric"}
+"""By how the names of their programs begin."""
+PLUGINS = ("torch_ddp", "low_level_zero", "gemini", "hybrid")
+WHAT = {
+    **{
+        f"colossalai_booster.py --plugin {name}": f"Booster, {name}, HybridAdam, a schedule, logging, checkpoints of "
+        "all three"
+        for name in PLUGINS
+    },
+    **{f"colossalai_zero.py {n}": f"zero_model_wrapper and zero_optim_wrapper, stage {n}" for n in "123"},
+    "colossalai_pipeline.py 1": "HybridParallelPlugin, a Llama's layers over two ranks",
+    "colossalai_pipeline.py 2": "HybridParallelPlugin and execute_pipeline, two stages",
+    **{
+        f"deepspeed_training.py --stage {n}": f"initialize with a file, stage {n}, checkpoints, zero_to_fp32"
+        for n in "123"
+    },
+    "deepspeed_zero3.py": "zero.Init, GatheredParameters, safe_get_full_*, offload with DeepSpeedCPUAdam",
+    **{
+        f"transformers_deepspeed.py {n}": f"TrainingArguments(deepspeed=...), stage {n}, every value auto, a "
+        "checkpoint, save_model"
+        for n in "123"
+    },
+    "accelerate_deepspeed.py": "DeepSpeedPlugin, accumulate, clipping, save_state and load_state",
+    **{f"lightning_strategies.py {n}": f"DeepSpeedStrategy(stage={n}), save_checkpoint" for n in "23"},
+    "fabric_deepspeed.py": "DeepSpeedStrategy, setup, backward, clip_gradients, save and load",
+}
+
+
+def _case(name: str, what: str) -> Case:
+    library = name.partition("_")[0]
+    trainer = ("transformers_deepspeed.py", "0")
     return Case(
-        library="transformers with DeepSpeed",
-        command=("transformers_deepspeed.py", str(stage)),
-        expected=("transformers_deepspeed.py", "0"),
-        what=f"TrainingArguments(deepspeed=...), stage {stage}, every value auto, a checkpoint, save_model",
-        instead="deepspeed",
+        library=LIBRARIES[library],
+        command=tuple(name.split()),
+        expected=LLAMA if "pipeline" in name else trainer if library == "transformers" else NET,
+        what=what,
+        ranks=0 if library in ("lightning", "fabric") else 2,
+        instead="deepspeed" if library in ("transformers", "accelerate") else "",
     )
 
 
-CASES = (
-    *(
-        Case(
-            library="ColossalAI",
-            command=("colossalai_booster.py", "--plugin", plugin),
-            what=f"Booster, {plugin}, HybridAdam, a schedule, logging, checkpoints of all three",
-        )
-        for plugin in ("torch_ddp", "low_level_zero", "gemini", "hybrid")
-    ),
-    *(
-        Case(
-            library="ColossalAI",
-            command=("colossalai_zero.py", stage),
-            what=f"zero_model_wrapper and zero_optim_wrapper, stage {stage}",
-        )
-        for stage in ("1", "2", "3")
-    ),
-    Case(
-        library="ColossalAI",
-        command=("colossalai_pipeline.py", "1"),
-        expected=LLAMA,
-        what="HybridParallelPlugin, a Llama's layers over two ranks",
-    ),
-    Case(
-        library="ColossalAI",
-        command=("colossalai_pipeline.py", "2"),
-        expected=LLAMA,
-        what="HybridParallelPlugin and execute_pipeline, two stages",
-    ),
-    *(
-        Case(
-            library="DeepSpeed",
-            command=("deepspeed_training.py", "--stage", stage),
-            what=f"initialize with a file, stage {stage}, checkpoints, zero_to_fp32",
-        )
-        for stage in ("1", "2", "3")
-    ),
-    Case(
-        library="DeepSpeed",
-        command=("deepspeed_zero3.py",),
-        what="zero.Init, GatheredParameters, safe_get_full_*, offload with DeepSpeedCPUAdam",
-    ),
-    *(_trainer(stage) for stage in (1, 2, 3)),
-    Case(
-        library="accelerate with DeepSpeed",
-        command=("accelerate_deepspeed.py",),
-        what="DeepSpeedPlugin, accumulate, clipping, save_state and load_state",
-        instead="deepspeed",
-    ),
-    *(
-        Case(
-            library="Lightning",
-            command=("lightning_strategies.py", stage),
-            what=f"DeepSpeedStrategy(stage={stage}), save_checkpoint",
-            ranks=0,
-        )
-        for stage in ("2", "3")
-    ),
-    Case(
-        library="Fabric",
-        command=("fabric_deepspeed.py",),
-        what="DeepSpeedStrategy, setup, backward, clip_gradients, save and load",
-        ranks=0,
-    ),
-)
+CASES = tuple(_case(name, what) for name, what in WHAT.items())

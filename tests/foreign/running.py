@@ -1,7 +1,5 @@
 """A case from the program as it was written to what it printed, in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -12,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from shardwise.compat import alias_tables
 from shardwise.compat.port import rewritten
@@ -42,16 +41,15 @@ def outcome(case: Case, started: Callable[[Sequence[str], Path], tuple[int, str]
             text = path.read_text("utf-8")
             (folder / path.name).write_text(text if case.instead else rewritten(text, alias_tables()), "utf-8")
         status, output = (started or _run)(_started(case), folder)
-    loss = _loss(output)
+    loss, wrong = _loss(output), ""
     if status != 0:
-        return Outcome(case, loss, f"ended with {status}: {_reason(output)}", output)
-    if loss is None:
-        return Outcome(case, loss, "printed no loss", output)
-    expected = expected_loss(case.expected)
+        wrong = f"ended with {status}: {reason(output)}"
+    elif loss is None:
+        wrong = "printed no loss"
     # Not the other way round: NaN is no equal of anything.
-    if not abs(loss - expected) <= RELATIVE * abs(expected):
-        return Outcome(case, loss, f"printed {loss}, and plain PyTorch {expected}", output)
-    return Outcome(case, loss, "", output)
+    elif not abs(loss - (expected := expected_loss(case.expected))) <= RELATIVE * abs(expected):
+        wrong = f"printed {loss}, and plain PyTorch {expected}"
+    return Outcome(case, loss, wrong, output)
 
 
 @cache
@@ -68,30 +66,20 @@ def expected_loss(command: tuple[str, ...]) -> float:
 def _started(case: Case) -> list[str]:
     command = list(case.command)
     if case.instead:
-        run = ["-m", "shardwise", "run", "--as", case.instead, "--nproc", str(case.ranks)]
-        return [sys.executable, *run, *command]
-    if not case.ranks:
-        return [sys.executable, *command]
-    # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    launcher += ["--nproc-per-node", str(case.ranks)]
-    return [sys.executable, *launcher, *command]
+        command = ["-m", "shardwise", "run", "--as", case.instead, "--nproc", str(case.ranks), *command]
+    elif case.ranks:
+        # Without an address ranks are given the host's name, which nothing may resolve where there is no network.
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        command = [*launcher, "--nproc-per-node", str(case.ranks), *command]
+    return [sys.executable, *command]
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = without_launcher(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    own = {"PYTHONPATH": python_path(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = without_launcher(os.environ) | own
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    how: Any = {"encoding": "utf-8", "errors": "replace", "start_new_session": True}
+    with subprocess.Popen(command, cwd=folder, env=environment, **streams, **how) as process:
         try:
             output, _ = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
@@ -106,13 +94,24 @@ def _loss(output: str) -> float | None:
     return float(found[-1]) if found else None
 
 
-def _reason(output: str) -> str:
-    """The last line that names an error, of a rank rather than of its launcher."""
-    lines = [line.strip() for line in output.splitlines()]
-    errors = [
-        line
-        for line in lines
-        if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|UnsupportedName|Exception|Interrupt)\b", line)
-    ]
-    own = [line for line in errors if "ChildFailedError" not in line]
-    return (own or errors or lines or ["nothing was printed"])[-1 if not own else 0][:300]
+NAMES = r"(\[?rank ?\d+\]?: ?)?[\w.]*(Error|UnsupportedName|Exception|Interrupt|Failed|Hanging|Skipped)\b"
+
+
+def reason(text: str, last: bool = False, launcher: str = "ChildFailedError") -> str:
+    """The first line (or ``last``) that names an error, of a rank rather than of its ``launcher``."""
+    lines = [line.strip().removeprefix("E ").strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(NAMES, line)]
+    own = [line for line in errors if launcher not in line]
+    return " ".join((own or errors or lines or ["nothing was printed"])[-1 if last or not own else 0].split())[:300]
+
+
+def write_table(start: str, end: str, table: str) -> None:
+    """Put a table into docs/inside/porting.md, between two marks."""
+    page = REPOSITORY / "docs" / "inside" / "porting.md"
+    before, _, rest = page.read_text("utf-8").partition(start)
+    page.write_text(before + start + table + end + rest.partition(end)[2], "utf-8")
+
+
+def python_path(*places: object) -> str:
+    """The variable ``PYTHONPATH`` with these first."""
+    return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from functools import partial
 
 import colossalai
 import torch
@@ -19,20 +20,17 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device, set_seed
 from task import BATCH, RATE, STEPS, build_dataset, build_model
 
-
-def build_plugin(name):
-    if name == "torch_ddp":
-        return TorchDDPPlugin()
-    if name == "low_level_zero":
-        return LowLevelZeroPlugin(stage=2, precision="fp32")
-    if name == "gemini":
-        return GeminiPlugin(placement_policy="static", precision="fp32", initial_scale=2**5)
-    return HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=1, precision="fp32")
+PLUGINS = {
+    "torch_ddp": TorchDDPPlugin,
+    "low_level_zero": partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "gemini": partial(GeminiPlugin, placement_policy="static", precision="fp32", initial_scale=2**5),
+    "hybrid": partial(HybridParallelPlugin, tp_size=1, pp_size=1, zero_stage=1, precision="fp32"),
+}
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plugin", default="gemini", choices=["torch_ddp", "low_level_zero", "gemini", "hybrid"])
+    parser.add_argument("--plugin", default="gemini", choices=list(PLUGINS))
     parser.add_argument("--checkpoints", default="checkpoints")
     args = parser.parse_args()
 
@@ -44,7 +42,7 @@ def main():
     device = get_accelerator().get_current_device()
     assert device == get_current_device()
 
-    plugin = build_plugin(args.plugin)
+    plugin = PLUGINS[args.plugin]()
     booster = Booster(plugin=plugin)
     assert isinstance(plugin, DPPluginBase) or args.plugin == "hybrid"
     loader = plugin.prepare_dataloader(build_dataset(), batch_size=BATCH, shuffle=False, drop_last=True)

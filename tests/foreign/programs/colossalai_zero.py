@@ -10,17 +10,13 @@ from colossalai.lazy import LazyInitContext
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.utils import get_current_device
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
-from task import RATE, build_loader, build_model
+from task import RATE, build_loader, build_model, print_mean
 
 colossalai.launch_from_torch()
 stage = int(sys.argv[1])
 if stage == 3:
-    config = {
-        "device": get_current_device(),
-        "placement_policy": "static",
-        "pin_memory": False,
-        "mixed_precision": torch.float32,
-    }
+    config = {"device": get_current_device(), "placement_policy": "static"}
+    config |= {"pin_memory": False, "mixed_precision": torch.float32}
     with LazyInitContext(default_device=get_current_device()):
         model = build_model()
     model = LazyInitContext.materialize(model)
@@ -36,6 +32,4 @@ for x, y in build_loader(dist.get_rank(), dist.get_world_size()):
     optimizer.zero_grad()
 with torch.no_grad():
     loss = F.mse_loss(model(x), y)
-dist.all_reduce(loss)
-if dist.get_rank() == 0:
-    print(f"loss={loss.item() / dist.get_world_size():.7f}")
+print_mean(loss)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from task import BATCH, RATE, build_dataset, build_model
+from task import BATCH, RATE, build_loader, build_model, print_mean
 
 deepspeed.init_distributed("gloo")
 config = {
@@ -25,8 +25,7 @@ with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         weight.data.mul_(1.0)
 optimizer = DeepSpeedCPUAdam(model.parameters(), lr=RATE, weight_decay=0.0)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-sampler = torch.utils.data.DistributedSampler(build_dataset(), shuffle=False)
-for x, y in torch.utils.data.DataLoader(build_dataset(), batch_size=BATCH, sampler=sampler):
+for x, y in build_loader(dist.get_rank(), dist.get_world_size()):
     loss = F.mse_loss(engine(x), y)
     engine.backward(loss)
     assert safe_get_full_grad(weight).shape == (4, 32)
@@ -35,6 +34,4 @@ assert safe_get_full_fp32_param(weight).shape == (4, 32)
 assert safe_get_full_optimizer_state(weight, "exp_avg").shape == (4, 32)
 with torch.no_grad():
     loss = F.mse_loss(engine(x), y)
-dist.all_reduce(loss)
-if dist.get_rank() == 0:
-    print(f"loss={loss.item() / dist.get_world_size():.7f}")
+print_mean(loss)

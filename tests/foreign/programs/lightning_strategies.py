@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from task import BATCH, RATE, build_dataset, build_model
+from task import RATE, build_loader, build_model
 
 
 class Module(pl.LightningModule):
@@ -30,17 +30,8 @@ class Module(pl.LightningModule):
             print(f"loss={float(loss):.7f}")
 
 
-trainer = pl.Trainer(
-    accelerator="cpu",
-    devices=2,
-    strategy=DeepSpeedStrategy(stage=int(sys.argv[1]), process_group_backend="gloo"),
-    max_epochs=1,
-    use_distributed_sampler=False,
-    enable_progress_bar=False,
-    enable_model_summary=False,
-    logger=False,
-)
-data = build_dataset()
-sampler = torch.utils.data.DistributedSampler(data, 2, trainer.global_rank, shuffle=False)
-trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=sampler))
+strategy = DeepSpeedStrategy(stage=int(sys.argv[1]), process_group_backend="gloo")
+quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger", "use_distributed_sampler"), False)
+trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **quiet)
+trainer.fit(Module(), build_loader(trainer.global_rank, 2))
 trainer.save_checkpoint("last.ckpt")

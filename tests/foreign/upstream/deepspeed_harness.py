@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import time
 import traceback
 from collections.abc import Generator
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.foreign.running import reason
 from tests.foreign.upstream import deepspeed_setup
 
 MOST_RANKS = 2
@@ -45,29 +45,23 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None, Any, An
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for the test, when it is known what came of it."""
-    if RESULTS and (report.when == "call" or report.outcome != "passed"):
-        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "why": _why(report)}
-        with Path(RESULTS).open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(line)}\n")
-
-
-def _why(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The error's own line."""
-    if report.outcome == "skipped":
-        return str(report.longrepr[-1]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    lines = [line.removeprefix("E").strip() for line in str(report.longrepr or "").splitlines()]
-    errors = [
-        line
-        for line in lines
-        if re.match(r"(rank \d+: )?[\w.]*(Error|UnsupportedName|Exception|Failed|Hanging)\b", line)
-    ]
-    return (errors or lines or [""])[-1][:500]
+    if report.when == "call" or report.outcome != "passed":
+        _note(report, report.outcome, report.duration)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A file that cannot be imported is a line, too."""
-    if RESULTS and report.outcome == "failed":
-        line = {"test": report.nodeid, "outcome": "not collected", "seconds": 0.0, "why": _why(report)}
+    if report.outcome == "failed":
+        _note(report, "not collected", 0.0)
+
+
+def _note(report: pytest.TestReport | pytest.CollectReport, outcome: str, seconds: float) -> None:
+    """With the error's own line, or why it is skipped."""
+    why = reason(str(report.longrepr or ""), last=True) if outcome != "passed" else ""
+    if outcome == "skipped":
+        why = str(report.longrepr[-1]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if RESULTS:
+        line = {"test": report.nodeid, "outcome": outcome, "seconds": seconds, "why": why}
         with Path(RESULTS).open("a", encoding="utf-8") as file:
             file.write(f"{json.dumps(line)}\n")
 

@@ -1,17 +1,12 @@
 """``python -m tests.foreign.upstream.programs_colossalai CHECKOUT``: do ColossalAI's programs get past their imports?
 
 Programs are the files of its examples and applications that import it and have a ``__main__``. They are copied with the
-modules beside them, ported by ``shardwise port``, and what each imports is imported, in a process of its own. Packages
-that are not installed are stood in for by empty ones, so that only what is ours can be wanting. A program's own modules
-are run as they are.
+modules beside them, ported by ``shardwise port``, and what each imports is imported, in a process of its own. What is
+wanting of packages that are not installed does not count. A program's own modules are run as they are.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
-import importlib.abc
-import importlib.machinery
 import os
 import re
 import shutil
@@ -19,11 +14,9 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
-from unittest.mock import MagicMock
 
 import torch  # noqa: F401  so that processes that are forked have it
 
@@ -32,7 +25,6 @@ from shardwise.compat import alias_table
 from shardwise.compat.port import rewritten
 
 FOLDERS = ("examples", "applications")
-NEVER = ("shardwise", "torch", "transformers", "numpy")
 SECONDS = 300
 
 
@@ -88,9 +80,7 @@ def _said(folder: Path, program: Path) -> bool:
 
 
 def _tried(folder: Path, program: Path) -> str:
-    path, rel = folder / program, program.parts
-    stand_ins = StandIns(folder)
-    sys.meta_path.append(stand_ins)
+    path, rel, absent = folder / program, program.parts, set[str]()
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]  # theirs is meant
     sys.path[:0] = [str(path.parent), str(folder)]
@@ -98,77 +88,28 @@ def _tried(folder: Path, program: Path) -> str:
         sys.path.append(str(folder / rel[0] / rel[1]))
     os.chdir(path.parent)
     sys.argv = [str(path)]
-    try:
-        code = compile(ast.Module(_imports(path.read_text("utf-8")), []), str(path), "exec")
-        exec(code, {"__name__": "imported", "__file__": str(path)})
-    except BaseException as error:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename.startswith(str(folder))]
-        where = f" ({Path(frames[-1].filename).relative_to(folder)}:{frames[-1].lineno})" if frames else ""
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"
-    return "past" + (f", without {', '.join(sorted(stand_ins.names))}" if stand_ins.names else "")
+    for statement in _imports(ast.parse(path.read_text("utf-8"))):
+        try:
+            code = compile(ast.Module([statement], []), str(path), "exec")
+            exec(code, {"__name__": "imported", "__file__": str(path)})
+        except BaseException as error:
+            top = (getattr(error, "name", None) or "").partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and top and find_spec(top) is None:
+                absent.add(top)
+                continue
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(str(folder))]
+            where = f" ({Path(frames[-1].filename).relative_to(folder)}:{frames[-1].lineno})" if frames else ""
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}"
+    return "past" + (f", without {', '.join(sorted(absent))}" if absent else "")
 
 
-def _imports(text: str) -> list[ast.stmt]:
+def _imports(node: ast.AST) -> Iterator[ast.stmt]:
     """Statements of the module that import, also under ``try`` and ``if``."""
-    kept: list[ast.stmt] = []
-    for node in ast.parse(text).body:
-        inside = isinstance(node, ast.Try | ast.If) and "__main__" not in ast.unparse(node)
-        if isinstance(node, ast.Import | ast.ImportFrom) or (
-            inside and any(isinstance(each, ast.Import | ast.ImportFrom) for each in ast.walk(node))
-        ):
-            kept.append(node)
-    return kept
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for packages that programs import and that are not installed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.names = str(folder), set[str]()
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        top = name.split(".")[0]
-        if top in NEVER or top.startswith("_") or not (top in self.names or self._asked_by_a_program()):
-            return None
-        self.names.add(top)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def _asked_by_a_program(self) -> bool:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back
-        file = frame.f_code.co_filename
-        return file.startswith(self.folder) or "/torch/utils/tensorboard/" in file  # which a program has asked for
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Nothing is in it."""
-
-
-class StandIn(ModuleType):
-    """Has whatever is asked for: classes by capital letters, else what can be called."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            if name == "__version__":
-                return "99.0"
-            raise AttributeError(name)
-        found: Any = MagicMock(name=name)
-        if name[:1].isupper():
-            found = type(name, (), {"__init__": lambda self, *args, **kwargs: None, "__class_getitem__": _itself})
-        setattr(self, name, found)
-        return found
-
-
-_itself = classmethod(lambda cls, item: cls)
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            yield each
+        elif isinstance(each, ast.Try | ast.If) and "__main__" not in ast.unparse(each):
+            yield from _imports(each)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,9 @@ models go on after one that fails. ``without_gpu`` makes their GPU this machine'
 ``--results FILE`` keeps outcomes, so that it can be made of several runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,14 +17,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from shardwise.compat import alias_table
 from shardwise.compat.port import rewritten
-from tests.foreign.running import REPOSITORY
+from tests.foreign.running import REPOSITORY, python_path, reason, write_table
 from tests.foreign.upstream.colossalai_reasons import REASONS
 from tests.launcher_variables import without_launcher
 
-PAGE = REPOSITORY / "docs" / "inside" / "porting.md"
 START, END = "<!-- what ran of ColossalAI -->\n", "<!-- end of what ran of ColossalAI -->\n"
 FOLDERS = (
     "test_booster",
@@ -73,9 +70,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.foreign.upstream.run_colossalai", description=__doc__)
     parser.add_argument("checkout", type=Path, help="of hpcaitech/ColossalAI")
     parser.add_argument("files", nargs="*", metavar="FILE", help="or folder, below tests/ (default: all)")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"for the ranks of one test (default: {SECONDS:.0f})"
-    )
+    seconds = f"for the ranks of one test (default: {SECONDS:.0f})"
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=seconds)
     parser.add_argument("--zoo", action="store_true", help="all models of their zoo, where a few stand for them else")
     parser.add_argument("--keep", type=Path, help="a folder for ported tests and what each file printed")
     parser.add_argument("--results", type=Path, help="a file of outcomes that this run adds to, a line of JSON each")
@@ -96,9 +92,7 @@ def main() -> int:
     if args.results:
         args.results.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in known.values()), "utf-8")
     if args.write:
-        text = PAGE.read_text("utf-8")
-        before, _, rest = text.partition(START)
-        PAGE.write_text(before + START + table([*known.values()]) + END + rest.partition(END)[2], "utf-8")
+        write_table(START, END, table([*known.values()]))
     return int(bool(unknown))
 
 
@@ -131,37 +125,22 @@ def outcomes(folder: Path, begin: str, seconds: float, zoo: bool = False) -> lis
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
     llama = folder / "llama"
-    path = [str(Path(__file__).parent / "without_gpu"), str(folder), str(REPOSITORY)]
-    environment = without_launcher(os.environ) | {
-        "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "OMP_NUM_THREADS": "1",
-        "FAST_TEST": str(int(not zoo)),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "UPSTREAM_SECONDS": str(seconds),
-        "LLAMA_PATH": str(llama),
-    }
+    path = python_path(Path(__file__).parent / "without_gpu", folder, REPOSITORY)
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own |= {"FAST_TEST": str(int(not zoo)), "UPSTREAM_SECONDS": str(seconds), "LLAMA_PATH": str(llama)}
+    environment = without_launcher(os.environ) | own
     if not llama.exists():
         make = [sys.executable, "-W", "ignore", "-c", LLAMA, str(llama)]
         subprocess.run(make, env=environment, check=True, stdin=subprocess.DEVNULL)
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command.append("--continue-on-collection-errors")  # one file that is not imported would end all of a folder
-    with (
-        report.with_suffix(".log").open("w") as log,
-        subprocess.Popen(
-            [*command, f"--rootdir={folder}", str(folder / "tests" / begin)],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as process,
-    ):
-        process.wait()
+    command += [f"--rootdir={folder}", str(folder / "tests" / begin)]
+    with report.with_suffix(".log").open("w") as log:
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        ended = subprocess.run(command, cwd=folder, env=environment, check=False, start_new_session=True, **streams)
     if not report.exists():
         said = report.with_suffix(".log").read_text("utf-8", "replace")
-        raise SystemExit(f"pytest ended with {process.returncode}: {said[-2000:]}")
+        raise SystemExit(f"pytest ended with {ended.returncode}: {said[-2000:]}")
     found = [_outcome(case) for case in Tree.parse(report).iter("testcase")]
     for each in found:
         print(f"{each.status:8}{each.seconds:5.0f} s  {each.name}  {each.why}", flush=True)
@@ -173,21 +152,11 @@ def _outcome(case: Tree.Element) -> Outcome:
     whole = not case.get("classname")  # a file that was not imported
     name = (test if whole else case.get("classname", "")).removeprefix("tests.").replace(".", "/") + ".py"
     test = "not imported" if whole else test
-    for status, kinds in (("failed", ("failure", "error")), ("skipped", ("skipped",))):
-        for kind in kinds:
-            node = case.find(kind)
-            if node is not None:
-                why = _reason(f"{node.get('message', '')}\n{node.text or ''}")
-                return Outcome(name, test, status, why, seconds)
+    for kind, status in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
+        if (node := case.find(kind)) is not None:
+            why = reason(f"{node.get('message', '')}\n{node.text or ''}", True, "ProcessRaisedException")
+            return Outcome(name, test, status, why, seconds)
     return Outcome(name, test, "passed", "", seconds)
-
-
-def _reason(text: str) -> str:
-    """The last line that names an error, of a rank where one failed."""
-    lines = [line.strip().removeprefix("E").strip() for line in text.splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|UnsupportedName|Skipped|Interrupt)\b", line)]
-    own = [line for line in errors if "ProcessRaisedException" not in line]
-    return " ".join((own or errors or lines or [""])[-1].split())[:300]
 
 
 def counted(found: Iterable[Outcome]) -> str:
@@ -201,9 +170,8 @@ def table(found: list[Outcome]) -> str:
     rows = ["| folder | passed | failed | skipped |", "|---|---|---|---|"]
     for folder in FOLDERS:
         statuses = [each.status for each in found if each.file.startswith(f"{folder}/")]
-        rows.append(
-            f"| `{folder}` | " + " | ".join(str(statuses.count(s)) for s in ("passed", "failed", "skipped")) + " |"
-        )
+        counts = (str(statuses.count(status)) for status in ("passed", "failed", "skipped"))
+        rows.append(f"| `{folder}` | {' | '.join(counts)} |")
     rows += ["", "| test that does not pass | kind | why |", "|---|---|---|"]
     for each in sorted(found, key=lambda each: each.name):
         if each.status == "failed":

@@ -9,8 +9,6 @@ It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4,
 theirs are: ``--packages`` is a folder that pip installed it, hjson and py-cpuinfo into.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -23,33 +21,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.foreign.running import REPOSITORY, python_path
+
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
 CHOSEN = (
-    "runtime/test_ds_config_dict.py",
-    "runtime/test_precision_config_dynamic_scale.py",
-    "runtime/test_precision_config_loss_scale.py",
-    "runtime/test_ds_initialize.py",
-    "runtime/test_lr_schedulers.py",
-    "runtime/test_data.py",
-    "runtime/test_multi_output_model.py",
-    "runtime/test_multiple_models.py",
-    "runtime/test_no_sync_ctxt.py",
-    "runtime/test_runtime_utils.py",
-    "runtime/half_precision",
-    "runtime/sparse_tensor",
-    "runtime/utils",
-    "runtime/zero",
-    "v1/half_precision",
-    "v1/zero",
-    "checkpoint",
-    "comm",
-    "launcher",
-    "ops/adagrad",
-    "ops/adam",
-    "ops/lion",
-    "ops/muon",
-    "utils",
+    *(f"runtime/test_ds_{name}.py" for name in ("config_dict", "initialize")),
+    *(f"runtime/test_precision_config_{name}_scale.py" for name in ("dynamic", "loss")),
+    *(f"runtime/test_{name}.py" for name in ("lr_schedulers", "data", "multi_output_model", "multiple_models")),
+    *(f"runtime/test_{name}.py" for name in ("no_sync_ctxt", "runtime_utils")),
+    *(f"runtime/{name}" for name in ("half_precision", "sparse_tensor", "utils", "zero")),
+    *("v1/half_precision", "v1/zero", "checkpoint", "comm", "launcher"),
+    *("ops/adagrad", "ops/adam", "ops/lion", "ops/muon", "utils"),
 )
 """Of ``tests/unit``: what is about things that there are here. Inference, pipelines, experts, compression, autotuning
 and kernels are not."""
@@ -70,10 +52,9 @@ def main() -> int:
     if args.checkout is None:
         parser.error("--checkout is missing: give DeepSpeed's repository, or --kept with files of earlier runs")
     tests = args.checkout.resolve() / "tests"
-    if not (tests / "unit" / "common.py").is_file():
-        parser.error(
-            f"--checkout {args.checkout}: there is no {tests / 'unit' / 'common.py'}; give DeepSpeed's repository"
-        )
+    known = tests / "unit" / "common.py"
+    if not known.is_file():
+        parser.error(f"--checkout {args.checkout}: there is no {known}; give DeepSpeed's repository")
     with TemporaryDirectory(prefix="upstream-") as folder:
         results = (args.results or Path(folder) / "results.jsonl").resolve()
         results.unlink(missing_ok=True)
@@ -96,39 +77,26 @@ def _told(found: list[dict[str, Any]]) -> int:
     if not found:
         print("no test was run", file=sys.stderr)
         return 2
-    print(table(found))
-    print()
-    print(reasons(found))
+    print(f"{table(found)}\n\n{reasons(found)}")
     return 0
 
 
 def _run(tests: Path, files: Iterable[str], packages: Path | None, results: Path, seconds: float) -> None:
-    places = [*([packages.resolve()] if packages else []), HERE / "beside", REPOSITORY, tests]
-    path = os.pathsep.join([*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "UPSTREAM_RESULTS": str(results),
-        "UPSTREAM_SECONDS": str(seconds),
-    }
+    path = python_path(*([packages.resolve()] if packages else []), HERE / "beside", REPOSITORY, tests)
+    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | own | {"UPSTREAM_RESULTS": str(results), "UPSTREAM_SECONDS": str(seconds)}
     options = ["-q", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     plugin = ["-p", "tests.foreign.upstream.deepspeed_harness"]
     command = [sys.executable, "-m", "pytest", *plugin, *options, *(f"unit/{file}" for file in files)]
     subprocess.run(command, cwd=tests, env=environment, check=False)
 
 
-def folder_of(test: str) -> str:
-    """Of a test's name, the part that the table has a row for."""
-    file = test.partition("::")[0].removeprefix("unit/")
-    return str(Path(file).parent)
-
-
 def table(found: Iterable[Mapping[str, Any]]) -> str:
     """Rows in Markdown: folder, passed, failed, skipped, and files that could not be imported."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in found:
-        for row in (folder_of(each["test"]), "all"):
+        file = each["test"].partition("::")[0].removeprefix("unit/")
+        for row in (str(Path(file).parent), "all"):
             counts[row][each["outcome"]] += 1
     kinds = ("passed", "failed", "skipped", "not collected")
     rows = [f"| {row} | {' | '.join(str(counts[row][kind]) for kind in kinds)} |" for row in sorted(counts)]

@@ -50,27 +50,16 @@ def here(device: Any) -> Any:
     return device
 
 
-def moved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the CPU for GPUs among its arguments."""
+def moved(function: Callable[..., Any], number_at: int = -1) -> Callable[..., Any]:
+    """The function, with the CPU for GPUs among its arguments; where one at ``number_at`` is a number, it is a GPU."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         for name in ("device", "map_location"):
             if name in kwargs:
                 kwargs[name] = "cpu" if type(kwargs[name]) is int else here(kwargs[name])
-        return function(*map(here, args), **kwargs)
-
-    return on_cpu
-
-
-def to_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The method ``to``, in which a number is a GPU as well."""
-
-    @functools.wraps(function)
-    def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is int:
-            args = ("cpu", *args[1:])
-        return moved(function)(self, *args, **kwargs)
+        given = ("cpu" if at == number_at and type(each) is int else here(each) for at, each in enumerate(args))
+        return function(*given, **kwargs)
 
     return on_cpu
 
@@ -82,27 +71,20 @@ class Absent(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in IN_PLACE:
-            return self._with_another(name, path)
         if name == "torchvision":
             declare_vision(importlib.machinery.PathFinder.find_spec(name))
-        if not name.startswith(ZOO):
+        if name not in IN_PLACE and not name.startswith(ZOO):
             return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found is not None and found.loader is not None:
-            found.loader = Tolerant(found.loader)
-        return found
-
-    def _with_another(self, name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
         others = (each.find_spec(name, path) for each in sys.meta_path if each is not self)
         found = next(filter(None, others), None)
         if found is not None and found.loader is not None:
-            found.loader = WithAnother(found.loader)
+            found.loader = Changed(found.loader)
         return found
 
 
-class Tolerant(importlib.abc.Loader):
-    """A module of the zoo, as far as it can be imported: what needs a package that is not there is left out."""
+class Changed(importlib.abc.Loader):
+    """A module of ours in which something else has a name's place; or one of the zoo, as far as it can be imported:
+    what needs a package that is not there is left out."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
@@ -112,21 +94,16 @@ class Tolerant(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run it, up to what is missing."""
+        """Run it, up to what is missing, and put the other in."""
         try:
             self.loader.exec_module(module)
         except (ImportError, OSError) as error:
+            if module.__name__ in IN_PLACE:
+                raise
             print(f"{module.__name__} is left out: {' '.join(repr(error).split())[:160]}", file=sys.stderr, flush=True)
-
-
-class WithAnother(Tolerant):
-    """A module of ours in which something else has a name's place."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Run it, and put the other in."""
-        self.loader.exec_module(module)
-        name, make = IN_PLACE[module.__name__]
-        setattr(module, name, globals()[make](module))
+        if module.__name__ in IN_PLACE:
+            name, make = IN_PLACE[module.__name__]
+            setattr(module, name, globals()[make](module))
 
 
 def with_apex(module: ModuleType) -> Any:
@@ -202,14 +179,7 @@ def in_single_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     return convolved
 
 
-def start_ranks(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    nprocs: int = 1,
-    join: bool = True,
-    daemon: bool = False,
-    start_method: str = "spawn",
-) -> None:
+def start_ranks(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, daemon: bool = False, **_how: Any) -> None:
     """``torch.multiprocessing.spawn``, with ranks that are forked, and killed where they do not end in time."""
     import torch.multiprocessing as mp
 
@@ -218,9 +188,8 @@ def start_ranks(
     try:
         while not ranks.join(timeout=1.0):
             if time.monotonic() > end:
-                raise TimeoutError(
-                    f"{sum(p.is_alive() for p in ranks.processes)} ranks have not ended in {SECONDS:.0f} s"
-                )
+                alive = sum(process.is_alive() for process in ranks.processes)
+                raise TimeoutError(f"{alive} ranks have not ended in {SECONDS:.0f} s")
     finally:
         for process in ranks.processes:
             process.kill()
@@ -233,7 +202,7 @@ def install() -> None:
     for name in FACTORIES:
         setattr(torch, name, moved(getattr(torch, name)))
     for kind in (torch.Tensor, torch.nn.Module):
-        kind.to = to_device(kind.to)  # type: ignore[method-assign]
+        kind.to = moved(kind.to, number_at=1)  # type: ignore[method-assign]
         kind.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -64,14 +64,15 @@ def initialize(
     return model, optimizer
 
 
-def _cast(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def to(dtype: torch.dtype) -> Callable[[Any], Any]:
-        return lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+def _to(dtype: torch.dtype, each: Any) -> Any:
+    return each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
 
+
+def _cast(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def halved(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(to(torch.float16), (args, kwargs))
-        return tree_map(to(torch.float32), forward(*args, **kwargs))
+        args, kwargs = tree_map(partial(_to, torch.float16), (args, kwargs))
+        return tree_map(partial(_to, torch.float32), forward(*args, **kwargs))
 
     return halved
 
