@@ -47,7 +47,6 @@ class Reader:
     def run(self, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The recipe (a request may be a seed), and what came of it."""
         process = self._start()
-        assert process.stdin is not None and process.stdout is not None
         recipe: dict[str, Any] = request
         try:
             print(json.dumps(request), file=process.stdin, flush=True)
