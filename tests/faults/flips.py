@@ -5,8 +5,6 @@ has to refuse the checkpoint; with ``"auto"`` it has to fall back to the one bef
 worked out here from the manifest as docs/checkpoint-format.md describes it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -6,8 +6,6 @@ error. Afterwards all ranks must have the same clear error (or none), every earl
 training must go on as that of a twin that never saves, and the next save must succeed and leave nothing behind.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import tempfile

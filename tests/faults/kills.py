@@ -5,8 +5,6 @@ the same tag again, purges, synchronous and asynchronous. After a random time a 
 the ranks were told is saved must be there, and what is visible must be whole and hold the values of its version.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """What a part of the fault campaign counted, and what it found lost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

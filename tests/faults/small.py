@@ -1,7 +1,5 @@
 """The model whose checkpoints are damaged: little of everything that a checkpoint can hold."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -11,8 +11,6 @@ less than 3,000 steps it is not judged. A tenth of the steps is made once more w
 updates during backward and gloo, where only what is counted is judged.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

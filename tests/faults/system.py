@@ -1,7 +1,5 @@
 """A stand-in for the system's calls, which counts them and makes one of them fail."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Programs for other libraries, how each is started, and what it has to print."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

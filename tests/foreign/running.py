@@ -1,7 +1,5 @@
 """A case from the program as it was written to what it printed, in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 In the quick set one of them runs in forks of a process that has imported torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

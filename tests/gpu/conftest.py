@@ -3,8 +3,6 @@
 ``--gpu-device cpu`` runs what does not need CUDA itself on the CPU. So does ``make test-full`` without a GPU.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path

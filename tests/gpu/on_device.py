@@ -1,7 +1,5 @@
 """What the ranks of the GPU tests run; every function takes the device type, so that it also runs on the CPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What became of each test, in a file that is complete after every one of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

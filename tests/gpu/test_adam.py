@@ -1,7 +1,5 @@
 """The Adam family standalone on a GPU: parameters there, on the host, and some here and some there."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

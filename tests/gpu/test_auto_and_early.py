@@ -1,7 +1,5 @@
 """Placement by the memory trace, updates during backward and gradients at home on the host, with a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace

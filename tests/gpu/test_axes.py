@@ -1,7 +1,5 @@
 """A model divided over two and four ranks equals one process, on one GPU that they share or on one each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

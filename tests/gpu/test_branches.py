@@ -1,7 +1,5 @@
 """Ranks that take different ways through many equal layers: nothing stops, and the numbers are those of plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

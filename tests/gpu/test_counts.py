@@ -1,8 +1,6 @@
 """What a step costs besides its work: exchanges between hosts, waits of the host, questions to the allocator, and
 copies that nothing hides. Counted, so that no machine is too slow for them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The model's device and the current one may differ, and what a process sees of the machine's GPUs may be little."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

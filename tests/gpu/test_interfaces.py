@@ -1,7 +1,5 @@
 """The same program under every front-end gives the weights of plain PyTorch, on the device that it chooses itself."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

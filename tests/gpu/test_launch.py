@@ -1,7 +1,5 @@
 """NCCL's own collectives, with one rank and with several."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

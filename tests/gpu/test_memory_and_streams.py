@@ -1,7 +1,5 @@
 """What only CUDA can tell: bytes by its allocator."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters over 4-bit and 8-bit weights of bitsandbytes on a GPU: what one process trains, with weights in shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every plan on CUDA equals plain PyTorch on CUDA: losses, gradients, norms and parameters of three steps."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Literal
 

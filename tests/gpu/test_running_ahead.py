@@ -1,7 +1,5 @@
 """The host queues a step's work while the GPU is still at an earlier one: memory and numbers are as if it waited."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

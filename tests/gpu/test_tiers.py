@@ -1,7 +1,5 @@
 """Tiers with a GPU: what only moves changes no bit, what is computed on the host stays close, and bytes are as said."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +138,7 @@ def _pinned(plan: Plan, device_type: str) -> dict[str, bool]:
                 found[f"gradient {index}"] = grads.reduced.is_pinned()
         session.optimizer.step()
         for tier, ring in shards.storage._rings.items():
-            assert tier is Tier.HOST or not any(ring.idle())
+            assert tier is Tier.HOST or not [*ring.idle()]
             found |= {f"ring {number}": block.is_pinned() for number, block in enumerate(ring.idle())}
         store = shards.storage.store
         buffers = store._buffers._buffers if store is not None else ()

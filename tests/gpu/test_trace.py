@@ -1,7 +1,5 @@
 """The memory trace against CUDA's allocator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

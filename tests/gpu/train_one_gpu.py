@@ -1,7 +1,5 @@
 """Started with a device, or ``auto``; prints backend, device, first and last loss."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -6,8 +6,6 @@ then taken out in those that come there, the quickest first. What was found is k
 library's sources are the same, so a run that was cut off goes on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Where the library waits: found in its sources, taken out one at a time, and noted when a program comes there."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -158,15 +156,11 @@ def _in_file(path: Path) -> Iterator[Place]:
 
 
 @functools.cache
-def _every() -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-    """Those that do not count, and those that do. To read and sort all of the package takes seconds."""
-    found = [place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path)]
-    return tuple(each for each in found if each.why_not), tuple(each for each in found if not each.why_not)
-
-
 def places(counted: bool = True) -> list[Place]:
-    """All that count, in the order of files; or (``counted=False``) those that do not."""
-    return list(_every()[counted])
+    """All that count, in the order of files; or (``counted=False``) those that do not. To read the package takes
+    seconds."""
+    every = (place for path in sorted(ROOT.rglob("*.py")) for place in _in_file(path))
+    return [place for place in every if bool(place.why_not) is not counted]
 
 
 # ---- changing a function
@@ -294,28 +288,23 @@ def taken_out(place: Place) -> Iterator[None]:
         yield
 
 
-class _Notes:
-    """Where this process came, and its functions with what notes that."""
-
-    def __init__(self) -> None:
-        self.numbers: set[int] = set()
-        self.codes: dict[FunctionType, CodeType] = {}
-
-
-_NOTES = _Notes()
-reached: Callable[[int], None] = _NOTES.numbers.add
+_NUMBERS: set[int] = set()
+"""Of the places where this process came."""
+_NOTING: dict[FunctionType, CodeType] = {}
+"""Its functions with what notes that."""
+reached: Callable[[int], None] = _NUMBERS.add
 
 
 @contextmanager
 def noted(chosen: Sequence[Place]) -> Iterator[set[int]]:
     """Inside the block: which of ``chosen`` (always the same of a process) it came to, by number."""
-    _NOTES.numbers.clear()
-    for file in {place.file for place in chosen if not _NOTES.codes}:
+    _NUMBERS.clear()
+    for file in {place.file for place in chosen if not _NOTING}:
         here, own = dict[tuple[int, int], dict[str, int]](), [place for place in chosen if place.file == file]
         for number, place in enumerate(chosen):
             if place.file == file:
                 here.setdefault((place.line, place.column), {})[place.text] = number
         tree = _Noted(here).visit(ast.parse((ROOT / file).read_text("utf-8")))
-        _NOTES.codes.update(_compiled(file, tree, own))
-    with _changed(_NOTES.codes):
-        yield _NOTES.numbers
+        _NOTING.update(_compiled(file, tree, own))
+    with _changed(_NOTING):
+        yield _NUMBERS

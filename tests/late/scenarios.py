@@ -1,7 +1,5 @@
 """What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/support``."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

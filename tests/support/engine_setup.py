@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from shardwise.plan import ByNumel, ByTensor, Plan, ScalerPlan, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close
 from tests import other_numbers
+from tests.support.on_ranks import raises
 
 PLANS: dict[str, Plan] = {
     "ddp": replicated(),
@@ -186,6 +186,4 @@ def loss_of(session: Session, index: int = 0) -> Tensor:
 
 def told(mistake: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...] = RuntimeError) -> str:
     """The message of the error that must come."""
-    with pytest.raises(error) as raised:
-        mistake()
-    return str(raised.value)
+    return raises(error, None, mistake)

@@ -115,7 +115,6 @@ class TwoHosts:
         if len(self._holders) < 3:
             raise ValueError(f"change({delay_s}, {bits_per_s}) of a wire without a delay or a rate: give TwoHosts one")
         wire = self._holders[2]
-        assert wire.stdin is not None and wire.stdout is not None
         wire.stdin.write(f"{delay_s} {bits_per_s or 0.0}\n")
         wire.stdin.flush()
         if wire.stdout.readline().strip() != "ready":
@@ -147,7 +146,6 @@ def _ready(command: Sequence[str], otherwise: str) -> subprocess.Popen[str]:
     """A program that has said that it is ready, and ends with its standard input."""
     pipe = subprocess.PIPE
     holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-    assert holder.stdout is not None and holder.stdin is not None
     said = holder.stdout.readline().strip()
     if said != "ready":
         holder.stdin.close()

@@ -106,13 +106,11 @@ class LlamaPolicy(Policy):
         pass
 
     def preprocess(self) -> nn.Module:
-        assert self.model is not None
         return self.model
 
     postprocess = preprocess
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
-        assert self.shard_config is not None
         columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"]
         rows = ["self_attn.o_proj", "mlp.down_proj"]
         layers = [SubModuleReplacementDescription(name, col_nn.Linear1D_Col) for name in columns]
@@ -135,7 +133,6 @@ class GPT2Policy(LlamaPolicy):
     """The same for fused projections, whose sizes the module keeps in attributes; the vocabulary stays whole."""
 
     def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
-        assert self.model is not None and self.shard_config is not None
         width = self.model.config.hidden_size  # type: ignore[union-attr]
         ranks = self.shard_config.tensor_parallel_size
         sizes = {"attn.split_size": width // ranks, "attn.num_heads": 6 // ranks}

@@ -1,7 +1,5 @@
 """Activations that ranks send each other, on the late device: tensor and sequence parallelism."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
@@ -107,7 +105,6 @@ def messages_over_gloo(name: str) -> Iterator[str]:
         found = wire.compressed().receive((x.shape, x.dtype), before, 0, 0, "numbers")
         described, expected = wire.receive_described(before, 1, 1, "described numbers"), _numbers(3, 40, of=before) * 2
         wire.settle()
-        assert described is not None
         yield from off(name, described, expected)
         yield from off(f"{name}, 8 bits", found, expected, 0.1)
 
@@ -134,5 +131,4 @@ def parts_of_sequences(name: str) -> Iterator[str]:
         (expected * weight).sum().backward()
         yield from off(name, found, parts.take(expected.detach(), 2, rank))
         for own, other in zip((q, k, v), whole, strict=True):
-            assert own.grad is not None and other.grad is not None
             yield from off(f"{name}, gradient", own.grad, parts.take(other.grad, 2, rank))

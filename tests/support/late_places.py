@@ -1,7 +1,5 @@
 """What the library does with streams beside training, on the late device; every function is run on ranks."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,9 +66,7 @@ def _unsharded(session: Session) -> dict[str, Tensor]:
 
 
 def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
-    hooks = session.engine.attachment.hooks
-    assert hooks is not None
-    hooks._on_trace()  # what a graph that is traced calls
+    session.engine.attachment.hooks._on_trace()  # what a graph that is traced calls
     return on_host(session.model.named_parameters())
 
 

@@ -1,7 +1,5 @@
 """Training on the late device, on one rank and on two, beside plain PyTorch; every function is run on ranks."""
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -215,7 +213,6 @@ def train(
 def another_stream() -> Iterator[None]:
     """Inside the block work goes to a new stream, behind what the current one has; that waits for it afterwards."""
     side = base.side_stream(GPU)
-    assert side is not None
     with base.behind_current(GPU, side):
         yield
         done = base.record_event(GPU)
@@ -315,7 +312,6 @@ def later_values(name: str) -> Iterator[str]:
 def side_copies(name: str) -> Iterator[str]:
     """A copy is begun on one stream of the program and waited for on another, which reads it and drops it."""
     first, second, uploads = (base.side_stream(GPU) for _ in range(3))
-    assert uploads is not None
     found = []
     for index in range(3):
         source = base.page_locked((1000,), torch.float32).fill_(index)
@@ -337,7 +333,6 @@ def side_copies(name: str) -> Iterator[str]:
 def lent_memory(name: str) -> Iterator[str]:
     """Memory of the main stream that a side stream reads, and that a third one drops after waiting for that."""
     side, third = base.side_stream(GPU), base.side_stream(GPU)
-    assert side is not None and third is not None
     tensor, out = torch.full((1000,), 5.0, device=GPU), torch.zeros(1000, device=GPU)
     lent = base.Lent(tensor)
     with base.behind_current(GPU, side):

@@ -1,7 +1,5 @@
 """A model in stages on late devices, which send each other activations and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -116,7 +116,6 @@ class _Toy:
             self.net = nn.Sequential(*inner, nn.Linear(HIDDEN, OUT))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        assert self.net is not None
         return self.net(inputs)
 
     def loss(self, batch: Any) -> Tensor:

@@ -1,9 +1,7 @@
 """The module classes behind :data:`shardwise.testing.MODELS`; each says in one line what is odd about it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -177,12 +175,11 @@ class Buffers(Having):
         self.register_buffer("mean", torch.linspace(-1, 1, 6))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("cache", torch.full((6,), 0.5), persistent=False)
-        assert self.norm.running_mean is not None and self.norm.running_var is not None
         self.norm.running_mean.copy_(torch.linspace(0, 0.5, 6))
         self.norm.running_var.copy_(torch.linspace(0.5, 2, 6))
         self.train(self.training)
 
-    def train(self, mode: bool = True) -> Buffers:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
         self.norm.eval()
         return self

@@ -1,14 +1,12 @@
 """What the tests of tiers share: plans by mix, disks that fail on purpose, and digests of everything a step changes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -86,7 +84,7 @@ class Fault:
         return -self.number if fails else result
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[Fault]:
+    def installed(self) -> Iterator[Self]:
         with mock.patch.object(disk, "ThreadQueue", lambda *given: _Faulty(ThreadQueue(*given), self)):
             yield self
 

@@ -6,8 +6,6 @@ changed before an error, and time and memory are bounded by the size of the file
 kept in ``tests/data/fuzz`` and tried by the tests.
 """
 
-from __future__ import annotations
-
 from tests.faults.fuzz.campaign import Reader, campaign
 
 __all__ = ["Reader", "campaign"]

@@ -1,7 +1,5 @@
 """Recipes by the thousand, in a child that is watched and replaced when it dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors
@@ -49,7 +47,6 @@ class Reader:
     def run(self, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
         """The recipe (a request may be a seed), and what came of it."""
         process = self._start()
-        assert process.stdin is not None and process.stdout is not None
         recipe: dict[str, Any] = request
         try:
             print(json.dumps(request), file=process.stdin, flush=True)

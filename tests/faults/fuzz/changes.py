@@ -1,7 +1,5 @@
 """What may be done to the files of a checkpoint, each as a small JSON object, so that a list of them is a recipe."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@
 recipe, then ``{"outcome": ...}``, so that a recipe is known whatever it does to its reader.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Pickles with instructions that somebody put there."""
 
-from __future__ import annotations
-
 import pickletools
 import random
 from typing import Any

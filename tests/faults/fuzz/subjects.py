@@ -1,7 +1,5 @@
 """A small checkpoint of every format that is read, and the runs that can load them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """One changed checkpoint, read in one way, and what came of it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools
@@ -17,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -58,7 +56,7 @@ class Bounds:
         self.memory_bytes = self.MEMORY_BYTES + self.MEMORY_TIMES * nbytes
 
     @classmethod
-    def of(cls, folder: Path) -> Bounds:
+    def of(cls, folder: Path) -> Self:
         """For the files in a directory."""
         facts = [path.lstat() for path in folder.rglob("*")]
         return cls(sum(min(each.st_size, each.st_blocks * 512) for each in facts))

@@ -3,8 +3,6 @@
 A value is written as JSON, so that a recipe can keep it; what JSON has no word for is an object with the key ``"!"``.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

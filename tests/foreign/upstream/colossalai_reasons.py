@@ -8,8 +8,6 @@
 One whose ranks have not ended in time is slow, which is no reason that is known.
 """
 
-from __future__ import annotations
-
 _BY_KIND: dict[str, dict[str, tuple[str, ...]]] = {
     "internals": {
         "the model inside is torch's FullyShardedDataParallel": (

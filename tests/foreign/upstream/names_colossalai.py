@@ -4,8 +4,6 @@ Its modules are read, not imported. Names are those that a public module defines
 its examples, applications, tests and pages import. A line for each that is not there; 1 if its own modules have such.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

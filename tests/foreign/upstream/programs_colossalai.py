@@ -5,8 +5,6 @@ modules beside them, ported by ``shardwise port``, and what each imports is impo
 wanting of packages that are not installed does not count. A program's own modules are run as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

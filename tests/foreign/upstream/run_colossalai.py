@@ -6,8 +6,6 @@ models go on after one that fails. ``without_gpu`` makes their GPU this machine'
 ``--results FILE`` keeps outcomes, so that it can be made of several runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

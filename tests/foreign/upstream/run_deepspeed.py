@@ -9,8 +9,6 @@ It needs the folder ``tests`` of a checkout of DeepSpeed, and pytest before 8.4,
 theirs are: ``--packages`` is a folder that pip installed it, hjson and py-cpuinfo into.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The runners of ColossalAI's own programs and tests, on a checkout that is made up."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

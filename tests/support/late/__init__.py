@@ -1,7 +1,5 @@
 """A GPU that is not there: its work is done on the CPU, as late as its streams and events allow."""
 
-from __future__ import annotations
-
 from tests.support.late.collectives import late_collectives
 from tests.support.late.device import LateDevice, LateError, late_device, long_ago
 from tests.support.late.streams import Race

@@ -4,8 +4,6 @@ The numbers travel over gloo when the work is done. Hosts whose devices wait for
 to ask for the same one: a device goes on by itself once its host has asked for nothing for a while, as a GPU does.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

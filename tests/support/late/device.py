@@ -1,7 +1,5 @@
 """A GPU that is not there, on the CPU, whose streams are as late as they may be."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import threading

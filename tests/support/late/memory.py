@@ -1,7 +1,5 @@
 """Memory of the late device: one array of the host, cut into blocks that tensors of a GPU seem to be in."""
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from collections import deque

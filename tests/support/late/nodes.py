@@ -1,7 +1,5 @@
 """Streams of autograd's nodes: backward runs each on the stream that was current when forward made it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import Any
 

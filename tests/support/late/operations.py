@@ -1,9 +1,7 @@
 """Operations on tensors of the late device: given to its streams, with results that are there at once and empty."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +9,6 @@ from torch import Tensor
 from shardwise.core.base.torch_internals import each_leaf, map_leaves_of, without_modes
 from tests.support.late.streams import Access
 from tests.support.late.torch_gpus import arguments_of, as_on_cpu, device_kernels
-
-if TYPE_CHECKING:
-    from tests.support.late.device import LateDevice
 
 aten = torch.ops.aten
 # They look at no value: a tensor of the same storage.
@@ -39,7 +34,7 @@ class Operations:
         present: the device that there is at the moment.
     """
 
-    def __init__(self, present: Callable[[], LateDevice]) -> None:
+    def __init__(self, present: Callable[[], Any]) -> None:
         self._present = present
         self._kernels = device_kernels(self._call, OVER_ALL)
 
@@ -63,12 +58,12 @@ class Operations:
             device.schedule.after_giving()
             return result
 
-    def _empty(self, device: LateDevice, op: Any, args: Any, kwargs: Any) -> Tensor:
+    def _empty(self, device: Any, op: Any, args: Any, kwargs: Any) -> Tensor:
         known = {key: kwargs[key] for key in ("dtype", "memory_format") if kwargs.get(key) is not None}
         like = op(*args, **known, device="meta")
         return device.memory.allocate(like.size(), like.stride(), like.dtype, device.current)
 
-    def _copy(self, device: LateDevice, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    def _copy(self, device: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Between the host and the device. Only page-locked memory can be read or written later."""
         upload = target.is_cuda
         here, there = (source, target) if upload else (target, source)
@@ -104,7 +99,7 @@ def _quietly(run: Callable[[], Any]) -> None:
 class _Call:
     """One operation: what it reads and writes, what comes of it, and how it is done later."""
 
-    def __init__(self, device: LateDevice, op: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, device: Any, op: Any, args: Any, kwargs: Any) -> None:
         self._device, self._op, self._args, self._kwargs = device, op, args, kwargs
         changed = [v for a, v in arguments_of(op, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
         self._written = {id(leaf) for leaf in each_leaf(changed) if isinstance(leaf, Tensor)}

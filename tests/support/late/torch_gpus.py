@@ -1,7 +1,5 @@
 """Private parts of torch that let a torch without GPUs take it that there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
