@@ -436,10 +436,8 @@ class GradFacade:
     def note(self, optimizer: int, call: str, argument: float, factor: float = 1.0) -> None:
         """Note a clipping call of every rank for the next step, which multiplies gradients by ``factor``."""
         calls, clip = self.settings.get(optimizer, ()), self.clip.get(optimizer, 1.0) * factor
-        self.settings[optimizer], self.clip[optimizer] = (
-            (*calls, (call, argument)),
-            clip,
-        )  # no interrupt between the two
+        # In one line, so that no interrupt comes in between.
+        self.settings[optimizer], self.clip[optimizer] = (*calls, (call, argument)), clip
 
     # ---- for ShardedGrad
 

@@ -205,8 +205,7 @@ class _EnginePasses(Passes):
     @contextlib.contextmanager
     def one(self) -> Iterator[float]:
         """Return a context for one backward pass, with the loss scale that gradients between stages include."""
-        scaler = self._optimizer.scaler if self._optimizer is not None else None
-        scale = scaler.scale if scaler is not None else 1.0
+        scale = self._optimizer.loss_scale if self._optimizer is not None else 1.0
         with self._grads.passes.around(scale):
             yield scale
 

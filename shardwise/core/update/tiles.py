@@ -168,24 +168,19 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
     """Return the tiles of one chunk. Tiles on a disk get their values when they are read."""
     chunk = state.chunk
     if state.on_disk:
-        values = torch.full((), float("nan"), dtype=state.dtype or chunk.spec.dtype, device="cpu").expand(
-            chunk.shard_numel
-        )
+        dtype = state.dtype or chunk.spec.dtype
+        values = torch.full((), float("nan"), dtype=dtype, device="cpu").expand(chunk.shard_numel)
     else:
         values = state.master if state.master is not None else chunk.shard
     tiles = []
     for span in ranges:
-        pieces = tuple(
-            ParamShard(**vars(p), value=nn.Parameter(_shaped(values[p.start : p.end], chunk, p), requires_grad=True))
-            for p in span.pieces
-        )
-        tiles.append(UpdateTile(chunk, grads, state, span.group, pieces))
+        pieces = list[ParamShard]()
+        for piece in span.pieces:
+            own, shape = values[piece.start : piece.end], chunk.spec.slots[piece.slot].shape
+            own = own.view(shape) if chunk.spec.whole and len(shape) > 1 else own
+            pieces.append(ParamShard(**vars(piece), value=nn.Parameter(own, requires_grad=True)))
+        tiles.append(UpdateTile(chunk, grads, state, span.group, tuple(pieces)))
     return tiles
-
-
-def _shaped(values: torch.Tensor, chunk: Chunk, piece: ShardRange) -> torch.Tensor:
-    shape = chunk.spec.slots[piece.slot].shape
-    return values.view(shape) if chunk.spec.whole and len(shape) > 1 else values
 
 
 class BareStep:
