@@ -56,27 +56,22 @@ PRINTED: Tree = {
     "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
 }
 OPTIM = {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False}
-PARAM = {
-    "device": "cpu",
-    "nvme_path": "/local_nvme",
-    "buffer_count": 5,
-    "buffer_size": 100_000_000,
-    "max_in_cpu": 1_000_000_000,
-    "pin_memory": False,
-}
+PARAM = {**OPTIM, "buffer_count": 5, "buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000}
 
 
 class Misconfigured(Exception):
     pass
 
 
-def facts(precision: str = "32-true", **changes: Any) -> TrainerFacts:
-    return TrainerFacts(**{"accumulation": 1, "micro_batch": 4, "clip": 0.0, "precision": precision, **changes})
+def completed(tree: Tree, precision: str = "32-true", given: DeepSpeedArguments | None = None, **changes: Any) -> Tree:
+    """The configuration ``tree`` with what Trainer has."""
+    facts = {"accumulation": 1, "micro_batch": 4, "clip": 0.0, "precision": precision, **changes}
+    return complete(tree, given or DeepSpeedArguments(), TrainerFacts(**facts), Misconfigured)
 
 
 def plan_of(precision: str = "32-true", **arguments: Any) -> Plan:
     given = DeepSpeedArguments(**arguments)
-    tree = complete(given.to_config(), given, facts(precision), Misconfigured)
+    tree = completed(given.to_config(), precision, given)
     return to_plan(read(tree, RANKS), RANKS, NUMELS, clip_outside=True)[0]
 
 
@@ -170,21 +165,11 @@ def test_every_argument_has_a_row() -> None:
     assert {field.name for field in dataclasses.fields(DeepSpeedArguments)} == {name for name, *_ in ROWS}
 
 
+STILL = scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0)
 PRECISIONS = {
-    "32-true": (None, False, None),
-    "64-true": (None, False, None),
-    "16-mixed": (torch.float16, True, scaler()),
-    "16-true": (torch.float16, True, scaler()),
-    "bf16-mixed": (
-        torch.bfloat16,
-        True,
-        scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0),
-    ),
-    "bf16-true": (
-        torch.bfloat16,
-        True,
-        scaler(initial_scale=1.0, min_scale=1.0, max_scale=1.0, hysteresis=1, growth_delay=0),
-    ),
+    **dict.fromkeys(("32-true", "64-true"), (None, False, None)),
+    **dict.fromkeys(("16-mixed", "16-true"), (torch.float16, True, scaler())),
+    **dict.fromkeys(("bf16-mixed", "bf16-true"), (torch.bfloat16, True, STILL)),
 }
 
 
@@ -195,24 +180,24 @@ def test_precision_of_trainer_is_the_format(precision: str) -> None:
 
 
 def test_a_config_goes_before_the_precision() -> None:
-    given = DeepSpeedArguments()
     tree = {"fp16": {"enabled": False}, "zero_optimization": {"stage": 1}}
-    assert complete(tree, given, facts("16-mixed"), Misconfigured)["fp16"] == {"enabled": False}
+    assert completed(tree, "16-mixed")["fp16"] == {"enabled": False}
     on = {"fp16": {"enabled": True, "loss_scale": 8}}
-    assert complete(on, DeepSpeedArguments(loss_scale=4), facts("16-mixed"), Misconfigured)["fp16"] == on["fp16"]
-    assert complete(on, given, facts("32-true"), Misconfigured)["fp16"] == on["fp16"]
+    assert completed(on, "16-mixed", DeepSpeedArguments(loss_scale=4))["fp16"] == on["fp16"] == completed(on)["fp16"]
     auto = {"fp16": {"enabled": "auto"}, "bfloat16": {"enabled": "auto"}}
     for precision, expected in (("16-true", (True, False)), ("bf16-mixed", (False, True)), ("32-true", (False, False))):
-        found = complete(auto, given, facts(precision), Misconfigured)
+        found = completed(auto, precision)
         assert (found["fp16"]["enabled"], found["bfloat16"]["enabled"]) == expected
 
 
-@pytest.mark.parametrize(("name", "precision"), [("bf16", "16-mixed"), ("bfloat16", "16-true"), ("fp16", "bf16-mixed")])
-def test_fp16_and_bf16_together_are_a_clear_error(name: str, precision: str) -> None:
-    tree = {name: {"enabled": True}}
-    shown = name.replace("bfloat16", "bf16")
-    with pytest.raises(Misconfigured, match=rf"enables {shown} and Trainer has precision='{precision}'.*cannot both"):
-        complete(tree, DeepSpeedArguments(), facts(precision), Misconfigured)
+def test_fp16_and_bf16_together_are_a_clear_error() -> None:
+    for name, shown, precision in (
+        ("bf16", "bf16", "16-mixed"),
+        ("bfloat16", "bf16", "16-true"),
+        ("fp16", "fp16", "bf16-mixed"),
+    ):
+        told = f"enables {shown} and Trainer has precision='{precision}'.*cannot both"
+        raises(Misconfigured, told, completed, {name: {"enabled": True}}, precision)
 
 
 def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
@@ -222,69 +207,56 @@ def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
     for _ in range(2):
         chosen = chosen_config(tree, None, "VARIABLE", Misconfigured)
         assert chosen == tree and chosen is not tree
-        found = complete(chosen, DeepSpeedArguments(), facts("bf16-mixed", accumulation=3, clip=0.5), Misconfigured)
+        found = completed(chosen, "bf16-mixed", accumulation=3, clip=0.5)
         assert tree == before == chosen
-    assert found == {
-        "zero_optimization": {"stage": 2},
-        "bf16": {"enabled": True},
-        "gradient_accumulation_steps": 3,
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.5,
-    }
+    filled = {"gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5}
+    assert found == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **filled}
 
 
 def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one, two, none = (tmp_path / f"{name}.json" for name in ("one", "two", "none"))
     one.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     two.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
 
-    def stage(config: Any, variable: str | None) -> Any:
-        chosen = chosen_config(config, variable, "VARIABLE", Misconfigured)
-        return None if chosen is None else chosen.get("zero_optimization", {}).get("stage")
+    def chosen(config: Any, variable: Path | None) -> Any:
+        return chosen_config(config, variable and str(variable), "VARIABLE", Misconfigured)
 
-    assert stage(one, str(two)) == stage(str(one), str(two)) == 1
-    assert stage(None, str(two)) == 3 and stage(None, None) is None
-    assert stage({"zero_optimization": {"stage": 2}}, str(two)) == 2
-    assert chosen_config({}, str(two), "VARIABLE", Misconfigured) == {}, "an empty dict is a configuration"
-    missing = re.escape(str(tmp_path / "none.json"))
-    with pytest.raises(Misconfigured, match=rf"the path does not exist: {missing}$"):
-        chosen_config(tmp_path / "none.json", str(two), "VARIABLE", Misconfigured)
-    with pytest.raises(Misconfigured, match=rf"{missing} \(it is the value of VARIABLE"):
-        chosen_config(None, str(tmp_path / "none.json"), "VARIABLE", Misconfigured)
-    raises(TypeError, "give a dict", lambda: chosen_config(3, None, "VARIABLE", Misconfigured))
+    assert chosen(one, two) == chosen(str(one), two) == json.loads(one.read_text())
+    assert chosen(None, two) == json.loads(two.read_text()) and chosen(None, None) is None
+    given = {"zero_optimization": {"stage": 2}}
+    assert chosen(given, two) == given and chosen({}, two) == {}, "an empty dict is a configuration"
+    missing = re.escape(str(none))
+    raises(Misconfigured, rf"the path does not exist: {missing}$", chosen, none, two)
+    raises(Misconfigured, rf"{missing} \(it is the value of VARIABLE", chosen, None, none)
+    raises(TypeError, "give a dict", chosen, 3, None)
 
 
 def test_accumulation_of_the_config_has_to_be_trainers() -> None:
-    given = DeepSpeedArguments()
     for value in (2, "auto", None):
-        found = complete({"gradient_accumulation_steps": value}, given, facts(accumulation=2), Misconfigured)
+        found = completed({"gradient_accumulation_steps": value}, accumulation=2)
         assert found["gradient_accumulation_steps"] == 2
-    with pytest.raises(Misconfigured, match=r"gradient_accumulation_steps=4 .*accumulate_grad_batches=2"):
-        complete({"gradient_accumulation_steps": 4}, given, facts(accumulation=2), Misconfigured)
+    told = r"gradient_accumulation_steps=4 .*accumulate_grad_batches=2"
+    raises(Misconfigured, told, completed, {"gradient_accumulation_steps": 4}, accumulation=2)
 
 
 def test_auto_values_are_resolved_from_trainer() -> None:
     """DeepSpeed itself stops at ``"auto"`` outside of some blocks; configurations for other trainers are full of it."""
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     tree = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        **dict.fromkeys(sizes, "auto"),
         "fp16": {"enabled": "auto", "loss_scale": 0},
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
     }
-    found = complete(tree, DeepSpeedArguments(), facts("bf16-mixed", accumulation=2, clip=0.25), Misconfigured)
+    found = completed(tree, "bf16-mixed", accumulation=2, clip=0.25)
     settings = read(found, RANKS)
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (4, 2)
     assert settings["gradient_clipping"] == 0.25 and settings["bf16.enabled"] and not settings["fp16.enabled"]
     plan, report = to_plan(settings, RANKS, NUMELS, clip_outside=True)
     assert plan.grad.max_norm == 0.0 and plan.precision.param_dtype is torch.bfloat16
-    assert plan.shard.packing == ByTensor(persist_numel=100_000) and not any(
-        "auto" in v for v in report.ignored.values()
-    )
-    with pytest.raises(ValueError, match=r"optimizer.params.lr='auto'"):
-        read(found | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, RANKS)
+    assert plan.shard.packing == ByTensor(persist_numel=100_000) and "auto" not in str(report.ignored.values())
+    found["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    raises(ValueError, r"optimizer.params.lr='auto'", read, found, RANKS)
 
 
 WRONG: list[tuple[Tree, str]] = [
@@ -346,7 +318,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str, Tree]] = {
 def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) -> None:
     value, reason, more = WITHOUT_EFFECT[name]
     given = DeepSpeedArguments(**{"stage": 3, **more, name: value})
-    report = to_plan(read(complete(given.to_config(), given, facts(), Misconfigured), RANKS), RANKS, NUMELS, True)[1]
+    report = to_plan(read(completed(given.to_config(), given=given), RANKS), RANKS, NUMELS, True)[1]
     told = {path: why for path, why in report.ignored.items() if path not in quiet_paths(given)}
     (path,) = told
     assert path.endswith(name.replace("params_", "offload_param.")) and reason in told[path]
@@ -357,12 +329,11 @@ def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) ->
 def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
     changed = DeepSpeedArguments(loss_scale=3.0)
     for tree, precision, expected in (({}, "16-mixed", ""), ({}, "32-true", "loss_scale=3.0"), ({"fp16": {"enabled": True}}, "16-true", "loss_scale=3.0")):  # fmt: skip
-        completed = complete(tree, changed, facts(precision), Misconfigured)
-        assert scale_without_effect(changed, completed) == expected
+        assert scale_without_effect(changed, completed(tree, precision, changed)) == expected
 
 
 def test_autocast_is_lightnings_own() -> None:
-    block = {"enabled": True, "dtype": "bfloat16"}
-    with pytest.raises(NotImplementedError, match=r"torch_autocast\.enabled=True .* is not available under Lightning"):
-        read_given({"train_micro_batch_size_per_gpu": 1, "torch_autocast": block})
-    assert read_given({"torch_autocast": block | {"enabled": False}}).stage == 0
+    given = {"train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    told = r"torch_autocast\.enabled=True .* is not available under Lightning"
+    raises(NotImplementedError, told, read_given, given)
+    assert read_given({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}).stage == 0

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as plain
 
-from shardwise.booster import Booster
-from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.core.checkpoint import write_lr_scheduler
 from shardwise.core.checkpoint.schedulers import SavedScheduler, fitting_state
 from shardwise.core.optim import AdamRule, AdamSlot, AdamTiles, CPUAdam, FusedAdam, HybridAdam, adam_reference
@@ -144,21 +142,13 @@ def test_rates_are_the_formulas(case: str) -> None:
 
 
 def test_one_cycle_has_its_peak_at_the_optimizers_rate() -> None:
-    one, other = optimizer(), optimizer()
-    ours = own.OneCycleLR(one, TOTAL, pct_start=0.4, three_phase=True)
-    theirs = plain.OneCycleLR(other, list(RATES), total_steps=TOTAL, pct_start=0.4, three_phase=True)
-    assert _walk(one, ours, TOTAL - 1) == _walk(other, theirs, TOTAL - 1)
-    again = optimizer()  # a run that goes on takes its peak from the group, not from the rate of that moment
-    first = own.OneCycleLR(again, TOTAL, pct_start=0.4, three_phase=True)
-    _walk(again, first, 3)
-    later = own.OneCycleLR(again, TOTAL, pct_start=0.4, three_phase=True, last_epoch=2)
-    assert _walk(again, later, 4) == _tail_of_one_cycle(3, 4)
-
-
-def _tail_of_one_cycle(start: int, steps: int) -> list[list[float]]:
-    of = optimizer()
-    scheduler = own.OneCycleLR(of, TOTAL, pct_start=0.4, three_phase=True)
-    return _walk(of, scheduler, start + steps)[start:]
+    one, other, again = optimizer(), optimizer(), optimizer()
+    phases: dict[str, Any] = {"pct_start": 0.4, "three_phase": True}
+    walked = _walk(one, own.OneCycleLR(one, TOTAL, **phases), TOTAL - 1)
+    assert walked == _walk(other, plain.OneCycleLR(other, list(RATES), total_steps=TOTAL, **phases), TOTAL - 1)
+    # A run that goes on takes its peak from the group, not from the rate of that moment.
+    _walk(again, own.OneCycleLR(again, TOTAL, **phases), 3)
+    assert _walk(again, own.OneCycleLR(again, TOTAL, **phases, last_epoch=2), 4) == walked[3:7]
 
 
 OF_A_KIND = ("cosine, not warm", "cosine of one step", "flat, to a floor", "power, warm", "factors", "exponential")
@@ -217,53 +207,18 @@ def test_a_state_of_colossalais_goes_on() -> None:
         assert _walk(fresh, resumed, 3) == _walk(one, scheduler, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
-        ("CosineAnnealingLR", {"total_steps": 0}, "total_steps=0"),
-        ("CosineAnnealingWarmupLR", {"warmup_steps": TOTAL}, "after the warm-up"),
-        ("PolynomialWarmupLR", {"warmup_steps": -1}, "warmup_steps=-1"),
-        ("FlatAnnealingLR", {"pct_start": 72}, "pct_start=72"),
-        ("MultiStepLR", {}, "milestones=None"),
-        ("LambdaLR", {}, "lr_lambda=None"),
-    ],
-)
-def test_arguments_that_make_no_schedule(name: str, arguments: dict[str, Any], told: str) -> None:
-    raises(ValueError, told, lambda: getattr(own, name)(optimizer(), **{"total_steps": TOTAL, **arguments}))
-    with pytest.raises(TypeError, match="num_steps_per_epoch"):
-        getattr(own, name)(optimizer(), **{"total_steps": TOTAL, **arguments}, num_steps_per_epoch=5)
-
-
-def test_under_a_booster_and_through_its_checkpoint(tmp_path: Path) -> None:
-    def boosted() -> tuple[Booster, Any, Any, Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 3)
-        groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.03}]
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        scheduler = own.CosineAnnealingWarmupLR(optimizer, TOTAL, WARM)
-        booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
-        model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-        return booster, model, optimizer, scheduler
-
-    def steps(booster: Booster, model: Any, optimizer: Any, scheduler: Any, count: int) -> list[float]:
-        rates = []
-        for _ in range(count):
-            booster.backward(model(torch.ones(2, 3)).sum(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            rates += [group["lr"] for group in optimizer.param_groups]
-        return rates
-
-    run = boosted()
-    for at in (2, 7):  # before and after the second stage has begun
-        steps(*run, at - run[3].last_epoch)
-        run[0].save_checkpoint(tmp_path, *run[1:], tag=f"step-{at}")
-    expected = steps(*run, 5)
-    for at in (7, 2):
-        again = boosted()
-        again[0].load_checkpoint(tmp_path, *again[1:], tag=f"step-{at}")
-        assert steps(*again, 12 - at)[-10:] == expected
+def test_arguments_that_make_no_schedule() -> None:
+    for kind, arguments, told in (
+        (own.CosineAnnealingLR, {"total_steps": 0}, "total_steps=0"),
+        (own.CosineAnnealingWarmupLR, {"warmup_steps": TOTAL}, "after the warm-up"),
+        (own.PolynomialWarmupLR, {"warmup_steps": -1}, "warmup_steps=-1"),
+        (own.FlatAnnealingLR, {"pct_start": 72}, "pct_start=72"),
+        (own.MultiStepLR, {}, "milestones=None"),
+        (own.LambdaLR, {}, "lr_lambda=None"),
+    ):
+        given: dict[str, Any] = {"total_steps": TOTAL, **arguments}
+        raises(ValueError, told, kind, optimizer(), **given)
+        raises(TypeError, "num_steps_per_epoch", kind, optimizer(), **given, num_steps_per_epoch=5)
 
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -374,45 +329,34 @@ def test_tiles_equal_the_formula(
 
 def test_without_bias_correction() -> None:
     """The first step then moves by lr (1 - beta1) g / (sqrt(1 - beta2) |g|), not by lr."""
-    param = nn.Parameter(torch.zeros(3))
-    param.grad = torch.tensor([1.0, -2.0, 4.0])
-    HybridAdam([param], lr=0.1, bias_correction=False, betas=(0.9, 0.99)).step()
-    assert_close([param], [torch.tensor([-0.1, 0.1, -0.1])], 1e-5)
-    other = nn.Parameter(torch.zeros(3))
-    other.grad = torch.tensor([1.0, -2.0, 4.0])
-    HybridAdam([other], lr=0.1, bias_correction=False, betas=(0.5, 0.99)).step()
-    assert_close([other], [torch.tensor([-0.5, 0.5, -0.5])], 1e-5)
+    for beta1, moved in ((0.9, 0.1), (0.5, 0.5)):
+        param = nn.Parameter(torch.zeros(3))
+        param.grad = torch.tensor([1.0, -2.0, 4.0])
+        HybridAdam([param], lr=0.1, bias_correction=False, betas=(beta1, 0.99)).step()
+        assert_close([param], [torch.tensor([-moved, moved, -moved])], 1e-5)
 
 
-def strided(kind: str) -> Tensor:
-    base = torch.arange(48.0).reshape(2, 3, 2, 4) / 48
-    layouts: dict[str, Callable[[], Tensor]] = {
-        "contiguous": lambda: base,
-        "transposed": lambda: base.transpose(1, 3),
-        "channels_last": lambda: base.contiguous(memory_format=torch.channels_last),
-        "sliced": lambda: base[:, :, :, ::2],
-    }
-    return layouts[kind]()
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda base: base,
+    "transposed": lambda base: base.transpose(1, 3),
+    "channels_last": lambda base: base.contiguous(memory_format=torch.channels_last),
+    "sliced": lambda base: base[:, :, :, ::2],
+}
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels_last", "sliced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient", ["as parameter", "contiguous", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
     """Neither parameter nor gradient need be contiguous, nor laid out alike; memory between elements is left alone."""
-    values = strided(layout).to(dtype)
+    values = LAYOUTS[layout](torch.arange(48.0).reshape(2, 3, 2, 4) / 48).to(dtype)
     param = nn.Parameter(values.clone(memory_format=torch.preserve_format) if layout != "sliced" else values)
     plain = nn.Parameter(values.contiguous().clone())
     ours, theirs = HybridAdam([param], lr=0.1), HybridAdam([plain], lr=0.1)
-    for step in range(3):
-        torch.manual_seed(step)
-        grad = torch.randn(plain.shape).to(dtype)
-        if gradient == "expanded":
-            grad = torch.ones((), dtype=dtype).expand(plain.shape)
+    for _ in range(3):
+        grad = torch.randn(() if gradient == "expanded" else plain.shape).to(dtype).expand(plain.shape)
         plain.grad = grad.clone(memory_format=torch.contiguous_format)
-        if gradient == "as parameter":
-            grad = torch.empty_like(param).copy_(grad)
-        param.grad = grad
+        param.grad = torch.empty_like(param).copy_(grad) if gradient == "as parameter" else grad
         ours.step()
         theirs.step()
     assert_close([param], [plain], 1e-6)
@@ -484,22 +428,6 @@ def test_state_moves_between_torch_and_here(kind: Kind, adamw_mode: bool) -> Non
         reference.step()
         current.step()
     assert_close(travelling, straight, 1e-6)
-
-
-def test_loading_keeps_the_precision_of_half_parameters_moments() -> None:
-    params = make_params(torch.bfloat16)
-    optimizer = HybridAdam(params)
-    set_gradients(params, 1)
-    optimizer.step()
-    other = HybridAdam(params)
-    other.register_load_state_dict_pre_hook(lambda _o, state: dict(state))
-    for _ in range(2):
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert len(other._optimizer_load_state_dict_pre_hooks) == 1
-    for param in params:
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert other.state[param][key].dtype == torch.float32
-            assert torch.equal(other.state[param][key], optimizer.state[param][key])
 
 
 def test_amsgrad_state_is_refused() -> None:

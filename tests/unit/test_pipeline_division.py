@@ -16,32 +16,23 @@ import transformers
 from torch import nn
 
 from shardwise.cli.main import main
-from shardwise.core.parallel.pipeline import (
-    Body,
-    draw_schedule,
-    layers_of_stages,
-    make_schedule,
-    merged,
-    schedule_text,
-    split_batch,
-    stage_model,
-)
-from shardwise.core.parallel.pipeline.batch import check_mergeable, detached
+from shardwise.core.parallel import pipeline
+from shardwise.core.parallel.pipeline import Body, make_schedule, schedule_text, split_batch, stage_model
+from shardwise.core.parallel.pipeline.batch import check_mergeable, detached, merged
 from shardwise.core.parallel.pipeline.run import STEPS, StageRun
 from shardwise.core.parallel.pipeline.schedule import Action, Kind, Schedule, given_schedule, simulate
 from shardwise.plan import PipelinePlan
 from shardwise.plan.parallel import MOST_MICROBATCHES, MOST_STAGES
 from tests.support.on_ranks import raises
+from tests.support.tensor_cases import decoder
 
 
 def test_layers_are_even_with_more_in_the_middle() -> None:
-    assert layers_of_stages(8, 4) == [2, 2, 2, 2]
-    assert layers_of_stages(5, 4) == [1, 2, 1, 1]
-    assert layers_of_stages(6, 4) == [1, 2, 2, 1]
-    assert layers_of_stages(7, 4) == [2, 2, 2, 1]
-    assert layers_of_stages(5, 2, [1, 4]) == [1, 4]
+    expected = {8: [2, 2, 2, 2], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}
+    assert {layers: pipeline.layers_of_stages(layers, 4) for layers in expected} == expected
+    assert pipeline.layers_of_stages(5, 2, [1, 4]) == [1, 4]
     for layers, stages, given in ((3, 4, None), (5, 2, [2, 2]), (5, 2, [5, 0]), (5, 2, [1, 2, 2])):
-        raises(ValueError, rf"{layers} layers", layers_of_stages, layers, stages, given)
+        raises(ValueError, rf"{layers} layers", pipeline.layers_of_stages, layers, stages, given)
 
 
 def test_batches_of_any_form_are_divided_by_rows() -> None:
@@ -117,10 +108,8 @@ def test_outputs_keep_their_classes_and_numbers_that_differ_are_a_tensor() -> No
         (replace(made(1), pair=Pair(torch.ones(2, 3), "x")), r"outputs.pair\[0\] is a tensor of .*\(2, 2\) .*\(2, 3\)"),
         (made(1).pair, r"outputs is a Made in one micro-batch and a Pair in another"),
     ):
-        with pytest.raises(TypeError, match=told):
-            check_mergeable(made(2), other)
-        with pytest.raises(TypeError, match=told):
-            merged([made(2), other])
+        raises(TypeError, told, check_mergeable, made(2), other)
+        raises(TypeError, told, merged, [made(2), other])
 
 
 class Tower(nn.Module):
@@ -164,27 +153,20 @@ def test_a_model_of_the_users_own() -> None:
 
 def test_what_cannot_be_divided_is_named() -> None:
     tower = Tower(nn.ModuleList([nn.Linear(4, 4)]))
-    raises(ValueError, r"Tower cannot be divided into stages.*register_body", lambda: stage_model(tower, 0, 2))
-    with pytest.raises(ValueError, match="1 layers are too few for 2 stages"):
-        stage_model(tower, 0, 2, body=Body(layers="blocks", tokens="first"))
+    raises(ValueError, r"Tower cannot be divided into stages.*register_body", stage_model, tower, 0, 2)
+    plain = Body(layers="blocks", tokens="first")
+    raises(ValueError, "1 layers are too few for 2 stages", stage_model, tower, 0, 2, body=plain)
     tower.blocks.append(nn.Linear(4, 4))
-    raises(ValueError, r"Tower\.turn is in Body.everywhere", lambda: stage_model(tower, 0, 2, body=BODY))
-    with pytest.raises(ValueError, match=r"Tower\.blocks is a Sequential"):
-        stage_model(Tower(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), 0, 2, body=BODY)
-    config = transformers.LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9
-    )
+    raises(ValueError, r"Tower\.turn is in Body.everywhere", stage_model, tower, 0, 2, body=BODY)
+    tower = Tower(nn.Sequential(*tower.blocks))
+    raises(ValueError, r"Tower\.blocks is a Sequential", stage_model, tower, 0, 2, body=BODY)
+    config = decoder("Llama", num_hidden_layers=2)
     both = nn.ModuleList([transformers.LlamaModel(config), transformers.LlamaModel(config)])
-    raises(ValueError, r"several bodies \(0, 1\)", lambda: stage_model(both, 0, 2))
+    raises(ValueError, r"several bodies \(0, 1\)", stage_model, both, 0, 2)
     model = transformers.LlamaForCausalLM(config)
-    staging = stage_model(model, 1, 2)
-    staging.install()
-    with pytest.raises(ValueError, match="output_hidden_states=True for a LlamaForCausalLM in pipeline stages"):
-        staging.run(1, torch.ones(1, 2, 8), (), {"input_ids": torch.ones(1, 2).long(), "output_hidden_states": True})
-    staging.remove()
     config._attn_implementation = "eager"
     config.output_attentions = True
-    raises(ValueError, "output_attentions=True", lambda: stage_model(model, 0, 2))
+    raises(ValueError, "output_attentions=True", stage_model, model, 0, 2)
 
 
 def test_plans_are_checked() -> None:
@@ -196,6 +178,8 @@ def test_plans_are_checked() -> None:
         ({"chunks": 0}, "chunks=0"),
         ({"microbatches": 0}, "microbatches=0"),
         ({"microbatch_rows": -1}, "microbatch_rows=-1"),
+        ({"microbatches": MOST_MICROBATCHES + 1}, r"microbatches=16385.*16384"),
+        ({"schedule": "interleaved", "chunks": MOST_STAGES + 1}, r"chunks=257.*256"),
     ):
         raises(ValueError, told, PipelinePlan, **wrong)
 
@@ -214,17 +198,14 @@ def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
 
 def test_more_than_messages_can_name_is_refused() -> None:
     many: Any = SimpleNamespace(stages=MOST_STAGES + 1)
-    raises(ValueError, r"a model of 257 stages .* at most 256", lambda: StageRun(many, None))
+    raises(ValueError, r"a model of 257 stages .* at most 256", StageRun, many, None)
     most: Any = SimpleNamespace(stages=MOST_STAGES)
     run = StageRun(most, None)
-    with pytest.raises(ValueError, match="a step of 16385 micro-batches: a pipeline takes at most 16384"):
-        schedule: Any = None
-        run.step(schedule, [None] * (MOST_MICROBATCHES + 1), lambda outputs, inputs: outputs, None)  # type: ignore[list-item]
+    told = "a step of 16385 micro-batches: a pipeline takes at most 16384"
+    raises(ValueError, told, run.step, None, [None] * (MOST_MICROBATCHES + 1), None, None)
     run.check_number(MOST_MICROBATCHES)
     assert PipelinePlan(microbatches=MOST_MICROBATCHES).microbatches == 16384
-    raises(ValueError, r"microbatches=16385.*16384", lambda: PipelinePlan(microbatches=MOST_MICROBATCHES + 1))
     assert PipelinePlan(schedule="interleaved", chunks=MOST_STAGES).chunks == 256
-    raises(ValueError, r"chunks=257.*256", lambda: PipelinePlan(schedule="interleaved", chunks=MOST_STAGES + 1))
 
 
 SMALL = """\
@@ -241,11 +222,10 @@ rank 1 .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
 def test_a_picture_in_text() -> None:
     assert schedule_text(make_schedule("zbv", 2, 2, 3)) + "\n" == SMALL
     plain = schedule_text(make_schedule("1f1b", 2, 1, 2), (1.0, 1.0, 1.0)).splitlines()
-    assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
     assert plain[1] == "bubble: ranks are idle for 33.3% of the time (by formula 33.3%)"
     assert plain[-3] == "F forward, B backward, - continues, . idle"
-    uneven = schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
-    assert "by formula" not in uneven
+    assert plain[-2:] == ["rank 0 F0 F1 .  .  B0 -- .  B1 --", "rank 1 .  F0 B0 -- F1 B1 -- .  ."]
+    assert "by formula" not in schedule_text(make_schedule("zbv", 4, 2, 8), (1.0, 2.0, 0.5))
     narrow = schedule_text(make_schedule("zbv", 4, 2, 40)).splitlines()
     assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
 
@@ -254,7 +234,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["schedule", "--pp", "2", "--microbatches", "3", "--style", "zbv"]
     assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
     assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
-    assert (tmp_path / "zbv.svg").read_text() == draw_schedule(make_schedule("zbv", 2, 2, 3))
+    assert (tmp_path / "zbv.svg").read_text() == pipeline.draw_schedule(make_schedule("zbv", 2, 2, 3))
     for times in ("1e308", "1e-320"):
         assert main([*arguments, "--times", times, times, times]) == 0
         assert capsys.readouterr().out == SMALL
@@ -325,15 +305,13 @@ def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action
     found = _get_1f1b_rank_ops(
         chunks, ranks, warm, rest, warm, rank, forward_stage, backward_stage, num_1f1b_microbatches=rest
     )
-    return [
-        Action(
-            Kind.FORWARD if each.computation_type.name == "FORWARD" else Kind.BACKWARD,
-            each.stage_index,
-            each.microbatch_index,
-        )
-        for each in found
-        if each
-    ]
+    return actions(found, {"FORWARD": Kind.FORWARD, "FULL_BACKWARD": Kind.BACKWARD})
+
+
+def actions(found: list[Any], kinds: dict[str, Kind]) -> list[Action]:
+    """Ours, of torch's."""
+    shown = [each for each in found if each is not None]
+    return [Action(kinds[each.computation_type.name], each.stage_index, each.microbatch_index or 0) for each in shown]
 
 
 def test_orders_are_torchs() -> None:
@@ -350,23 +328,16 @@ def test_the_order_of_zbv_is_torchs() -> None:
     for ranks in range(1, 7):
         for microbatches in range(1, 20):
             torchs_own = object.__new__(ScheduleZBVZeroBubble)  # its constructor wants stages, and communicates
-            torchs_own.pp_group_size, torchs_own.num_stages = ranks, 2 * ranks
-            torchs_own._n_microbatches = microbatches
+            vars(torchs_own).update(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches)
             schedule = make_schedule("zbv", ranks, 2, microbatches)
             for rank, order in enumerate(schedule.orders):
-                expected = torchs_own._calculate_single_rank_operations(rank)
-                assert list(order) == [
-                    Action(kinds[each.computation_type.name], each.stage_index, each.microbatch_index or 0)
-                    for each in expected
-                    if each is not None
-                ]
+                assert list(order) == actions(torchs_own._calculate_single_rank_operations(rank), kinds)
             assert given_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
 
 
 def test_what_waits_in_a_circle_is_told() -> None:
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
-    with pytest.raises(ValueError, match=r"by rank at \{0: '0B0'\}"):
-        simulate(Schedule("wrong", 1, 1, ((backward, forward),)), lambda _: 1.0)
+    wrong = Schedule("wrong", 1, 1, ((Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)),))
+    raises(ValueError, r"by rank at \{0: '0B0'\}", simulate, wrong, lambda _: 1.0)
 
 
 def test_bad_input_is_refused() -> None:

@@ -3,7 +3,8 @@
 Models that do more than a body of a known class does: in stages they are the same model, or it is said why not.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,18 +57,26 @@ def loss_of(logits: Any, ids: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), (ids["ids"] if isinstance(ids, dict) else ids).flatten())
 
 
-def staged(model: Net, counts: Sequence[int] = (2, 2), train: bool = True, style: str = "interleaved") -> Tensor:
+def staged(
+    model: nn.Module, style: str = "interleaved", batch: Any = None, parts: int = 2, train: bool = True, **more: Any
+) -> Tensor:
     """The loss of one step of two stages on this rank; gradients are added up."""
-    staging = stage_model(model, 0, 1, 2, counts, Body(tokens="embed"), v_shaped=style == "zbv")
+    own = {"layers_by_stage": (2, 2), "body": Body(tokens="embed")} if batch is None else {}
+    staging = stage_model(model, 0, 1, 2, **own | more, v_shaped=style == "zbv")
     staging.install()
     try:
-        schedule = make_schedule(style, 1, 2, 2)
-        parts = split_batch({"ids": IDS}, 2, None)
-        loss = StageRun(staging, None).step(schedule, parts, loss_of, Passes() if train else None).loss
+        divided = split_batch({"ids": IDS} if batch is None else batch, parts, None)
+        criterion = loss_of if batch is None else model_loss
+        schedule = make_schedule(style, 1, 2, len(divided))
+        loss = StageRun(staging, None).step(schedule, divided, criterion, Passes() if train else None).loss
     finally:
         staging.remove()
     assert loss is not None
     return loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 def through(model: Any, x: Tensor, first: int = 0) -> Tensor:
@@ -142,22 +151,18 @@ AGAIN = [skip_to_layers, skip_to_end, skip_over_layers, mean_of_all]
 @pytest.mark.parametrize("way", AGAIN)
 def test_outputs_of_earlier_stages_are_not_used_again(way: Way) -> None:
     told = r"Net uses the output of Net\.embed or of a layer of an earlier stage again in stage 1.*pp=1"
-    raises(RuntimeError, told, lambda: staged(Net(way)))
+    raises(RuntimeError, told, staged, Net(way))
     with torch.no_grad():
         assert staged(Net(way), train=False).isnan()
 
 
 def in_a_row(model: Any, ids: Tensor) -> Tensor:
-    x = through(model, model.embed(ids))
-    return through(model, x, 2)
+    return through(model, through(model, model.embed(ids)), 2)
 
 
-@pytest.mark.parametrize(
-    ("way", "told"),
-    [(twice, r"calls layers\.0 after layers of stage 1"), (in_a_row, r"calls layers\.2 twice in stage 1")],
-)
-def test_layers_are_called_once(way: Way, told: str) -> None:
-    raises(RuntimeError, told, lambda: staged(Net(way)))
+def test_layers_are_called_once() -> None:
+    raises(RuntimeError, r"calls layers\.0 after layers of stage 1", staged, Net(twice))
+    raises(RuntimeError, r"calls layers\.2 twice in stage 1", staged, Net(in_a_row))
 
 
 def test_an_output_that_holds_what_another_stage_made_cannot_be_trained_through() -> None:
@@ -184,21 +189,9 @@ def only_shapes(model: Any, ids: Tensor) -> Tensor:
     return x
 
 
-def checkpointed(reentrant: bool) -> Way:
-    def way(model: Any, ids: Tensor) -> Tensor:
-        x = model.embed(ids)
-        for layer in model.layers:
-            x = checkpoint(layer, x, use_reentrant=reentrant)
-        return x
-
-    return way
-
-
-def in_place(model: Any, ids: Tensor) -> Tensor:
-    x = model.embed(ids)
-    for layer in model.layers:
-        x = layer(x, in_place=True)
-    return x
+def by_layers(call: Callable[[Any, Tensor], Tensor]) -> Way:
+    """Layers one after the other, each by ``call(layer, x)``."""
+    return lambda model, ids: functools.reduce(lambda x, layer: call(layer, x), model.layers, model.embed(ids))
 
 
 EXACT: dict[str, Way] = {
@@ -215,9 +208,9 @@ EXACT: dict[str, Way] = {
     "copied": lambda m, ids: through(m, m.embed(ids).clone() * 1.0),
     "frozen and zero": lambda m, ids: through(m, m.embed(ids) + m.pos.detach()),
     "only shapes": only_shapes,
-    "checkpointed": checkpointed(False),
-    "checkpointed, reentrant": checkpointed(True),
-    "begins in place": in_place,
+    "checkpointed": by_layers(functools.partial(checkpoint, use_reentrant=False)),
+    "checkpointed, reentrant": by_layers(functools.partial(checkpoint, use_reentrant=True)),
+    "begins in place": by_layers(lambda layer, x: layer(x, in_place=True)),
 }
 
 
@@ -227,13 +220,11 @@ def test_one_hidden_state_is_exact(case: str, style: str) -> None:
     model = Net(EXACT[case])
     expected = loss_of(model(IDS), IDS)
     expected.backward()
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    grads = gradients(model)
     model.zero_grad()
-    counts = (3, 1) if case == "only shapes" else (2, 2)
-    loss = staged(model, counts, style=style)
+    loss = staged(model, style, layers_by_stage=(3, 1) if case == "only shapes" else (2, 2))
     assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-13, "loss")
-    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    assert_close(found, grads, 1e-12, "gradients", floor=1e-2)
+    assert_close(gradients(model), grads, 1e-12, "gradients", floor=1e-2)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert_close({"loss": staged(model, train=False)}, {"loss": expected.detach()}, 1e-13, "forward alone")
@@ -243,8 +234,8 @@ def test_a_module_that_is_several_layers_of_a_rank_is_refused_by_its_names() -> 
     model = Net(EXACT["plain"])
     model.layers[2] = model.layers[0]
     for rank in range(2):
-        with pytest.raises(ValueError, match=r"layers\.0 and layers\.2 of the Net are one module, in stages 0"):
-            stage_model(model, rank, 2, 2, None, Body(tokens="embed"))
+        told = r"layers\.0 and layers\.2 of the Net are one module, in stages 0"
+        raises(ValueError, told, stage_model, model, rank, 2, 2, None, Body(tokens="embed"))
         stage_model(model, rank, 2, 1, None, Body(tokens="embed"))
 
 
@@ -256,38 +247,17 @@ def model_loss(outputs: Any, _inputs: Any = None) -> Tensor:
     return outputs if isinstance(outputs, Tensor) else outputs.loss
 
 
-def staged_model(
-    model: nn.Module,
-    batch: Any,
-    parts: int = 2,
-    criterion: Callable[[Any, Any], Tensor] = model_loss,
-    train: bool = True,
-) -> Tensor:
-    """The loss of one step of two stages on this rank; gradients are added up."""
-    staging = stage_model(model, 0, 1, 2)
-    staging.install()
-    try:
-        divided = split_batch(batch, parts, None)
-        schedule = make_schedule("interleaved", 1, 2, len(divided))
-        loss = StageRun(staging, None).step(schedule, divided, criterion, Passes() if train else None).loss
-    finally:
-        staging.remove()
-    assert loss is not None
-    return loss
-
-
 def check_is_plain(model: nn.Module, batch: Any, parts: int = 2) -> None:
     """Loss and gradients; of a batch whose rows weigh the same."""
     with Exact():
         expected = model_loss(model(**batch))
     expected.backward()
-    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    grads = gradients(model)
     model.zero_grad()
     with Exact():
-        loss = staged_model(model, batch, parts)
+        loss = staged(model, batch=batch, parts=parts)
     assert_close({"loss": loss}, {"loss": expected.detach()}, 1e-12, "loss")
-    found = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    assert_close(found, grads, 1e-11, "gradients", floor=1e-2)
+    assert_close(gradients(model), grads, 1e-11, "gradients", floor=1e-2)
 
 
 class Wrapped(nn.Module):
@@ -334,7 +304,7 @@ def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: 
 
     model.model.__class__ = Normed
     model.model.embed_norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
-    raises(RuntimeError, r"calls model\.embed_norm before .* of Normed .*Body\.before", staged_model, model, BATCH)
+    raises(RuntimeError, r"calls model\.embed_norm before .* of Normed .*Body\.before", staged, model, batch=BATCH)
     monkeypatch.setitem(TABLES, "Normed", replace(TABLES["LlamaModel"], before=("embed_norm",)))
     check_is_plain(model, BATCH)
 
@@ -351,11 +321,11 @@ class Exit(nn.Module):
 
 def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
     for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=f"{name}=True for a LlamaModel in pipeline stages"):
-            staged_model(Exit(**{name: True}), BATCH)
+        told = f"{name}=True for a LlamaModel in pipeline stages"
+        raises(ValueError, told, staged, Exit(**{name: True}), batch=BATCH)
     model = Exit()
     model.lm.config.output_hidden_states = True
-    raises(ValueError, "output_hidden_states=True for a LlamaModel in pipeline stages", staged_model, model, BATCH)
+    raises(ValueError, "output_hidden_states=True for a LlamaModel in pipeline stages", staged, model, batch=BATCH)
     model.asked["output_hidden_states"] = False
     check_is_plain(model, BATCH)
     assert not model.lm._forward_pre_hooks

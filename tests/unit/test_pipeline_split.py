@@ -17,6 +17,7 @@ from shardwise.core.parallel.pipeline.run import is_sentinel, sentinel
 from shardwise.core.parallel.pipeline.split import WeightsApart
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import made
+from tests.support.on_ranks import raises
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -108,7 +109,6 @@ def test_an_interrupt_ends_the_session_and_an_error_does_not() -> None:
     assert "call zero_grad() on every rank" in error.value.__notes__[0]
     assert run.step(schedule, parts, criterion, Passes()).loss is not None
     raised.append(KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        run.step(schedule, parts, criterion, Passes())
-    with pytest.raises(RuntimeError, match=r"ended in KeyboardInterrupt: .*the session is over"):
-        run.step(schedule, parts, criterion, Passes())
+    raises(KeyboardInterrupt, None, lambda: run.step(schedule, parts, criterion, Passes()))
+    told = r"ended in KeyboardInterrupt: .*the session is over"
+    raises(RuntimeError, told, run.step, schedule, parts, criterion, Passes())

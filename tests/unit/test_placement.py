@@ -196,8 +196,7 @@ RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_me
 @pytest.mark.parametrize("value", [-1e-9, math.nextafter(1.0, 2.0), 1.0000001, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [*FRACTIONS, *RATIOS])
 def test_shares_outside_of_0_to_1_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={value}: give a share in \[0, 1\]"):
-        GeminiPlugin(**{name: value})
+    raises(ValueError, rf"{name}={value}: give a share in \[0, 1\]", lambda: GeminiPlugin(**{name: value}))
 
 
 HALF = torch.bfloat16

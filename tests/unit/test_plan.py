@@ -6,7 +6,6 @@ shardwise.shard: its settings -> a plan, what is refused, and names that come wh
 """
 
 import copy
-import dataclasses
 import io
 import math
 import pickle
@@ -27,14 +26,10 @@ from shardwise.plan import (
     BySearch,
     ByTensor,
     DiskPlan,
-    GradPlan,
     MeshPlan,
     ParamGroupPlan,
     Plan,
-    PrecisionPlan,
-    ScalerPlan,
     SequencePlan,
-    ShardPlan,
     TensorPlan,
     replicated,
     zero,
@@ -51,7 +46,7 @@ def test_stages_are_data() -> None:
     assert [p.shard.reduce for p in (one, two, three)] == ["last", "every", "every"]
     assert [p.shard.always_gathered for p in (one, two, three)] == [True, True, False]
     assert replicated().mesh == MeshPlan(dp_shard=1, dp_replicate=-1)
-    assert dataclasses.replace(replicated(), mesh=one.mesh) == one
+    assert replace(replicated(), mesh=one.mesh) == one
     assert zero(2, torch.float16).precision.scaler is not None
     assert zero(2, torch.bfloat16).precision.scaler is None
     assert zero(3, dp_replicate=2).mesh == MeshPlan(dp_shard=-1, dp_replicate=2)
@@ -68,48 +63,31 @@ def test_but_changes_parts_and_whole_fields_by_name() -> None:
     assert zero(2).but(state_disk_fraction=1.0, disk=disk).tiers.disk == disk
     assert zero(2).but(mesh=MeshPlan(dp_shard=2, dp_replicate=2)).mesh.dp_shard == 2
     assert zero(2).but() == zero(2)
-
-
-def test_but_names_the_known_fields() -> None:
     raises(ValueError, r"no field 'max_nrom'.*known fields: .*max_norm", lambda: zero(2).but(max_nrom=1.0))
     raises(ValueError, "prefetch=-1", lambda: zero(2).but(prefetch=-1))
 
 
-@pytest.mark.parametrize(
-    ("plan", "world_size", "expected"),
-    [
-        ((-1, 1), 6, (6, 1)), ((-1, 2), 6, (3, 2)), ((1, -1), 6, (1, 6)), ((3, -1), 6, (3, 2)),
-        ((3, 2), 6, (3, 2)), ((-1, 1), 1, (1, 1)),
-    ],
-)  # fmt: skip
-def test_resolve(plan: tuple[int, int], world_size: int, expected: tuple[int, int]) -> None:
-    found = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1]).resolve(world_size)
+SIZES = [((-1, 1), (6, 1)), ((-1, 2), (3, 2)), ((1, -1), (1, 6)), ((3, -1), (3, 2)), ((3, 2), (3, 2))]
+
+
+@pytest.mark.parametrize(("plan", "expected"), SIZES)
+def test_resolve(plan: tuple[int, int], expected: tuple[int, int]) -> None:
+    given = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1])
+    found = given.resolve(6)
     assert (found.dp_shard, found.dp_replicate) == expected
-    second = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1], secondary=expected[0]).resolve(world_size)
-    assert second == dataclasses.replace(found, secondary=expected[0])
+    assert replace(given, secondary=expected[0]).resolve(6) == replace(found, secondary=expected[0])
 
 
 @pytest.mark.parametrize(("shard", "replicate"), [(-1, 4), (4, -1), (2, 2), (3, 1), (12, 1)])
 def test_resolve_refuses(shard: int, replicate: int) -> None:
-    with pytest.raises(ValueError, match=f"(dp_shard={shard}|dp_replicate={replicate})\\b.* there are 6"):
-        MeshPlan(dp_shard=shard, dp_replicate=replicate).resolve(6)
+    told = rf"(dp_shard={shard}|dp_replicate={replicate})\b.* there are 6"
+    raises(ValueError, told, MeshPlan(dp_shard=shard, dp_replicate=replicate).resolve, 6)
 
 
-def _shard(**changes: object) -> ShardPlan:
-    return dataclasses.replace(zero(3).shard, **changes)  # type: ignore[arg-type]
-
-
-def _grad(**changes: object) -> GradPlan:
-    return dataclasses.replace(zero(3).grad, **changes)  # type: ignore[arg-type]
-
-
-def _scaler(**changes: object) -> ScalerPlan:
+def _scaler(**changes: float) -> Plan:
     scaler = zero(3, torch.float16).precision.scaler
-    return dataclasses.replace(scaler, **changes)  # type: ignore[arg-type]
-
-
-def _precision(**changes: object) -> PrecisionPlan:
-    return dataclasses.replace(zero(3).precision, **changes)  # type: ignore[arg-type]
+    assert scaler is not None
+    return zero(3).but(scaler=replace(scaler, **changes))
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
@@ -119,10 +97,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=1, secondary=0), "secondary=0"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=2, secondary=4).resolve(12), "secondary=4 does not divide dp_shard=6"),
     (lambda: zero(2).but(secondary=2), "secondary=2 with gathered_fraction=1.0"),
-    (
-        lambda: zero(3).but(secondary=2, param_disk_fraction=0.5, disk=DiskPlan(directory="x")),
-        "secondary=2 with param_disk_fraction=0.5",
-    ),
+    (lambda: zero(3).but(secondary=2, param_disk_fraction=0.5, disk=DISK["disk"]), "secondary=2 with param_disk_frac"),
     (lambda: zero(1).but(microbatches=4), "microbatches=4 with pp=1 has no effect"),
     (lambda: zero(1).but(schedule="zbv", chunks=2), "schedule='zbv', chunks=2 with pp=1"),
     (lambda: zero(1).but(mode="ring_attn", inner_ring=2), "mode='ring_attn', inner_ring=2 with sp=1"),
@@ -135,19 +110,17 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: ByNumel(chunk_numel=0), "chunk_numel=0"),
     (lambda: ByTensor(persist_numel=-1), "persist_numel=-1"),
     (lambda: BySearch(search_range_numel=-1, interval_numel=1, min_chunk_numel=1), "search_range_numel=-1"),
-    (lambda: _shard(gathered_fraction=1.01), "gathered_fraction=1.01"),
+    (lambda: zero(3).but(gathered_fraction=1.01), "gathered_fraction=1.01"),
     (lambda: zero(1).but(exchange_bytes=4096), "exchange_bytes=4096 with reduce='last'"),
     (lambda: zero(2).but(exchange_bytes=4096, overlap=False), "reduce='every' and overlap=False"),
-    (lambda: _shard(reduce="often"), "reduce='often'"),
-    (lambda: _grad(max_norm=-1.0), "max_norm=-1.0"),
-    (lambda: _grad(norm_type=0.0), "norm_type=0.0"),
-    (lambda: _grad(average="median"), "average='median'"),
+    (lambda: zero(3).but(reduce="often"), "reduce='often'"),
+    (lambda: zero(3).but(norm_type=0.0), "norm_type=0.0"),
     (lambda: _scaler(initial_scale=0.0, min_scale=0.0), "initial_scale=0.0"),
     (lambda: _scaler(min_scale=2.0**20), "min_scale=1048576.0"),
     (lambda: _scaler(max_scale=2.0), "max_scale=2.0"),
     (lambda: _scaler(growth_factor=1.0), "growth_factor=1.0"),
     (lambda: _scaler(backoff_factor=1.0), "backoff_factor=1.0"),
-    (lambda: _precision(param_dtype=torch.int32), "param_dtype=torch.int32"),
+    (lambda: zero(3).but(param_dtype=torch.int32), "param_dtype=torch.int32"),
     (lambda: zero(4), "stage=4"),  # type: ignore[arg-type]
 ]
 
@@ -157,6 +130,7 @@ def test_wrong_values_are_shown(make: Callable[[], object], shown: str) -> None:
     raises(ValueError, shown.replace(".", r"\."), lambda: make())
 
 
+STAYS = ParamGroupPlan(names=("head",), reshard_after_forward=False)
 PLANS = {
     "ddp": replicated(),
     "fp16": zero(2, torch.float16),
@@ -169,20 +143,12 @@ PLANS = {
         norm_type=math.inf,
         max_norm=0.1,
         reduce_dtype=torch.float64,
-        groups=(
-            ParamGroupPlan(names=("a.b", "c"), reshard_after_forward=False),
-            ParamGroupPlan(names=("a",), reshard_after_forward=True),
-        ),
+        groups=(STAYS, replace(STAYS, names=("a.b", "c"), reshard_after_forward=True)),
     ),
     "secondary": zero(3, torch.bfloat16).but(secondary=8),
     "orders": zero(1).but(
-        pp=2,
-        layers=(1, 2),
-        schedule="zbv",
-        chunks=2,
-        orders=(("F0", "B0"), ("F0",)),
-        reduce_dtype=torch.float64,
-        compress="fp8",
+        **{"pp": 2, "layers": (1, 2), "schedule": "zbv", "chunks": 2, "orders": (("F0", "B0"), ("F0",))},
+        **{"reduce_dtype": torch.float64, "compress": "fp8"},
     ),
 }
 
@@ -208,14 +174,14 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
         'stage = 2\n[shard.packing]\nkind = "ByTensor"\npersist_numel = 5\n'
         '[tiers]\nstate_disk_fraction = 1\n[tiers.disk]\ndirectory = "d"\n'
     )
-    on_disk = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
-    assert Plan.load(path) == zero(2).but(packing=ByTensor(persist_numel=5), **on_disk)
+    assert Plan.load(path) == zero(2).but(packing=ByTensor(persist_numel=5), **ON_DISK)
+
+
+ON_DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
 
 
 def test_what_differs_is_listed() -> None:
-    assert zero(3).differences(zero(3)) == []
-    on_disk = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
-    assert zero(2).differences(zero(2).but(max_norm=1.0, param_dtype=torch.bfloat16, **on_disk)) == [
+    assert zero(2).differences(zero(2).but(max_norm=1.0, param_dtype=torch.bfloat16, **ON_DISK)) == [
         'precision.param_dtype: "none" -> "bfloat16"',
         "grad.max_norm: 0.0 -> 1.0",
         "tiers.state_disk_fraction: 0.0 -> 1.0",
@@ -237,9 +203,7 @@ def test_print_shows_every_field() -> None:
 
 WRONG_TEXTS: list[tuple[Any, str]] = [
     ({}, r"plan\.toml: the field 'mesh' of Plan is missing; give it, or start from stage = 3"),
-    ({"stage": 4}, r"plan\.toml: stage=4: give 0, 1, 2 or 3"),
-    ({"stage": True}, r"plan\.toml: stage=True: give 0, 1, 2 or 3"),
-    ({"stage": 3.0}, r"plan\.toml: stage=3\.0: give 0, 1, 2 or 3"),
+    *(({"stage": stage}, rf"plan\.toml: stage={stage}: give 0, 1, 2 or 3") for stage in (4, True, 3.0)),
     ({"stage": 3, "precision": {"scaler": {"min_scale": 1.0}}}, r"scaler: the field 'initial_scale' .*; give it$"),
     ({"stage": 3, "dtype": "int8"}, r"plan\.toml: dtype='int8'"),
     ({"dtype": "bfloat16"}, r"plan\.toml: dtype='bfloat16' goes with stage"),
@@ -252,18 +216,12 @@ WRONG_TEXTS: list[tuple[Any, str]] = [
     ({"stage": 3, "shard": {"packing": {"kind": "ByLuck"}}}, r"packing\.kind='ByLuck': give one of ByNumel"),
     ({"stage": 3, "shard": {"groups": "all"}}, r"shard: groups='all': give a list"),
     ({"stage": 3, "shard": {"groups": ["all"]}}, r"shard: groups\[0\]='all': give a table of fields"),
-    (
-        {"stage": 3, "shard": {"groups": [{"names": ["a"]}]}},
-        r"groups\[0\]: the field 'reshard_after_forward' .*missing",
-    ),
+    ({"stage": 3, "shard": {"groups": [{"names": ["a"]}]}}, r"\[0\]: the field 'reshard_after_forward' .*missing"),
     (
         {"stage": 3, "shard": {"groups": [{"names": ["a"], "reshard_after_forward": 2}]}},
         r"groups\[0\]: reshard_after_forward=2 of a is neither True nor False.*set secondary in the plan's mesh",
     ),
-    (
-        {"stage": 3, "tensor": {"architecture": "llama"}},
-        r"tensor: architecture='llama': the field takes an object of the program",
-    ),
+    ({"stage": 3, "tensor": {"architecture": "llama"}}, "tensor: architecture='llama': the field takes an object of"),
     ({"stage": 3, "precision": {"param_dtype": "bfloat17"}}, r"param_dtype='bfloat17': give the name of a dtype"),
     ({"stage": 3, "verbose": "yes"}, r"plan\.toml: verbose='yes'"),
 ]
@@ -274,22 +232,18 @@ def test_what_is_wrong_is_named(tables: dict[str, Any], message: str) -> None:
     raises(ValueError, message, lambda: Plan.from_dict(tables, "plan.toml"))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    for name, text, message in (
         ("plan.yaml", "", r"plan\.yaml is neither \.toml nor \.json"),
         ("plan.toml", "stage = ", r"plan\.toml: is not TOML"),
         ("plan.json", "[1]", r"plan\.json: holds \[1\], which is not a table"),
         ("plan.json", '{"stage": 1, "stage": 2}', r"plan\.json: is not JSON: 'stage' is given twice"),
         ("plan.json", "[" * 100_000, r"plan\.json: is not JSON"),
         ("plan.toml", "a = '\xff'", r"plan\.toml: is not TOML"),
-    ],
-)
-def test_files_that_are_no_plans(name: str, text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(text.encode("latin-1"))
-    raises(ValueError, message, lambda: Plan.load(path))
-    raises(FileNotFoundError, None, lambda: Plan.load(tmp_path / "nothing.toml"))
+    ):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+        raises(ValueError, message, Plan.load, tmp_path / name)
+    raises(FileNotFoundError, None, Plan.load, tmp_path / "nothing.toml")
 
 
 def test_the_file_that_the_page_shows() -> None:
@@ -300,7 +254,6 @@ def test_the_file_that_the_page_shows() -> None:
 
 HOST: dict[str, Any] = {"state_host_fraction": 1.0, "pin_memory": True}
 DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "pin_memory": True, "disk": DiskPlan(directory="/fast")}
-STAYS = ParamGroupPlan(names=("head",), reshard_after_forward=False)
 CASES: list[tuple[dict[str, Any], Plan]] = [
     ({}, zero(3)),
     *(({"stage": stage}, zero(stage)) for stage in (1, 2)),
@@ -339,71 +292,48 @@ def test_an_editor_sees_every_setting() -> None:
     assert get_type_hints(ShardArguments) == get_type_hints(Settings)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"stage": 4}, "stage=4 is not a ZeRO stage; use 0, 1, 2 or 3"),
-        ({"stage": True}, "stage=True is not a ZeRO stage; use 0, 1, 2 or 3"),
-        ({"precision": "fp64"}, "precision='fp64'"),
-        ({"offload": "cpu"}, r"offload='cpu': use 'host' for host memory, or a directory .*'\./cpu'"),
-        ({"offload": "hst"}, "offload='hst': use 'host'"),
-        ({"offload": "nvme", "stage": 1}, "offload='nvme': use 'host'"),
-        ({"max_norm": -1.0}, "max_norm=-1.0"),
-        ({"average": "median"}, "average='median'"),
-        ({"offload": ""}, "directory=''"),
-        ({"device_memory": "64 sheep"}, "device_memory='64 sheep'"),
-        ({"device_memory": 0}, "device_memory=0"),
-        ({"replicas": 0}, "replicas=0"),
-        ({"replicas": 2, "stage": 0}, "replicas=2 at stage 0"),
-        ({"tp": 0}, "tp=0"),
-        ({"pp": -1}, "pp=-1"),
-        ({"sp": 0}, "sp=0"),
-        ({"sequence": "ulysses"}, "sequence='ulysses' is not a mode of sequence parallelism; use one of"),
-        ({"sequence": "split_gather"}, "sequence='split_gather' with tp=1, sp=1"),
-        (
-            {"sequence": "ring_attn", "tp": 2},
-            "sequence='ring_attn' with tp=2, sp=1: this mode uses the sp ranks; set sp > 1",
-        ),
-        ({"microbatches": 2}, "microbatches=2 with pp=1"),
-        ({"microbatches": 0, "pp": 2}, "microbatches=0"),
-    ],
-    ids=str,
-)
-def test_what_does_not_fit(given: dict[str, Any], message: str) -> None:
-    raises(ValueError, message, lambda: shardwise.shard(nn.Linear(2, 1), None, **given))
+NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
+    (ValueError, {"stage": 4}, "stage=4 is not a ZeRO stage; use 0, 1, 2 or 3"),
+    (ValueError, {"stage": True}, "stage=True is not a ZeRO stage; use 0, 1, 2 or 3"),
+    (ValueError, {"precision": "fp64"}, "precision='fp64'"),
+    (ValueError, {"offload": "cpu"}, r"offload='cpu': use 'host' for host memory, or a directory .*'\./cpu'"),
+    (ValueError, {"offload": "hst"}, "offload='hst': use 'host'"),
+    (ValueError, {"offload": "nvme", "stage": 1}, "offload='nvme': use 'host'"),
+    (ValueError, {"max_norm": -1.0}, "max_norm=-1.0"),
+    (ValueError, {"average": "median"}, "average='median'"),
+    (ValueError, {"offload": ""}, "directory=''"),
+    (ValueError, {"device_memory": "64 sheep"}, "device_memory='64 sheep'"),
+    (ValueError, {"device_memory": 0}, "device_memory=0"),
+    (ValueError, {"replicas": 0}, "replicas=0"),
+    (ValueError, {"replicas": 2, "stage": 0}, "replicas=2 at stage 0"),
+    (ValueError, {"tp": 0}, "tp=0"),
+    (ValueError, {"pp": -1}, "pp=-1"),
+    (ValueError, {"sp": 0}, "sp=0"),
+    (ValueError, {"sequence": "ulysses"}, "sequence='ulysses' is not a mode of sequence parallelism; use one of"),
+    (ValueError, {"sequence": "split_gather"}, "sequence='split_gather' with tp=1, sp=1"),
+    (ValueError, {"sequence": "ring_attn", "tp": 2}, "tp=2, sp=1: this mode uses the sp ranks; set sp > 1"),
+    (ValueError, {"microbatches": 2}, "microbatches=2 with pp=1"),
+    (ValueError, {"microbatches": 0, "pp": 2}, "microbatches=0"),
+    (ValueError, {"plan": zero(1), "stage": 3, "tp": 2}, "and stage, tp are given; give one"),
+    (TypeError, {"stages": 3}, r"stages=3 is not a setting of shard\(\): did you mean 'stage'"),
+    (TypeError, {"zzz": 1}, r"zzz=1 is not a setting of shard\(\): use stage, precision"),
+    (TypeError, {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4 .* several times before step"),
+    (TypeError, {"max_grad_norm": 1.0}, r"max_grad_norm=1\.0 is not .*: use max_norm=1\.0"),
+    (TypeError, {"model": None}, "model=None is not a torch.nn.Module; give one$"),
+    (TypeError, {"model": nn.Linear}, "model=.*Linear.* is not a torch.nn.Module; give one, an instance and not"),
+    (TypeError, {"optimizer": "adam"}, "optimizer='adam' is not a torch.optim.Optimizer; give one, several or None"),
+    (TypeError, {"optimizer": torch.optim.AdamW}, r"optimizer=.*AdamW.*; an instance, not the class: AdamW\(model"),
+    (TypeError, {"optimizer": [None]}, "optimizer=None is not a torch.optim.Optimizer"),
+    (TypeError, {"optimizer": nn.Linear(2, 1)}, r"optimizer=Linear\(.* is not a torch.optim.Optimizer"),
+    (TypeError, {"plan": {"stage": 3}}, r"plan=\{'stage': 3\} is not a Plan, nor the path of a .toml or .json file"),
+    (TypeError, {"offload": True}, "offload=True: use 'host' for host memory"),
+    (TypeError, {"offload": torch.device("cpu")}, "offload=device.*: use 'host' for host memory"),
+]
 
 
-def test_settings_that_there_are_not() -> None:
-    with pytest.raises(TypeError, match=r"stages=3 is not a setting of shard\(\): did you mean 'stage'"):
-        shardwise.shard(nn.Linear(2, 1), stages=3)
-    with pytest.raises(TypeError, match=r"zzz=1 is not a setting of shard\(\): use stage, precision"):
-        shardwise.shard(nn.Linear(2, 1), zzz=1)
-    with pytest.raises(TypeError, match=r"gradient_accumulation_steps=4 .* several times before step"):
-        shardwise.shard(nn.Linear(2, 1), gradient_accumulation_steps=4)
-    with pytest.raises(TypeError, match=r"max_grad_norm=1\.0 is not .*: use max_norm=1\.0"):
-        shardwise.shard(nn.Linear(2, 1), max_grad_norm=1.0)
-    with pytest.raises(ValueError, match="and stage, tp are given; give one"):
-        shardwise.shard(nn.Linear(2, 1), plan=zero(1), stage=3, tp=2)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"model": None}, "model=None is not a torch.nn.Module; give one$"),
-        ({"model": nn.Linear}, "model=.*Linear.* is not a torch.nn.Module; give one, an instance and not the class"),
-        ({"optimizer": "adam"}, "optimizer='adam' is not a torch.optim.Optimizer; give one, several or None"),
-        ({"optimizer": torch.optim.AdamW}, r"optimizer=.*AdamW.*; an instance, not the class: AdamW\(model"),
-        ({"optimizer": [None]}, "optimizer=None is not a torch.optim.Optimizer"),
-        ({"optimizer": nn.Linear(2, 1)}, r"optimizer=Linear\(.* is not a torch.optim.Optimizer"),
-        ({"plan": {"stage": 3}}, r"plan=\{'stage': 3\} is not a Plan, nor the path of a .toml or .json file"),
-        ({"plan": 3}, "plan=3 is not a Plan"),
-        ({"offload": True}, "offload=True: use 'host' for host memory"),
-        ({"offload": torch.device("cpu")}, "offload=device.*: use 'host' for host memory"),
-    ],
-    ids=str,
-)
-def test_what_is_something_else(given: dict[str, Any], message: str) -> None:
-    raises(TypeError, message, lambda: shardwise.shard(**{"model": nn.Linear(2, 1), **given}))
+@pytest.mark.parametrize(("error", "given", "message"), NOT_FITTING, ids=str)
+def test_what_does_not_fit(error: type[Exception], given: dict[str, Any], message: str) -> None:
+    raises(error, message, lambda: shardwise.shard(**{"model": nn.Linear(2, 1), **given}))
 
 
 def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
@@ -412,29 +342,6 @@ def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
     assert session.plan == zero(2).but(max_norm=0.5)
     session.close()
     raises(FileNotFoundError, None, lambda: shardwise.shard(nn.Linear(2, 1), plan=tmp_path / "other.toml"))
-
-
-def test_one_process_trains_as_plain_torch() -> None:
-    torch.manual_seed(0)
-    model, plain = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(4, 3, dtype=torch.float64)
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    session = shardwise.shard(model, torch.optim.Adam(model.parameters(), lr=0.1), stage=2, max_norm=0.1)
-    for _ in range(3):
-        session.backward(session.module(x).square().sum())
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-        plain(x).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert (session.data_rank, session.data_ranks) == (0, 1)
-    assert_close(dict(session.module.state_dict()), dict(plain.state_dict()), 1e-12, "parameters")
-    session.close()
-    other = shardwise.shard(nn.Linear(3, 2), plan=replace(zero(2), verbose=True))
-    assert isinstance(other, shardwise.Session) and isinstance(other.plan, shardwise.Plan) and other.plan.verbose
-    other.close()
 
 
 @pytest.mark.parametrize("fused", [False, True])
