@@ -86,7 +86,8 @@ def code_lines(source: Source) -> int:
     return sum(bool(line.strip()) and not line.lstrip().startswith("#") and n not in skipped for n, line in lines)
 
 
-def _dotted(node: ast.expr) -> str:
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of an attribute of names; of one of something else with a question mark for that."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -100,7 +101,7 @@ def private_sites(source: Source) -> Iterator[tuple[int, str]]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             inner |= {id(each) for each in ast.walk(node.value)}
-            name = _dotted(node)
+            name = dotted(node)
             parts = name.split(".")
             in_torch = parts[0] in ("torch", "dist", "distributed_c10d") and any(
                 part.startswith("_") and not part.startswith("__") for part in parts[1:]
@@ -114,7 +115,7 @@ def private_sites(source: Source) -> Iterator[tuple[int, str]]:
                     yield node.lineno, f"{module}.{alias.name}"
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                name = _dotted(target) if isinstance(target, ast.Attribute) else ""
+                name = dotted(target) if isinstance(target, ast.Attribute) else ""
                 if name.endswith(".data") and name.removesuffix(".data") not in STRUCTURES:
                     yield node.lineno, f"{name} ="
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,11 +52,11 @@ class Rank:
     name: str = "NVIDIA H100"
 
 
-def become(monkeypatch: pytest.MonkeyPatch, rank: Rank, environment: Mapping[str, str]) -> None:
+def become(monkeypatch: pytest.MonkeyPatch, rank: Rank, environment: Mapping[str, int]) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {**environment, **rank.variables}.items():
-        monkeypatch.setenv(variable, value)
+        monkeypatch.setenv(variable, str(value))
     properties = [SimpleNamespace(uuid=each, name=rank.name, total_memory=1) for each in rank.sees]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(rank.sees))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(rank.sees))
@@ -72,13 +71,8 @@ def started(
     """The devices of all ranks, and what is said of them."""
     seats, hosts = [], [rank.host for rank in ranks]
     for number, rank in enumerate(ranks):
-        environment = {
-            "RANK": str(number),
-            "WORLD_SIZE": str(len(ranks)),
-            "LOCAL_RANK": str(hosts[:number].count(rank.host)),
-            "LOCAL_WORLD_SIZE": str(hosts.count(rank.host)),
-        }
-        become(monkeypatch, rank, environment)
+        local = {"LOCAL_RANK": hosts[:number].count(rank.host), "LOCAL_WORLD_SIZE": hosts.count(rank.host)}
+        become(monkeypatch, rank, {"RANK": number, "WORLD_SIZE": len(ranks), **local})
         chosen = launch._device(LaunchFacts.read(), device)
         seats.append(launch.rank_device(chosen, number, device))
     stays, remark = decide(seats, may_share)
@@ -133,31 +127,26 @@ def test_fewer_gpus_than_ranks_is_the_cpu_and_said(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (4, 8)])
 def test_a_shared_gpu_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"ranks \[0, {gpus}\] would share the GPU GPU-host-0 of host, which is cuda:0"
-    ):
-        started(monkeypatch, all_see(gpus, ranks), "cuda")
+    told = rf"ranks \[0, {gpus}\] would share the GPU GPU-host-0 of host, which is cuda:0"
+    raises(ValueError, told, started, monkeypatch, all_see(gpus, ranks), "cuda")
 
 
 def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
-    with pytest.raises(ValueError, match=r"ranks \[2, 3\] would compute on the CPU \(rank 2 sees 0 GPUs on b\)"):
-        started(monkeypatch, all_see(2, 2, "a") + all_see(0, 2, "b"))
+    told = r"ranks \[2, 3\] would compute on the CPU \(rank 2 sees 0 GPUs on b\)"
+    raises(ValueError, told, started, monkeypatch, all_see(2, 2, "a") + all_see(0, 2, "b"))
 
 
-@pytest.mark.parametrize(
-    ("device", "gpus", "text"),
-    [
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, gpus, told in (
         ("cuda:1", 1, "device='cuda:1', but 1 GPUs are visible to rank 0"),
         ("cuda:99", 8, "device='cuda:99', but 8 GPUs"),
         ("cuda", 0, "device='cuda', but 0 GPUs"),
         ("gpu", 1, "device='gpu': give 'cpu', 'cuda' for the rank's own GPU, or one such as 'cuda:0'"),
         ("meta", 0, "device='meta': give 'cpu'"),
         (["cuda"], 1, r"device=\['cuda'\]: give 'cpu'"),
-    ],
-)
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: Any, gpus: int, text: str) -> None:
-    raises(ValueError, text, lambda: started(monkeypatch, all_see(gpus, 1), device))
+    ):
+        raises(ValueError, told, started, monkeypatch, all_see(gpus, 1), device)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +163,7 @@ def test_once_the_processes_have_met(
     monkeypatch: pytest.MonkeyPatch, backend: str, rank: Rank, expected: str, text: str
 ) -> None:
     """Somebody else started torch.distributed: its backend says what it is for."""
-    become(monkeypatch, rank, {"RANK": "0", "WORLD_SIZE": "2"})
+    become(monkeypatch, rank, {"RANK": 0, "WORLD_SIZE": 2})
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
     with warnings.catch_warnings(record=True, action="always") as told:
@@ -188,34 +177,24 @@ def test_once_the_processes_have_met(
 SLURM = {"RANK": "9", "WORLD_SIZE": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "8,12", "SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4", "SLURM_PROCID": "0"}, (9, 20)),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "8(x2),4", "LOCAL_RANK": "3"}, (3, 20)),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, (9, 20)),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "8", "SLURM_NODEID": "1"}, (9, 20)),
-        (SLURM, (9, 20)),
-    ],
-)
-def test_ranks_of_a_host_under_slurm(variables: dict[str, str], expected: tuple[int, int]) -> None:
-    facts = LaunchFacts.read(variables)
-    assert (facts.local_rank, facts.local_world_size) == expected
-
-
-# ---- how they tell each other
-
-
-def _facts(rank: int, size: int) -> LaunchFacts:
-    return LaunchFacts.read({"RANK": str(rank), "WORLD_SIZE": str(size)})
+def test_ranks_of_a_host_under_slurm() -> None:
+    for tasks, more, expected in (
+        ("8(x2),4", {}, (1, 8)),
+        ("8,12", {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
+        ("8(x2),4", {"SLURM_PROCID": "0"}, (9, 20)),
+        ("8(x2),4", {"LOCAL_RANK": "3"}, (3, 20)),
+        ("many", {}, (9, 20)),
+        ("8", {}, (9, 20)),
+    ):
+        facts = LaunchFacts.read({**SLURM, "SLURM_TASKS_PER_NODE": tasks, **more})
+        assert (facts.local_rank, facts.local_world_size) == expected
+    assert LaunchFacts.read(SLURM).local_rank == 9
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
-    store = dist.HashStore()
+    store, facts = dist.HashStore(), LaunchFacts.read({"RANK": "0", "WORLD_SIZE": "2"})
     store.set_timeout(timedelta(milliseconds=50))
-    raises(PeerError, "rank 0 of 2: not all ranks have started", lambda: launch._exchange(_facts(0, 2), store, {}))
+    raises(PeerError, "rank 0 of 2: not all ranks have started", launch._exchange, facts, store, {})
 
 
 CPU = torch.device("cpu")
@@ -330,10 +309,8 @@ def test_these_make_the_ranks_meet_themselves(door: Callable[[nn.Module], None],
 
 
 def test_a_mesh_of_one_rank_is_the_users_will(launched: None) -> None:
-    plan = zero(2)
-    mesh = Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), CPU, plan.comm)
-    model = nn.Linear(3, 2)
-    session = build(model, sgd(model), plan, mesh)
+    plan, model = zero(2), nn.Linear(3, 2)
+    session = build(model, sgd(model), plan, Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), CPU, plan.comm))
     assert session.mesh.size == 1 and session.optimizer is not None
     session.backward(session.module(torch.ones(1, 3)).sum())
     session.optimizer.step()
@@ -347,8 +324,7 @@ def test_without_a_launcher_one_process_trains(monkeypatch: pytest.MonkeyPatch) 
     by_build(model)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="sharded already"):  # the first was built
-        by_build(model)
+    raises(ValueError, "sharded already", by_build, model)  # the first was built
     by_build(nn.Linear(3, 2))
 
 
@@ -364,19 +340,16 @@ def test_an_address_that_means_another_host_there_is_an_error_that_names_the_var
         assert part in error
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        [listener(0, "one", "10.0.0.1"), listener(1, "two", "10.0.0.2")],
-        [listener(0, "one", None), listener(1, "two", None)],
-        [listener(0, "one", "::ffff:10.0.0.1"), listener(1, "two", "fe80::1")],
-        [listener(0, "one", "127.0.1.1"), listener(1, "one", "127.0.1.1")],
+def test_addresses_that_can_be_reached_are_no_error() -> None:
+    for first, second in (
+        (listener(0, "one", "10.0.0.1"), listener(1, "two", "10.0.0.2")),
+        (listener(0, "one", None), listener(1, "two", None)),
+        (listener(0, "one", "::ffff:10.0.0.1"), listener(1, "two", "fe80::1")),
+        (listener(0, "one", "127.0.1.1"), listener(1, "one", "127.0.1.1")),
         # Two names and one network, as containers with the network of their host have.
-        [listener(0, "one", "127.0.0.1", "net"), listener(1, "two", "127.0.0.1", "net")],
-    ],
-)
-def test_addresses_that_can_be_reached_are_no_error(found: list[Listener]) -> None:
-    assert check_listeners(found) is None  # type: ignore[func-returns-value]
+        (listener(0, "one", "127.0.0.1", "net"), listener(1, "two", "127.0.0.1", "net")),
+    ):
+        assert check_listeners([first, second]) is None  # type: ignore[func-returns-value]
 
 
 def test_an_interface_that_is_named_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:

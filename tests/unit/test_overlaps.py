@@ -34,11 +34,10 @@ class Attribute(nn.Module):
         self.inner.plain = attribute(self.a)  # type: ignore[assignment]
 
 
-class Buffered(nn.Module):
-    def __init__(self, trainable: bool) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(4, 6), requires_grad=trainable)
-        self.register_buffer("view", self.a.data[1:])
+def buffered(trainable: bool) -> nn.Module:
+    model = Two(lambda a: torch.ones(1), trainable)
+    model.register_buffer("view", model.a.data[1:])
+    return model
 
 
 def by_data() -> nn.Module:
@@ -70,7 +69,7 @@ SHARED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "columns_that_meet": (lambda: columns(slice(0, 4), slice(3, 6)), "a (4, 4)", "b (4, 3)"),
     "foreign_storage": (lambda: Two(lambda a: torch.from_numpy(a.detach().numpy())), "a (4, 6)", "b (4, 6)"),
     "other_dtype": (lambda: Two(lambda a: a.detach().view(torch.float64)), "a (4, 6)", "b (4, 3)"),
-    "buffer": (lambda: Buffered(trainable=True), "buffer view (3, 6)", "parameter a"),
+    "buffer": (lambda: buffered(trainable=True), "buffer view (3, 6)", "parameter a"),
     "attribute": (lambda: Attribute(lambda a: a.detach()), "attribute inner.plain (4, 6)", "parameter a"),
     "in_a_list": (lambda: Attribute(lambda a: [1, a.data[0]]), "attribute inner.plain[1] (6,)", "parameter a"),
     "in_a_dict": (lambda: Attribute(lambda a: {"b": a.data}), "attribute inner.plain['b'] (4, 6)", "parameter a"),
@@ -79,7 +78,7 @@ APART: dict[str, Callable[[], nn.Module]] = {
     "flattened": flattened,
     "even_and_odd": lambda: columns(slice(0, 6, 2), slice(1, 6, 2)),
     "empty": lambda: Two(lambda a: a.detach()[:0]),
-    "buffer_of_a_frozen_one": lambda: Buffered(trainable=False),
+    "buffer_of_a_frozen_one": lambda: buffered(trainable=False),
     "attribute_of_a_frozen_one": lambda: Attribute(lambda a: a.detach(), trainable=False),
     "own_memory": lambda: Attribute(lambda a: {"a": a.detach().clone(), "n": a.numel()}),
     "left_by_a_pass": lambda: Attribute(lambda a: a.view(-1)),
@@ -94,44 +93,33 @@ def test_shared_memory_is_refused_with_both_names(name: str) -> None:
     assert all(word in raised for word in words), raised
 
 
-ATTRIBUTES = {"attribute", "attribute_view", "in_a_list", "in_a_dict"}
+@pytest.mark.parametrize("name", sorted(SHARED.keys() - {"foreign_storage", "other_dtype"}))
+def test_it_is_refused_before_there_are_values(name: str) -> None:
+    """Deferred, attributes have got values of their own."""
+    of_attribute = name in ("attribute", "in_a_list", "in_a_dict")
+    for early in (torch.device("meta"), *([] if of_attribute else [deferred_init()])):
+        with early:
+            model = SHARED[name][0]()
+        raises(ValueError, "before sharding", check_apart, model)
 
 
-@pytest.mark.parametrize(
-    "where, name",
-    [
-        *(("meta", name) for name in sorted(SHARED.keys() - {"foreign_storage", "other_dtype"})),
-        # Deferred, attributes have got values of their own.
-        *(("deferred", name) for name in sorted(SHARED.keys() - {"foreign_storage", "other_dtype"} - ATTRIBUTES)),
-    ],
-)
-def test_it_is_refused_before_there_are_values(name: str, where: str) -> None:
-    with deferred_init() if where == "deferred" else torch.device("meta"):
-        model = SHARED[name][0]()
-    raises(ValueError, "before sharding", lambda: check_apart(model))
+ACCEPTED = {**APART, **{name: case.factory for name, case in MODELS.items()}}
+"""Neighbours in one memory, and what shares a parameter object."""
 
 
-@pytest.mark.parametrize("name", APART)
-def test_neighbours_in_one_memory_are_accepted(name: str) -> None:
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_shares_no_memory_is_accepted(name: str) -> None:
     with deferred_init():
-        later = APART[name]()
-    assert all(is_accepted(model) for model in (APART[name](), later))
-
-
-def test_what_shares_a_parameter_object_is_accepted() -> None:
-    assert all(is_accepted(case.factory()) for case in MODELS.values())
-
-
-def is_accepted(model: nn.Module) -> bool:
-    check_apart(model)
-    return True
+        later = ACCEPTED[name]()
+    for model in (ACCEPTED[name](), later):
+        assert check_apart(model) is None  # type: ignore[func-returns-value]
 
 
 def test_build_leaves_a_refused_model_as_it_was() -> None:
     model = by_data()
     before = model["e"].weight.detach().clone()
-    with pytest.raises(ValueError, match=r"e\.weight .* and d\.weight"):
-        build(model, torch.optim.SGD(model.parameters(), lr=0.1), replicated())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    raises(ValueError, r"e\.weight .* and d\.weight", build, model, optimizer, replicated())
     with torch.no_grad():
         model["d"].weight.add_(1.0)
     torch.testing.assert_close(model["e"].weight, before + 1.0)

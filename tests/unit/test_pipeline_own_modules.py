@@ -323,6 +323,8 @@ def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
     for name in ("output_hidden_states", "output_attentions"):
         told = f"{name}=True for a LlamaModel in pipeline stages"
         raises(ValueError, told, staged, Exit(**{name: True}), batch=BATCH)
+    asked = {**BATCH, "output_hidden_states": True}
+    raises(ValueError, "True for a LlamaForCausalLM in pipeline stages", staged, made("llama"), batch=asked)
     model = Exit()
     model.lm.config.output_hidden_states = True
     raises(ValueError, "output_hidden_states=True for a LlamaModel in pipeline stages", staged, model, batch=BATCH)

@@ -61,29 +61,31 @@ def folder(tmp_path: Path) -> Path:
     return tests
 
 
+def pytested(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Without other packages' plugins: they have no part in this, and importing them takes most of a run's time."""
+    path = os.pathsep.join(map(str, Path(__file__).resolve().parents[1:3]))
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *options]
+    streams = {"capture_output": True, "encoding": "utf-8", "timeout": 600}
+    return subprocess.run(command, cwd=folder, env=environment | {"PYTHONPATH": path}, check=False, **streams)
+
+
 def run(folder: Path, *options: str) -> tuple[list[str], str]:
     """The names of the tests that ran, in their order, and everything that was printed."""
-    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])} | bare
-    command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, "--rootdir", str(folder), *options]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)
+    done = pytested(folder, "-v", *options)
     return re.findall(r"::(\S+) (?:PASSED|FAILED)", done.stdout), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["."], QUICK),
-        (["--full", "."], FULL),
-        (["-m", "campaign", "."], {"test_rows[d]"}),
-        (["test_it.py"], FULL),
-        (["test_it.py::test_function"], {"test_function"}),
-    ],
-    ids=["quick", "full", "campaign", "file", "test"],
-)
-def test_what_each_set_runs(folder: Path, options: list[str], expected: set[str]) -> None:
-    names, output = run(folder, *options)
-    assert set(names) == expected, output
+def test_what_each_set_runs(folder: Path) -> None:
+    for expected, *options in (
+        (QUICK, "."),
+        (FULL, "--full", "."),
+        ({"test_rows[d]"}, "-m", "campaign", "."),
+        (FULL, "test_it.py"),
+        ({"test_function"}, "test_it.py::test_function"),
+    ):
+        names, output = run(folder, *options)
+        assert set(names) == expected, output
 
 
 def test_the_command_of_a_failed_test_repeats_it(folder: Path) -> None:
@@ -125,12 +127,7 @@ def side_run(folder: Path, *options: str, **changed: str) -> subprocess.Complete
     (folder / "conftest.py").write_text(SIDE_CONFTEST)
     for name, text in {**FILES, **changed}.items():
         (folder / name).write_text(text)
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *options, "."]
-    # Other packages' plugins have no part in this, and importing them takes most of a run's time.
-    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])} | bare
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-    return subprocess.run(command, cwd=folder, env=environment, timeout=600, check=False, **streams)
+    return pytested(folder, *options, ".")
 
 
 def test_one_summary_and_both_halves_failures(tmp_path: Path) -> None:
@@ -163,16 +160,13 @@ def test_tasks_carry_functions_by_name_and_arguments_by_value() -> None:
     assert task.label.endswith(":double")
 
 
-def test_functions_without_a_name_are_refused() -> None:
+def test_pool_refuses_nonsense() -> None:
     def nested() -> None: ...
 
     for fn in (lambda: None, nested):
         raises(ValueError, "top level of a module", make_task, fn, ())
-
-
-def test_pool_refuses_nonsense() -> None:
-    raises(ValueError, "world_size=0", lambda: RankPool(0))
-    raises(ValueError, "timeout=0", lambda: RankPool(1).run(double, 1, timeout=0))
+    raises(ValueError, "world_size=0", RankPool, 0)
+    raises(ValueError, "timeout=0", RankPool(1).run, double, 1, timeout=0)
 
 
 def test_tied_parameters_stay_tied_and_modules_travel() -> None:
@@ -189,9 +183,8 @@ def test_close_passes_and_returns_the_error() -> None:
     assert assert_close(actual, expected, 2e-3, "near") == pytest.approx(1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("actual", "message"),
-    [
+def test_every_kind_of_difference_fails() -> None:
+    for actual, message in (
         ({}, "missing: a"),
         ({"a": torch.ones(2, 2), "b": torch.ones(1)}, "extra: b"),
         ({"a": torch.ones(4)}, r"a: shape \(4,\), expected \(2, 2\)"),
@@ -199,11 +192,9 @@ def test_close_passes_and_returns_the_error() -> None:
         ({"a": torch.tensor([[1.0, 1.0], [math.nan, 9.0]])}, r"a\[1\]\[0\]: got nan, expected 1.0"),
         ({"a": torch.tensor([[1.0, 1.0], [math.inf, 9.0]])}, r"a\[1\]\[0\]: got inf, expected 1.0"),
         ({"a": torch.tensor([[1.0, 1.1], [1.0, 1.3]])}, r"a\[1\]\[1\]: got 1.29\d*, expected 1.0, relative error 0.3"),
-    ],
-)
-def test_every_kind_of_difference_fails(actual: dict[str, Tensor], message: str) -> None:
-    caught = raises(AssertionError, message, lambda: assert_close(actual, {"a": torch.ones(2, 2)}, 0.05, "what"))
-    assert caught.startswith("what:")
+    ):
+        caught = raises(AssertionError, message, assert_close, actual, {"a": torch.ones(2, 2)}, 0.05, "what")
+        assert caught.startswith("what:")
 
 
 def test_expected_nan_fails_and_equal_infinities_pass() -> None:
@@ -211,9 +202,8 @@ def test_expected_nan_fails_and_equal_infinities_pass() -> None:
     raises(AssertionError, None, lambda: assert_close(nan, nan, 1.0, "nan"))
     inf = {"a": torch.tensor([math.inf, -math.inf, 2.0])}
     assert assert_close(inf, inf, 0.0, "inf") == 0.0
-    raises(AssertionError, None, lambda: assert_close({"a": -inf["a"]}, inf, 1e9, "wrong sign"))
-    with pytest.raises(AssertionError):
-        assert_close({"a": torch.ones(1)}, {"a": torch.zeros(1)}, 1.0, "nothing expected")
+    raises(AssertionError, None, assert_close, {"a": -inf["a"]}, inf, 1e9, "wrong sign")
+    raises(AssertionError, None, assert_close, {"a": torch.ones(1)}, {"a": torch.zeros(1)}, 1.0, "nothing expected")
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -14,15 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.core.parallel.tensor import Axis, TPPlan
 from shardwise.plan import TensorPlan
-from shardwise.shardformer import (
-    GradientCheckpointConfig,
-    ModulePolicyDescription,
-    PipelineGradientCheckpointConfig,
-    Policy,
-    ShardConfig,
-    SubModuleReplacementDescription,
-    layer,
-)
+from shardwise.shardformer import GradientCheckpointConfig, ModulePolicyDescription, Policy, ShardConfig, layer
+from shardwise.shardformer import PipelineGradientCheckpointConfig as OfStages
+from shardwise.shardformer import SubModuleReplacementDescription as Replacement
 from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
 from tests.support.on_ranks import raises
@@ -49,16 +43,9 @@ SHARD_CONFIG = {
     "ep_group": None,
     "fp8_communication": False,
 }
-NOT_YET: dict[str, Any] = {
-    "sequence_parallel_process_group": object(),
-    "pipeline_stage_manager": object(),
-    "sequence_parallelism_mode": "ring",
-    "sp_axis": 1,
-    "pg_mesh": object(),
-    "inner_ring_size": 2,
-    "moe_dp_group": object(),
-    "ep_group": object(),
-}
+GROUPS = ("sequence_parallel_process_group", "pipeline_stage_manager", "pg_mesh", "moe_dp_group", "ep_group")
+NOT_YET: dict[str, Any] = {"sequence_parallelism_mode": "ring", "sp_axis": 1, "inner_ring_size": 2}
+NOT_YET |= dict.fromkeys(GROUPS, object())
 
 
 def test_the_fields_of_a_configuration() -> None:
@@ -69,25 +56,20 @@ def test_the_fields_of_a_configuration() -> None:
     assert (config.tensor_parallel_size, config.sequence_parallel_size, config.expert_parallel_size) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("name", NOT_YET)
-def test_what_a_configuration_cannot_have_yet(name: str) -> None:
-    raises(NotImplementedError, f"^{name}=", lambda: ShardConfig(**{name: NOT_YET[name]}))
+def test_what_a_configuration_cannot_have_yet() -> None:
+    for name, value in NOT_YET.items():
+        raises(NotImplementedError, f"^{name}=", ShardConfig, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"make_vocab_size_divisible_by": 0}, ValueError),
-        ({"parallel_output": "yes"}, TypeError),
-        ({"enable_flash_attention": 1}, TypeError),
-        ({"enable_sequence_parallelism": 1}, TypeError),
-        ({"tensor_parallel_process_group": 3}, ValueError),
-    ],
-    ids=str,
-)
-def test_a_configuration_is_checked(given: dict[str, Any], error: type[Exception]) -> None:
-    ((name, _),) = given.items()
-    raises(error, f"^{name}=", lambda: ShardConfig(**given))
+def test_a_configuration_is_checked() -> None:
+    for name, value, error in (
+        ("make_vocab_size_divisible_by", 0, ValueError),
+        ("parallel_output", "yes", TypeError),
+        ("enable_flash_attention", 1, TypeError),
+        ("enable_sequence_parallelism", 1, TypeError),
+        ("tensor_parallel_process_group", 3, ValueError),
+    ):
+        raises(error, f"^{name}=", ShardConfig, **{name: value})
 
 
 # -- policies
@@ -112,8 +94,8 @@ class Toy(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def replaced(suffix: str, target: Any, ignore: bool = False, **kwargs: Any) -> SubModuleReplacementDescription:
-    return SubModuleReplacementDescription(suffix, target, kwargs, ignore)
+def replaced(suffix: str, target: Any, ignore: bool = False, **kwargs: Any) -> Replacement:
+    return Replacement(suffix, target, kwargs, ignore)
 
 
 class ToyPolicy(Policy):
@@ -144,7 +126,7 @@ def collected(model: nn.Module, policy: Policy, ranks: int = 2, rank: int = 1) -
     return tp_plan
 
 
-def of_toy(*replacements: SubModuleReplacementDescription, **more: Any) -> ToyPolicy:
+def of_toy(*replacements: Replacement, **more: Any) -> ToyPolicy:
     return ToyPolicy({Toy: ModulePolicyDescription(sub_module_replacement=list(replacements), **more)})
 
 
@@ -155,34 +137,21 @@ def shape(tp_plan: TPPlan, param: Any) -> tuple[int, ...] | None:
 
 def test_a_policy_becomes_cuts() -> None:
     model = Toy()
-    policy = ToyPolicy(
-        {
-            Inner: ModulePolicyDescription(
-                attribute_replacement={"num_heads": 2, "layers.training": "said"},
-                sub_module_replacement=[
-                    replaced("layers[0]", layer.Linear1D_Col, seq_parallel_mode=None),
-                    replaced("layers[1]", layer.Linear1D_Row, fp8_communication=False),
-                    replaced("gone", layer.Linear1D_Row, ignore=True),
-                ],
-            )
-        }
-    )
-    policy.append_or_create_submodule_replacement(
-        [
-            replaced("embedding", layer.VocabParallelEmbedding1D, make_vocab_size_divisible_by=4),
-            replaced("head", layer.VocabParallelLMHead1D, make_vocab_size_divisible_by=4, gather_output=True),
-        ],
-        policy.descriptions,
-        "Toy",
-    )
-    policy.append_or_create_submodule_replacement(
-        replaced("fused", layer.GPT2FusedLinearConv1D_Col, split_sizes=[8, 16]), policy.descriptions, "Toy"
-    )
-    policy.append_or_create_submodule_replacement(
+    inside = [
+        replaced("layers[0]", layer.Linear1D_Col, seq_parallel_mode=None),
+        replaced("layers[1]", layer.Linear1D_Row, fp8_communication=False),
+        replaced("gone", layer.Linear1D_Row, ignore=True),
+    ]
+    attributes = {"num_heads": 2, "layers.training": "said"}
+    policy = ToyPolicy({Inner: ModulePolicyDescription(attributes, sub_module_replacement=inside)})
+    rows: dict[str, Any] = {"make_vocab_size_divisible_by": 4}
+    for more in (
+        [replaced("embedding", layer.VocabParallelEmbedding1D, **rows)],
+        replaced("fused", layer.GPT2FusedLinearConv1D_Col, split_sizes=[8, 16]),
         [replaced("back", layer.GPT2FusedLinearConv1D_Row), replaced("norm", layer.LayerNorm)],
-        policy.descriptions,
-        "Toy",
-    )
+        replaced("head", layer.VocabParallelLMHead1D, **rows, gather_output=True),
+    ):
+        policy.append_or_create_submodule_replacement(more, policy.descriptions, "Toy")
     policy.append_or_create_method_replacement({"forward": lambda self: self.num_heads}, policy.descriptions, Inner)
     before = {name: param.shape for name, param in model.named_parameters()}
     tp_plan = collected(model, policy)
@@ -247,8 +216,8 @@ def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
     raises(ValueError, "two ranks at most", lambda: collected(Toy(), of_toy(), ranks=4))
     odd = of_toy(replaced("head", layer.Linear1D_Col))
     odd.config_sanity_check = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"Toy.head as Linear1D_Col: an output of 10 in parts of \[10\] over 3 ranks"):
-        collected(Toy(), odd, ranks=3)
+    told = r"Toy.head as Linear1D_Col: an output of 10 in parts of \[10\] over 3 ranks"
+    raises(ValueError, told, collected, Toy(), odd, ranks=3)
 
 
 # -- what is asked of a model
@@ -270,9 +239,9 @@ def checkpointing(model: nn.Module) -> list[bool]:
         (GradientCheckpointConfig(), 0),
         (GradientCheckpointConfig(gradient_checkpointing_ratio=0.5), 2),
         (GradientCheckpointConfig(1.0), 5),
-        (PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.4), 2),
-        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[3]), 3),
-        (PipelineGradientCheckpointConfig(None, [1]), 1),  # type: ignore[arg-type]
+        (OfStages(gradient_checkpointing_ratio=0.4), 2),
+        (OfStages(num_ckpt_layers_per_stage=[3]), 3),
+        (OfStages(None, [1]), 1),  # type: ignore[arg-type]
     ],
 )
 def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointConfig, count: int) -> None:
@@ -281,8 +250,8 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
     expected = [param.grad.clone() for param in model.parameters()]  # type: ignore[union-attr]
     model.zero_grad()
     calls = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(0))
-    model.model.layers[4].mlp.register_forward_pre_hook(lambda *_: calls.append(4))
+    for at in (0, 4):
+        model.model.layers[at].mlp.register_forward_pre_hook(lambda *_, at=at: calls.append(at))
     with changed_model(model, Kernels(), checkpointing=config):
         pass
     assert checkpointing(model) == [True] * count + [False] * (5 - count)
@@ -292,36 +261,24 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
         torch.testing.assert_close(param.grad, grad)
 
 
-@pytest.mark.parametrize(
-    ("config", "layers", "again"),
-    [
-        (GradientCheckpointConfig(0.5), None, [1, 0, 0, 1, 0]),
+def test_each_stage_of_a_pipeline_has_its_own() -> None:
+    for config, layers, again in (
+        (GradientCheckpointConfig(0.5), [3, 2], [1, 0, 0, 1, 0]),
         (GradientCheckpointConfig(0.5), [4, 1], [1, 1, 0, 0, 0]),
-        (PipelineGradientCheckpointConfig(0.7), None, [1, 1, 0, 1, 0]),
-        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[0, 2]), None, [0, 0, 0, 1, 1]),
-        (PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[2, 0]), [2, 3], [1, 1, 0, 0, 0]),
-    ],
-)
-def test_each_stage_of_a_pipeline_has_its_own(
-    config: GradientCheckpointConfig, layers: list[int] | None, again: list[int]
-) -> None:
-    model = llama()
-    with changed_model(model, Kernels(), config, StageDivision(2, layers or [3, 2])):
-        pass
-    assert checkpointing(model) == list(map(bool, again))
+        (OfStages(0.7), [3, 2], [1, 1, 0, 1, 0]),
+        (OfStages(num_ckpt_layers_per_stage=[0, 2]), [3, 2], [0, 0, 0, 1, 1]),
+        (OfStages(num_ckpt_layers_per_stage=[2, 0]), [2, 3], [1, 1, 0, 0, 0]),
+    ):
+        model = llama()
+        with changed_model(model, Kernels(), config, StageDivision(2, layers)):
+            pass
+        assert checkpointing(model) == list(map(bool, again))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"gradient_checkpointing_ratio": 1.5}, "gradient_checkpointing_ratio=1.5"),
-        ({"num_ckpt_layers_per_stage": [1, -1]}, r"num_ckpt_layers_per_stage\[1\]=-1"),
-    ],
-)
-def test_a_checkpointing_configuration_is_checked(given: dict[str, Any], words: str) -> None:
-    raises(ValueError, words, lambda: PipelineGradientCheckpointConfig(**given))
-    with pytest.raises(TypeError, match="gradient_checkpointing_ratio=None"):
-        PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=None)  # type: ignore[arg-type]
+def test_a_checkpointing_configuration_is_checked() -> None:
+    raises(ValueError, "gradient_checkpointing_ratio=1.5", OfStages, gradient_checkpointing_ratio=1.5)
+    raises(ValueError, r"num_ckpt_layers_per_stage\[1\]=-1", OfStages, num_ckpt_layers_per_stage=[1, -1])
+    raises(TypeError, "gradient_checkpointing_ratio=None", OfStages, gradient_checkpointing_ratio=None)
 
 
 def test_flash_attention_is_torchs_own() -> None:
@@ -331,16 +288,9 @@ def test_flash_attention_is_torchs_own() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)), lambda: nn.Linear(1, 1)],
-    ids=["bloom", "plain"],
-)
-def test_flash_attention_of_a_model_that_has_none(make: Callable[[], nn.Module]) -> None:
-    model = make()
-    with (
-        pytest.warns(UserWarning, match=f"enable_flash_attention=True without effect in a {type(model).__name__}") as w,
-        changed_model(model, Kernels(flash=True), checkpointing=None),
-    ):
-        pass
-    assert len(w) == 1
+def test_flash_attention_of_a_model_that_has_none() -> None:
+    for model in (BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)), nn.Linear(1, 1)):
+        told = f"enable_flash_attention=True without effect in a {type(model).__name__}"
+        with pytest.warns(UserWarning, match=told) as warned, changed_model(model, Kernels(flash=True), None):
+            pass
+        assert len(warned) == 1

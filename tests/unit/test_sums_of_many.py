@@ -30,7 +30,6 @@ from shardwise.core.comm.control import Operation
 from shardwise.core.comm.summing import RankSum
 from shardwise.core.grads.norm import each_norm
 from shardwise.plan import Plan, zero
-from shardwise.session import Session
 from tests.support.alike import Transport, alike_mesh
 from tests.support.alike_setup import PLANS, made, train
 from tests.support.sets import full
@@ -51,6 +50,12 @@ def spread(numel: int, magnitude: float, dtype: torch.dtype) -> Tensor:
     return (torch.randn(numel) * torch.exp(3 * torch.randn(numel)) * magnitude).clamp(-most, most).to(dtype)
 
 
+def most_of_block(x: Tensor) -> Tensor:
+    """For each element the largest of its block, in fp64."""
+    blocks = torch.nn.functional.pad(x.double().abs(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    return blocks.amax(1).repeat_interleave(BLOCK)[: x.numel()]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_is_within_its_bound_and_done_once(name: str, dtype: torch.dtype) -> None:
@@ -60,9 +65,7 @@ def test_rounding_is_within_its_bound_and_done_once(name: str, dtype: torch.dtyp
     for numel in (1, 5, BLOCK, BLOCK + 1, 1000, 20000):
         for magnitude in MAGNITUDES:
             x = spread(numel, magnitude, dtype)
-            y = rounded(x, format_)
-            blocks = torch.nn.functional.pad(x.double().abs(), (0, -numel % BLOCK)).view(-1, BLOCK)
-            most = blocks.amax(1).repeat_interleave(BLOCK)[:numel]
+            y, most = rounded(x, format_), most_of_block(x)
             bound = torch.maximum(relative * x.double().abs(), absolute * most)
             bound += torch.where(most < 2.0**-110, 2.0**-136, 0.0)
             error = (y.double() - x.double()).abs()
@@ -80,11 +83,9 @@ def test_what_is_not_finite_is_not_lost(name: str) -> None:
         x = torch.ones(3 * BLOCK + 2)
         x[BLOCK + 3] = bad
         x[-1] = bad
-        y = rounded(x, format_)
-        assert y[BLOCK : 2 * BLOCK].isnan().all()
-        assert y[-2:].isnan().all()
-        assert torch.equal(y[:BLOCK], x[:BLOCK])
-        assert torch.equal(y[2 * BLOCK : 3 * BLOCK], x[2 * BLOCK : 3 * BLOCK])
+        first, second, third, last = rounded(x, format_).split(BLOCK)
+        assert second.isnan().all() and last.isnan().all()
+        assert torch.equal(first, x[:BLOCK]) and torch.equal(third, x[2 * BLOCK : 3 * BLOCK])
 
 
 @pytest.mark.parametrize(("format_", "most"), [(INT8, 127), (INT4, 7)], ids=["int8", "int4"])
@@ -97,9 +98,7 @@ def test_whole_numbers_are_within_their_bound_and_rounded_once(
     for numel in (1, 2, 5, BLOCK, BLOCK + 1, 1000, 20001):
         for magnitude in MAGNITUDES:
             x = spread(numel, magnitude, dtype)
-            y = rounded(x, format_)
-            blocks = torch.nn.functional.pad(x.double().abs(), (0, -numel % BLOCK)).view(-1, BLOCK)
-            bound = blocks.amax(1).repeat_interleave(BLOCK)[:numel] / most
+            y, bound = rounded(x, format_), most_of_block(x) / most
             error = (y.double() - x.double()).abs()
             assert (error <= bound + 2.0**-127).all()
             worst = max(worst, (error / bound.clamp(min=1e-300)).max().item() if magnitude == 1.0 else 0.0)
@@ -240,34 +239,22 @@ def test_the_first_rank_s_values(size: int) -> None:
 NUMEL = 1 << 18
 
 
-def any_values(dtype: torch.dtype, seed: int) -> Tensor:
-    """Every kind of number: subnormal ones, zeros, infinite ones and NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**15), 2**15, (NUMEL,), dtype=torch.int16, generator=generator).view(dtype)
-
-
-def near(values: Tensor, seed: int) -> Tensor:
-    """Numbers of similar size, where sums are rounded."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-4000, 4000, (NUMEL,), dtype=torch.int16, generator=generator)
-    return (values.view(torch.int16) + bits).view(values.dtype)
-
-
-def one_pass() -> mock._patch[mock.Mock]:
-    return mock.patch.object(summing, "_mean_of_two", wraps=summing._mean_of_two)
+def any_bits(most: int) -> Tensor:
+    return torch.randint(-most, most, (NUMEL,), dtype=torch.int16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("into", ["new memory", "the first", "the second"])
 def test_it_is_the_sum_in_fp32_rounded_once(dtype: torch.dtype, into: str) -> None:
-    for seed in range(4):
-        one = any_values(dtype, seed)
-        other = near(one, seed + 50) if seed % 2 else any_values(dtype, seed + 100)
+    for near in (True, False) * 2:
+        bits = any_bits(2**15)  # every kind of number: subnormal ones, zeros, infinite ones and NaN
+        # Sums of numbers of similar size are rounded.
+        one, other = bits.view(dtype), (bits + any_bits(4000) if near else any_bits(2**15)).view(dtype)
         wanted = ((one.float() + other.float()) * 0.5).to(dtype)
         usual = (one.float().abs() < 1e38) & (other.float().abs() < 1e38)
         assert int(usual.sum()) > NUMEL // 2
         out = {"new memory": torch.empty_like(one), "the first": one, "the second": other}[into]
-        with one_pass() as taken:
+        with mock.patch.object(summing, "_mean_of_two", wraps=summing._mean_of_two) as taken:
             RankSum()(out, [one, other], 0.5)
         assert taken.call_count == 1
         assert torch.equal(out[usual], wanted[usual])
@@ -276,24 +263,18 @@ def test_it_is_the_sum_in_fp32_rounded_once(dtype: torch.dtype, into: str) -> No
         assert not below or not torch.isfinite(out[infinite].float()).any()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "scale"),
-    [(torch.bfloat16, 3, 1 / 3), (torch.bfloat16, 2, 1.0), (torch.bfloat16, 2, 0.25), (torch.float32, 2, 0.5)],
-)
-def test_all_else_is_added_up_tile_by_tile(dtype: torch.dtype, count: int, scale: float) -> None:
-    sources = [torch.randn(5000).to(dtype) for _ in range(count)]
-    out = torch.empty_like(sources[0])
-    total = torch.zeros(5000)
-    for source in sources:
-        total = total + source.float()
-    with mock.patch.object(torch, "lerp", side_effect=AssertionError("not here")):
-        RankSum()(out, sources, scale)
-    assert torch.equal(out, (total * scale).to(dtype))
+def test_all_else_is_added_up_tile_by_tile() -> None:
+    half = torch.bfloat16
+    for dtype, count, scale in ((half, 3, 1 / 3), (half, 2, 1.0), (half, 2, 0.25), (torch.float32, 2, 0.5)):
+        sources = [torch.randn(5000).to(dtype) for _ in range(count)]
+        out, total = torch.empty_like(sources[0]), sum(source.float() for source in sources)
+        with mock.patch.object(torch, "lerp", side_effect=AssertionError("not here")):
+            RankSum()(out, sources, scale)
+        assert torch.equal(out, (total * scale).to(dtype))
 
 
 FEW, SOME, MANY = 128, 1024, 8192
 BLOCKS = 4
-STEADY: dict[str, Plan] = {"zero1": zero(1), "zero2": zero(2), "zero3": zero(3)}
 
 
 def work(step: Callable[[], None]) -> Counter[str]:
@@ -318,20 +299,14 @@ def work(step: Callable[[], None]) -> Counter[str]:
     return count
 
 
-Step = Callable[[Session], None]
-
-
-def counted(
-    plan: Plan, ranks: int, transport: Transport = "native", step: Step = lambda session: train(session, 1)
-) -> tuple[Counter[str], dict[str, int]]:
+def counted(plan: Plan, ranks: int, transport: Transport) -> tuple[Counter[str], dict[str, int]]:
     """Of one step in the middle of training: instructions by function, and what is asked of the transport."""
     with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
         session = made(plan, mesh, BLOCKS)
-        for _ in range(3):
-            step(session)
+        train(session, 3)
         session.reset_traffic()
         asked.reset()
-        instructions = work(lambda: step(session))
+        instructions = work(lambda: train(session, 1))
         sent, got = session.traffic(), asked.received_bytes
         found = {
             "operations": sum(asked.calls.values()),
@@ -353,16 +328,12 @@ def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, 
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "transport"),
-    [
-        ("zero1", "queued"),
-        ("zero3", "native"),
-        *full(("zero1", "native"), ("zero2", "native"), ("zero2", "queued"), ("zero3", "queued")),
-    ],
-)
-def test_a_step_grows_with_the_logarithm(name: str, transport: Transport) -> None:
-    few, some, many = (counted(STEADY[name], ranks, transport) for ranks in (FEW, SOME, MANY))
+WAYS = [(1, "queued"), (3, "native"), *full((1, "native"), (2, "native"), (2, "queued"), (3, "queued"))]
+
+
+@pytest.mark.parametrize(("stage", "transport"), WAYS)
+def test_a_step_grows_with_the_logarithm(stage: Any, transport: Transport) -> None:
+    few, some, many = (counted(zero(stage), ranks, transport) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
     assert growing(few[0], some[0], many[0]) == []
 

@@ -21,17 +21,8 @@ from torch import nn
 
 import shardwise.core.parallel.tensor.order as order
 from shardwise.core.base.rng import RankRng
-from shardwise.core.parallel.tensor import (
-    Architecture,
-    Axis,
-    Embedding,
-    Head,
-    ModuleRules,
-    ShardSpec,
-    cut_model,
-    known_architectures,
-    propose_architecture,
-)
+from shardwise.core.parallel import tensor
+from shardwise.core.parallel.tensor import Architecture, Axis, ShardSpec, cut_model, propose_architecture
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs, read_logical, read_part, whole_runs
 from shardwise.core.parallel.tensor.rules import _is_causal
 from shardwise.core.parallel.tensor.shard_spec import Heads, Part, shares
@@ -60,34 +51,28 @@ def message(model: nn.Module, size: int, plan: TensorPlan = PLAN) -> str:
 
 
 def test_there_is_a_table_and_a_test_for_each_architecture() -> None:
-    assert set(TABLES) == set(CASES) and set(TABLES) <= set(known_architectures())
+    assert set(TABLES) == set(CASES) and set(TABLES) <= set(tensor.known_architectures())
 
 
-def test_more_ranks_than_heads() -> None:
+class Quantised(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).round()
+
+
+def test_models_that_cannot_be_cut() -> None:
+    """More ranks than heads; a model that is not known, without and with a plan of its own; and what layers say."""
     found = message(transformers.LlamaForCausalLM(decoder("Llama")), 8)
     assert found.startswith("LlamaForCausalLM cannot be cut over 8 ranks: model.layers.0.self_attn (LlamaAttention): ")
     assert "6 attention heads are fewer than 8 ranks; cut over 6 ranks at most" in found
-
-
-def test_an_unknown_model_names_the_known_architectures_and_how_to_add_one() -> None:
     found = message(nn.Sequential(nn.Linear(4, 4)), 2)
     assert "Sequential cannot be cut: it has no module of a known architecture (bert, bloom, " in found
     assert "register_architecture(" in found and "CONTRIBUTING.md" in found
-
-
-def test_an_attribute_that_says_other_heads_than_the_layers_have() -> None:
+    asked = "propose_architecture(model)"
+    assert asked not in found and asked in message(transformers.GraniteForCausalLM(decoder("Granite")), 2)
     model = transformers.BertModel(decoder("Bert"))
     model.encoder.layer[1].attention.self.num_attention_heads = 3
-    assert "encoder.layer.1.attention (BertAttention): num_attention_heads is 3, and its layers are for 6" in message(
-        model, 2
-    )
-
-
-def test_a_layer_with_a_forward_pass_of_its_own() -> None:
-    class Quantised(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input).round()
-
+    told = "encoder.layer.1.attention (BertAttention): num_attention_heads is 3, and its layers are for 6"
+    assert told in message(model, 2)
     model = transformers.LlamaForCausalLM(decoder("Llama"))
     model.model.layers[0].mlp.up_proj = Quantised(24, 22)
     assert "a Quantised cannot be cut by columns or rows" in message(model, 2)
@@ -105,7 +90,7 @@ class Ours(transformers.LlamaModel):
 def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> None:
     model = Ours(decoder("Llama"))
     assert "head.weight are tied to sharded layers" in message(model, 2)
-    named = Architecture("ours", {"Ours": (Embedding("embed_tokens"), Head("head"))})
+    named = Architecture("ours", {"Ours": (tensor.Embedding("embed_tokens"), tensor.Head("head"))})
     tp_plan = cut_model(model, axis(2), TensorPlan(architecture=named, vocabulary_multiple=4))
     part = tp_plan.part_of(model.head.weight)
     assert part is not None and part.shape == (16, 24) and part is tp_plan.part_of(model.embed_tokens.weight)
@@ -129,10 +114,6 @@ def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> N
         queries, keys = found.counts(rank)
         for ranges in (blocks[rank], groups[rank]):
             assert sum(end - start for start, end in ranges) == 2 * (queries + 2 * keys)
-
-
-def test_heads_that_do_not_divide() -> None:
-    raises(ValueError, "6 attention heads do not divide into groups for 4 key/value heads", lambda: Heads.over(6, 4, 2))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -164,19 +145,13 @@ def test_a_plan_says_what_the_table_says() -> None:
         assert parts == {name: by_plan.part_of(param) for name, param in model.named_parameters()}
 
 
-def test_an_unknown_model_with_a_plan_is_told_of_it() -> None:
-    model = transformers.GraniteForCausalLM(decoder("Granite"))
-    assert "propose_architecture(model)" in message(model, 2)
-    assert "propose_architecture(model)" not in message(nn.Sequential(nn.Linear(4, 4)), 2)
-
-
 def test_plans_that_no_rule_says() -> None:
-    with pytest.raises(ValueError, match="StableLmForCausalLM has no tensor-parallel plan of its own"):
-        propose_architecture(transformers.StableLmForCausalLM(decoder("StableLm")))
+    model = transformers.StableLmForCausalLM(decoder("StableLm"))
+    raises(ValueError, "StableLmForCausalLM has no tensor-parallel plan of its own", propose_architecture, model)
     model = transformers.LlamaForCausalLM(decoder("Llama"))
     model._tp_plan = {"model.layers.*.mlp.up_proj": "something"}
-    with pytest.raises(ValueError, match=r"has model\.layers\.\*\.mlp\.up_proj: 'something', which no rule says"):
-        propose_architecture(model)
+    told = r"has model\.layers\.\*\.mlp\.up_proj: 'something', which no rule says"
+    raises(ValueError, told, propose_architecture, model)
     model = transformers.Qwen3ForCausalLM(decoder("Qwen3"))
     model._tp_plan = {name: style for name, style in model._tp_plan.items() if "norm" not in name}
     raises(ValueError, r"says nothing of k_norm\.weight, q_norm\.weight, next to layers", propose_architecture, model)
@@ -185,19 +160,14 @@ def test_plans_that_no_rule_says() -> None:
 # ---- adapters
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
+def test_an_adapter_that_cannot_be_cut_is_named() -> None:
+    for config, text in (
         (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is cut with its layer"),
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "a variant of LoRA that needs whole layers"),
         (peft.LoraConfig(target_modules=["embed_tokens"]), "only an nn.Embedding can be cut, without an adapter"),
         (peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "a ModulesToSaveWrapper cannot"),
-    ],
-    ids=["ia3", "dora", "embedding", "saved head"],
-)
-def test_an_adapter_that_cannot_be_cut_is_named(config: Any, text: str) -> None:
-    model = peft.get_peft_model(transformers.LlamaForCausalLM(decoder("Llama")), config)
-    assert text in message(model, 2)
+    ):
+        assert text in message(peft.get_peft_model(transformers.LlamaForCausalLM(decoder("Llama")), config), 2)
 
 
 class _Says:
@@ -219,7 +189,7 @@ class _Alone(nn.Module):
 class _OwnRule:
     """Cuts a layer of which it does not say where its block begins."""
 
-    def collect(self, rules: ModuleRules) -> None:
+    def collect(self, rules: tensor.ModuleRules) -> None:
         rules.columns("gate_proj", ShardSpec.even(0, 22, rules.ranks).ranges)
 
 
@@ -243,24 +213,26 @@ def test_logits_stay_cut_only_for_a_forward_pass_of_transformers_own() -> None:
     class Plain(transformers.LlamaForCausalLM):
         pass
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=16, **sizes)
+    config = decoder("Llama")
     model: Any = transformers.LlamaForCausalLM(config)
     assert _is_causal(model) and _is_causal(Plain(config)) and not _is_causal(Own(config))
     model.forward = model.forward  # as who stands around a model does
     assert not _is_causal(model)
 
 
+Cut = tuple[tuple[int, ...], ShardSpec]
+
+
 @st.composite
-def cuts(draw: Any, ranks: int = 3, shapes: Any = None) -> tuple[tuple[int, ...], ShardSpec]:
+def cuts(draw: Any) -> Cut:
     """Any cut: blocks side by side, uneven or empty, held by one rank or several, in any order, perhaps padded."""
-    shape = list(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) if shapes is None else draw(shapes))
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    ranges: list[list[tuple[int, int]]] = [[], [], []]
     at = 0
     for _ in range(draw(st.integers(1, 5))):
         size = draw(st.integers(0, 4))
-        for holder in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+        for holder in draw(st.sets(st.integers(0, 2), min_size=1)):
             ranges[holder].insert(draw(st.integers(0, len(ranges[holder]))), (at, at + size))
         at += size
     shape[dim] = draw(st.integers(max(at - 2, 0), at))  # what is beyond is padding
@@ -278,11 +250,9 @@ def stored_by_definition(whole: torch.Tensor, stored: StoredCut | None) -> torch
     return torch.cat(parts)
 
 
-def reader(flat: torch.Tensor, asked: list[tuple[int, int]] | None = None) -> order.ReadInto:
+def reader(flat: torch.Tensor) -> order.ReadInto:
     def read(start: int, out: torch.Tensor) -> None:
         assert start >= 0 and out.numel() > 0 and start + out.numel() <= flat.numel() and out.is_contiguous()
-        if asked is not None:
-            asked.append((start, out.numel()))
         out.copy_(flat[start : start + out.numel()])
 
     return read
@@ -290,7 +260,7 @@ def reader(flat: torch.Tensor, asked: list[tuple[int, int]] | None = None) -> or
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(), st.data())
-def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[int, ...], ShardSpec], data: Any) -> None:
+def test_what_ranks_store_covers_the_stored_order_once(given_cut: Cut, data: Any) -> None:
     shape, cut = given_cut
     whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
     stored = StoredCut.of(shape, cut)
@@ -319,15 +289,10 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: tuple[tuple[in
 @settings(max_examples=60, deadline=None)
 @given(cuts(), cuts(), st.data(), st.integers(1, 40), st.sampled_from([2, 1 << 15]))
 def test_ranges_of_the_whole_and_of_other_parts_are_read(
-    written: tuple[tuple[int, ...], ShardSpec],
-    here: tuple[tuple[int, ...], ShardSpec],
-    data: Any,
-    block: int,
-    wide: int,
+    written: Cut, here: Cut, data: Any, block: int, wide: int
 ) -> None:
     """Of a tensor stored under one cut: by itself, and under the same, another or no cut; in blocks of any size."""
-    shape, cut = written
-    other_shape, other = here
+    (shape, cut), (other_shape, other) = written, here
     whole = torch.randn(shape)
     stored = StoredCut.of(shape, cut)
     flat = stored_by_definition(whole, stored)
@@ -351,20 +316,17 @@ def test_ranges_of_the_whole_and_of_other_parts_are_read(
     order._Columns.of.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("cut", "said"),
-    [
-        (StoredCut(2, (((0, 4),),)), "dim 2"),
-        (StoredCut(-1, (((0, 4),),)), "dim -1"),
-        (StoredCut(1, (((0, 3),),)), "a cut of 3 in dim 1"),
-        (StoredCut(1, (((0, 2),), ((1, 4),))), r"\(1, 4\) where 2"),
-        (StoredCut(1, (((0, 2),), ((3, 4),))), r"\(3, 4\) where 2"),
-        (StoredCut(1, (((0, 4),), ((4, 4),))), r"\(4, 4\) where 4"),
-        (StoredCut(1, (((0, 6), (4, 4)),)), r"\(4, 4\) where 6"),
-    ],
-)
-def test_what_is_no_cut_of_a_shape_is_refused(cut: StoredCut, said: str) -> None:
-    raises(ValueError, said, lambda: cut.check((3, 4)))
+def test_what_is_no_cut_of_a_shape_is_refused() -> None:
+    for dim, ranges, said in (
+        (2, (((0, 4),),), "dim 2"),
+        (-1, (((0, 4),),), "dim -1"),
+        (1, (((0, 3),),), "a cut of 3 in dim 1"),
+        (1, (((0, 2),), ((1, 4),)), r"\(1, 4\) where 2"),
+        (1, (((0, 2),), ((3, 4),)), r"\(3, 4\) where 2"),
+        (1, (((0, 4),), ((4, 4),)), r"\(4, 4\) where 4"),
+        (1, (((0, 6), (4, 4)),), r"\(4, 4\) where 6"),
+    ):
+        raises(ValueError, said, StoredCut(dim, ranges).check, (3, 4))
 
 
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5))
@@ -380,10 +342,10 @@ def test_shares_add_up_and_are_even(units: int, ranks: int, unit: int) -> None:
 def test_parts_make_the_whole(blocks: list[list[int]], dim: int) -> None:
     cut = ShardSpec.of_sizes(dim, blocks)
     shape = (cut.size, 2) if dim == 0 else (2, cut.size)
-    tensor = torch.arange(2.0 * cut.size).view(shape)
-    parts = [cut.part(tensor, rank) for rank in range(3)]
+    whole = torch.arange(2.0 * cut.size).view(shape)
+    parts = [cut.part(whole, rank) for rank in range(3)]
     assert [part.shape[dim] for part in parts] == [cut.numel(rank) for rank in range(3)]
-    assert torch.equal(cut.whole(parts), tensor) and not cut.holders()
+    assert torch.equal(cut.whole(parts), whole) and not cut.holders()
 
 
 def test_fused_matrices_are_cut_each() -> None:
@@ -394,14 +356,14 @@ def test_fused_matrices_are_cut_each() -> None:
 def test_ranks_may_hold_the_same() -> None:
     """Two key heads of size 2 over four ranks."""
     cut = ShardSpec(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
-    tensor = torch.arange(4.0)
-    assert cut.part(tensor, 1).tolist() == [0, 1] and torch.equal(
-        cut.whole([tensor[:2]] * 2 + [tensor[2:]] * 2), tensor
-    )
+    whole = torch.arange(4.0)
+    assert cut.part(whole, 1).tolist() == [0, 1]
+    assert torch.equal(cut.whole([whole[:2], whole[:2], whole[2:], whole[2:]]), whole)
     assert cut.holders() == {(0, 2): (0, 1), (2, 4): (2, 3)}
 
 
 def test_what_is_no_cut_is_refused() -> None:
+    raises(ValueError, "6 attention heads do not divide into groups for 4 key/value heads", Heads.over, 6, 4, 2)
     raises(ValueError, "no rank holds element 2 of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((3, 4),))))
     raises(ValueError, r"rank 1 holds \(2, 5\) of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((2, 5),))))
     raises(ValueError, "10 elements do not divide into units of 4", lambda: shares(10, 2, 4))

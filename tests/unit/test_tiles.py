@@ -27,6 +27,7 @@ from shardwise.core.update.tile_plan import TILE_NUMEL, plan_tiles
 from shardwise.core.update.tiles import NEVER, WHOLE, BareStep, PendingTile, TileStepper, needs_whole_tensors
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
+from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 
@@ -35,8 +36,8 @@ def test_which_optimizers_need_whole_tensors() -> None:
     assert needs_whole_tensors(torch.optim.Adafactor(params)) and needs_whole_tensors(torch.optim.Muon(params))
     assert needs_whole_tensors(Lamb(params)) and not needs_whole_tensors(torch.optim.AdamW(params))
     assert needs_whole_tensors(FusedLAMB(params, max_grad_norm=0))
-    with pytest.raises(ValueError, match=r"FusedLAMB cannot be sharded: max_grad_norm=1\.0 needs all gradients"):
-        needs_whole_tensors(FusedLAMB(params))
+    told = r"FusedLAMB cannot be sharded: max_grad_norm=1\.0 needs all gradients"
+    raises(ValueError, told, needs_whole_tensors, FusedLAMB(params))
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -151,13 +152,13 @@ def calls_of(optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
 def trained(kind: Make, plan: Plan | None, tile_numel: int) -> tuple[list[torch.Tensor], list[int]]:
     model = make()
     optimizer = kind(model)
+    if plan is None:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()], []
     with mock.patch.dict(TILE_NUMEL, {"cpu": tile_numel}), calls_of(optimizer) as calls:
-        if plan is None:
-            for step in range(3):
-                optimizer.zero_grad()
-                model(step).backward()
-                optimizer.step()
-            return [p.detach().clone() for p in model.parameters()], []
         session = build(model, optimizer, plan)
         for step in range(3):
             session.backward(session.module(step))
@@ -191,22 +192,17 @@ def test_values_are_torchs(kind: Make, tile_numel: int, chunk_numel: int) -> Non
     assert calls and min(calls) >= 1
 
 
+class Own(torch.optim.SGD):
+    element_wise = True
+
+
 def test_one_call_steps_a_group_of_many_chunks() -> None:
     plan = zero(2).but(packing=ByNumel(chunk_numel=8))
-    _, calls = trained(OPTIMIZERS["AdamW"], plan, 10**6)
+    calls, alone = (trained(OPTIMIZERS["AdamW"], plan, tile_numel)[1] for tile_numel in (10**6, 1))
     assert len(calls) == 3 * 2  # in each step one a group
-    _, alone = trained(OPTIMIZERS["AdamW"], plan, 1)
     assert len(alone) > 10 * len(calls)
-
-
-def test_an_optimizer_of_others_steps_tile_by_tile() -> None:
-    """What its ``step()`` does with tensors beside each other is not known."""
-
-    class Own(torch.optim.SGD):
-        element_wise = True
-
-    _, calls = trained(grouped(Own), zero(2).but(packing=ByNumel(chunk_numel=8)), 10**6)
-    assert len(calls) > 3 * 4
+    # What the step() of others' optimizers does with tensors beside each other is not known.
+    assert len(trained(grouped(Own), plan, 10**6)[1]) > 3 * 4
 
 
 class Borrows(torch.optim.SGD):
@@ -235,11 +231,8 @@ def own_step(self: torch.optim.Optimizer) -> None:
         group["params"][0].data.sub_(group["lr"] * group["params"][0].grad)
 
 
-def replaced(optimizer: torch.optim.Optimizer, bound: bool) -> torch.optim.Optimizer:
-    if bound:
-        optimizer.step = own_step.__get__(optimizer)  # type: ignore[attr-defined]
-    else:
-        optimizer.step = lambda: own_step(optimizer)  # type: ignore[assignment, misc, return-value]
+def replaced(optimizer: Any, bound: bool) -> torch.optim.Optimizer:
+    optimizer.step = own_step.__get__(optimizer) if bound else lambda: own_step(optimizer)
     return optimizer
 
 
@@ -267,17 +260,9 @@ def test_a_group_of_its_own_is_stepped_without_hooks(case: str) -> None:
     assert getattr(optimizer, "calls", 1) == 1
 
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "maximize": (False, True),
-    "weight_decay": (0.0, 0.1),
-    "momentum": (0.0, 0.9),
-    "nesterov": (False, True),
-    "dampening": (0.0, 0.1),
-    "amsgrad": (False, True),
-    "centered": (False, True),
-    "decoupled_weight_decay": (False, True),
-    "adamw_mode": (False, True),
-}
+FLAGS = ("maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay", "adamw_mode")
+CHOICES: dict[str, tuple[Any, ...]] = {"weight_decay": (0.0, 0.1), "momentum": (0.0, 0.9), "dampening": (0.0, 0.1)}
+CHOICES |= dict.fromkeys(FLAGS, (False, True))
 KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
 """The first leaves the choice to torch."""
 

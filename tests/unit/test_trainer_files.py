@@ -117,27 +117,20 @@ def test_no_part_runs_code(tmp_path: Path, name: str) -> None:
     raises(CheckpointError, name, lambda: open_checkpoint(path))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
+def test_a_state_that_is_none_is_damage_before_anything_is_loaded(tmp_path: Path) -> None:
+    """Of generators, and Trainer's own."""
+    path = trainers(tmp_path / "checkpoint-1")
+    for key, value in (
         ("python", (3, (1, 2), None)),
         ("python", None),
         ("numpy", ("MT19937", np.zeros(3, dtype=np.uint32), 0, 0, 0.0)),
         ("numpy", ("MT19937", np.zeros(624, dtype=np.float64), 0, 0, 0.0)),
         ("cpu", torch.zeros(3, dtype=torch.uint8)),
         ("cpu", torch.zeros(3)),
-    ],
-)
-def test_generators_that_could_not_be_restored_are_damage_before_anything_is_loaded(
-    tmp_path: Path, key: str, value: Any
-) -> None:
-    path = trainers(tmp_path / "checkpoint-1")
-    torch.save({**generators(), key: value}, path / "rng_state.pth")
-    raises(CheckpointDamage, r"rng_state\.pth", lambda: open_checkpoint(path))
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"global_step": "many"}', '{"global_step": -1}'])
-def test_a_state_that_is_none(tmp_path: Path, text: str) -> None:
-    path = trainers(tmp_path / "checkpoint-1")
-    (path / "trainer_state.json").write_text(text)
-    raises(CheckpointError, r"trainer_state\.json", lambda: open_checkpoint(path))
+    ):
+        torch.save({**generators(), key: value}, path / "rng_state.pth")
+        raises(CheckpointDamage, r"rng_state\.pth", open_checkpoint, path)
+    torch.save(generators(), path / "rng_state.pth")
+    for text in ("{", "[]", '{"global_step": "many"}', '{"global_step": -1}'):
+        (path / "trainer_state.json").write_text(text)
+        raises(CheckpointError, r"trainer_state\.json", open_checkpoint, path)

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.shards.layout import ParamInfo, make_layout
-from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, ParamGroupPlan, Plan, zero
+from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, ParamGroupPlan, zero
 from shardwise.zero import (
     BucketTensorShardStrategy,
     ShardedModelV2,
@@ -59,20 +59,13 @@ def test_published_arguments_in_name_order_and_default(function: Any, published:
 
 
 def test_module_paths() -> None:
-    from shardwise.zero.init_ctx import ZeroInitContext as second
-    from shardwise.zero.shard_utils import BucketTensorShardStrategy as third
-    from shardwise.zero.sharded_model import ShardedModelV2 as first
-    from shardwise.zero.sharded_model.sharded_model_v2 import ShardedModelV2 as same
-    from shardwise.zero.sharded_model.utils import col_model_deepcopy
-    from shardwise.zero.sharded_optim import ShardedOptimizerV2 as fourth
+    from shardwise.zero import init_ctx, shard_utils, sharded_model, sharded_optim
+    from shardwise.zero.sharded_model import sharded_model_v2, utils
 
-    assert (first, second, third, fourth) == (
-        ShardedModelV2,
-        ZeroInitContext,
-        BucketTensorShardStrategy,
-        ShardedOptimizerV2,
-    )
-    assert same is first and list(inspect.signature(col_model_deepcopy).parameters) == ["sharded_model", "other_model"]
+    assert sharded_model.ShardedModelV2 is sharded_model_v2.ShardedModelV2 is ShardedModelV2
+    assert init_ctx.ZeroInitContext is ZeroInitContext and sharded_optim.ShardedOptimizerV2 is ShardedOptimizerV2
+    assert shard_utils.BucketTensorShardStrategy is BucketTensorShardStrategy
+    assert [*inspect.signature(utils.col_model_deepcopy).parameters] == ["sharded_model", "other_model"]
 
 
 # ---- the context
@@ -96,21 +89,13 @@ class Whole(nn.Module):
             self.first.weight.mul_(2)  # values are asked for, and changed
 
 
-def marks(module: nn.Module) -> dict[str, bool]:
-    return {name: p.colo_attr.param_is_sharded for name, p in module.named_parameters()}  # type: ignore[attr-defined]
-
-
 def test_parameters_are_marked_and_counted() -> None:
     numel = torch.tensor([100])
     with ZeroInitContext("cpu", TensorShardStrategy(), True, model_numel_tensor=numel) as context:
         model = Whole()
         assert context.shard_param and context.is_replicated
-    assert marks(model) == {
-        "first.weight": True,
-        "first.bias": True,
-        "part.inner.weight": False,
-        "part.inner.bias": False,
-    }
+    marks = {name: p.colo_attr.param_is_sharded for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    assert marks == {"first.weight": True, "first.bias": True, "part.inner.weight": False, "part.inner.bias": False}
     assert numel.tolist() == [100 + 12 + 4 + 9 + 3]  # the tied weight once
     assert is_deferred(model)
 
@@ -129,10 +114,8 @@ def test_memory_waits_for_sharding(shard: int, on_the_fly: int, deferred: bool) 
 
 def test_a_failing_constructor_leaves_nothing_behind() -> None:
     own = (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
-    with (
-        pytest.raises(RuntimeError, match="broken"),
-        ZeroInitContext("cpu", TensorShardStrategy(), True, seed=1, default_dtype=torch.float64),
-    ):
+    context = ZeroInitContext("cpu", TensorShardStrategy(), True, seed=1, default_dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="broken"), context:
         raise RuntimeError("broken")
     assert torch.get_default_dtype() is torch.float32
     assert not hasattr(nn.Linear(2, 2).weight, "colo_attr")
@@ -140,18 +123,15 @@ def test_a_failing_constructor_leaves_nothing_behind() -> None:
     assert own == (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "said"),
-    [
+def test_wrong_arguments() -> None:
+    for arguments, error, told in (
         ({"shard_strategy": TensorShardStrategy}, TypeError, "shard_strategy"),
         ({"bf16": True, "convert_fp16": False}, ValueError, "bf16=True"),
         ({"model_numel_tensor": torch.zeros(2, dtype=torch.long)}, ValueError, r"\(2,\)"),
         ({"model_numel_tensor": torch.zeros(1)}, ValueError, "float32"),
-    ],
-)
-def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        ZeroInitContext(**({"target_device": "cpu", "shard_strategy": TensorShardStrategy()} | arguments))
+    ):
+        given = {"target_device": "cpu", "shard_strategy": TensorShardStrategy(), **arguments}
+        raises(error, told, ZeroInitContext, **given)
 
 
 def test_values_that_differ_between_ranks_are_refused() -> None:
@@ -162,13 +142,14 @@ def test_values_that_differ_between_ranks_are_refused() -> None:
 # ---- plans
 
 
-def plan(
-    model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, ranks: int = 2, **facts: Any
-) -> Plan:
-    given = {"ranks": ranks, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
-    given |= {"replicated": (), "params_on_host": False, "capacity_bytes": 2**30}
+Given = tuple[ModelArguments, OptimizerArguments | None, ModelFacts]
+
+
+def given(model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, **facts: Any) -> Given:
+    more = {"ranks": 2, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
+    more |= {"replicated": (), "params_on_host": False, "capacity_bytes": 2**30}
     options = None if optimizer is None else OptimizerArguments(**optimizer)
-    return to_plan(ModelArguments(**(model or {})), options, ModelFacts(**(given | facts)))
+    return ModelArguments(**(model or {})), options, ModelFacts(**(more | facts))
 
 
 CPU = {"offload_config": {"device": "cpu"}}
@@ -218,32 +199,26 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], str, An
 
 @pytest.mark.parametrize(("model", "optimizer", "facts", "path", "value"), PLANS)
 def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, path: str, value: Any) -> None:
-    assert attrgetter(path)(plan(model, optimizer, **facts)) == value
+    assert attrgetter(path)(to_plan(*given(model, optimizer, **facts))) == value
 
 
-def test_offloading_state_needs_a_model_that_offloads() -> None:
-    raises(RuntimeError, "cpu_offload=True of the optimizer", lambda: plan(optimizer={"cpu_offload": True}))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"offload_config": {"device": "nvme"}}, "offload_config"),
-        ({"offload_config": {"where": "cpu"}}, "offload_config"),
-        ({"gradient_predivide_factor": 0.0}, "gradient_predivide_factor=0.0"),
-        ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor=nan"),
-        ({"tensor_placement_policy": "gpu"}, "tensor_placement_policy='gpu'"),
-        ({"tensor_placement_policy": "cpu", **CPU}, "took their place"),
-    ],
-)
-def test_wrong_model_arguments(arguments: dict[str, Any], said: str) -> None:
-    raises(ValueError, said, lambda: ModelArguments(**arguments))
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1])
-def test_wrong_optimizer_arguments(ratio: float) -> None:
-    raises(ValueError, "gpu_margin_mem_ratio", lambda: OptimizerArguments(gpu_margin_mem_ratio=ratio))
-    raises(ValueError, "initial_scale", lambda: OptimizerArguments(initial_scale=0.5))
+def test_wrong_arguments_of_models_and_optimizers() -> None:
+    offloaded = given(optimizer={"cpu_offload": True})
+    raises(RuntimeError, "cpu_offload=True of the optimizer", to_plan, *offloaded)
+    for kind, name, value, told in (
+        (ModelArguments, "offload_config", {"device": "nvme"}, "offload_config"),
+        (ModelArguments, "offload_config", {"where": "cpu"}, "offload_config"),
+        (ModelArguments, "gradient_predivide_factor", 0.0, "gradient_predivide_factor=0.0"),
+        (ModelArguments, "gradient_predivide_factor", float("nan"), "gradient_predivide_factor=nan"),
+        (ModelArguments, "tensor_placement_policy", "gpu", "tensor_placement_policy='gpu'"),
+        (OptimizerArguments, "gpu_margin_mem_ratio", -0.1, "gpu_margin_mem_ratio"),
+        (OptimizerArguments, "gpu_margin_mem_ratio", 1.1, "gpu_margin_mem_ratio"),
+        (OptimizerArguments, "initial_scale", 0.5, "initial_scale"),
+    ):
+        raises(ValueError, told, kind, **{name: value})
+    raises(ValueError, "took their place", ModelArguments, tensor_placement_policy="cpu", **CPU)
+    for divisor in (0.0, -1.0, float("nan")):
+        raises(ValueError, "predivide", zero(3).but, predivide=divisor)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +233,7 @@ def test_wrong_optimizer_arguments(ratio: float) -> None:
     ],
 )
 def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said: str | None) -> None:
-    given = {"ranks": 2, "dtype": torch.float16, "itemsize": 2, "packing": ByTensor(persist_numel=0)}
-    given |= {"replicated": (), "params_on_host": False, "capacity_bytes": 2**30, **facts}
-    options = None if optimizer is None else OptimizerArguments(**optimizer)
-    found = without_effect(ModelArguments(**model), options, ModelFacts(**given))
+    found = without_effect(*given(model, optimizer, **facts))
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
 
@@ -277,8 +249,3 @@ def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
     layout = make_layout(facts, model, packing, 2, 1, groups)
     options = [layout.chunks[chunk].reshard_after_forward for chunk, _ in layout.where]
     assert options == [None, False, False, None]
-
-
-@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan")])
-def test_a_divisor_is_positive(divisor: float) -> None:
-    raises(ValueError, "predivide", lambda: zero(3).but(predivide=divisor))
