@@ -155,9 +155,8 @@ def test_names(package: str) -> None:
     assert registry["shardwise_deepspeed_stage_3_offload_nvme"]["init_params"]["offload_params_device"] == "nvme"
     # FairScale's strategy had this name as well; it is FSDPStrategy's now.
     assert registry["fsdp"]["strategy"] is NAMES[package].load("strategies.FSDPStrategy")
-    made = NAMES[package].load("Trainer")(
-        strategy="ddp_fully_sharded", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
-    )
+    options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    made = NAMES[package].load("Trainer")(strategy="ddp_fully_sharded", **options)
     assert isinstance(made.strategy, home.DDPFullyShardedStrategy)
 
 
@@ -292,10 +291,8 @@ def test_auto_wrap_follows_the_policy() -> None:
 
 
 def test_arguments_of_wrappers_warn() -> None:
-    with (
-        pytest.warns(UserWarning, match="reshard_after_forward"),
-        enable_wrap(wrapper_cls=object, reshard_after_forward=False),
-    ):
+    wrapping = enable_wrap(wrapper_cls=object, reshard_after_forward=False)
+    with pytest.warns(UserWarning, match="reshard_after_forward"), wrapping:
         pass
     with pytest.warns(UserWarning, match="flatten_parameters"):
         wrap(nn.Linear(1, 1), flatten_parameters=False)

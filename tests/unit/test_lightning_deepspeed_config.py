@@ -15,25 +15,19 @@ import pytest
 import torch
 
 from shardwise.plan import ByNumel, ByTensor, DiskPlan, MeshPlan, Plan, ScalerPlan
+from shardwise.strategies import deepspeed_config
 from shardwise.strategies.deepspeed import DeepSpeed
-from shardwise.strategies.deepspeed_config import (
-    DeepSpeedArguments,
-    TrainerFacts,
-    chosen_config,
-    complete,
-    quiet_paths,
-    read,
-    read_given,
-    scale_without_effect,
-    to_plan,
-    without_effect,
-)
+from shardwise.strategies.deepspeed_config import DeepSpeedArguments, TrainerFacts, complete, read, to_plan
 from tests.support.on_ranks import raises
 
 Tree = dict[str, Any]
 RANKS = 4
 NUMELS = [10, 200_000, 50]
 
+CHECKPOINTING = (
+    *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
+    "synchronize_checkpoint_boundary",
+)
 # As Lightning 2.4 printed it for its defaults, and the two blocks of its offloads.
 PRINTED: Tree = {
     "zero_allow_untested_optimizer": True,
@@ -47,12 +41,7 @@ PRINTED: Tree = {
         "reduce_bucket_size": 200_000_000,
         "sub_group_size": 1_000_000_000_000,
     },
-    "activation_checkpointing": {
-        "partition_activations": False,
-        "cpu_checkpointing": False,
-        "contiguous_memory_optimization": False,
-        "synchronize_checkpoint_boundary": False,
-    },
+    "activation_checkpointing": dict.fromkeys(CHECKPOINTING, False),
     "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True, "thread_count": 1},
 }
 OPTIM = {"device": "cpu", "nvme_path": "/local_nvme", "buffer_count": 4, "pin_memory": False}
@@ -142,8 +131,7 @@ ROWS: list[tuple[str, Tree, str, Tree, Tree]] = [
     *((name, {name: value}, "32-true", {}, {}) for name, value in (
         ("remote_device", "cpu"), ("sub_group_size", 10), ("contiguous_gradients", False),
         ("allgather_partitions", False), ("reduce_scatter", False), ("zero_allow_untested_optimizer", False),
-        ("logging_batch_size_per_gpu", 16), ("partition_activations", True), ("cpu_checkpointing", True),
-        ("contiguous_memory_optimization", True), ("synchronize_checkpoint_boundary", True),
+        ("logging_batch_size_per_gpu", 16), *((name, True) for name in CHECKPOINTING),
     )),
 ]  # fmt: skip
 
@@ -191,12 +179,8 @@ def test_a_config_goes_before_the_precision() -> None:
 
 
 def test_fp16_and_bf16_together_are_a_clear_error() -> None:
-    for name, shown, precision in (
-        ("bf16", "bf16", "16-mixed"),
-        ("bfloat16", "bf16", "16-true"),
-        ("fp16", "fp16", "bf16-mixed"),
-    ):
-        told = f"enables {shown} and Trainer has precision='{precision}'.*cannot both"
+    for name, precision in (("bf16", "16-mixed"), ("bfloat16", "16-true"), ("fp16", "bf16-mixed")):
+        told = f"enables {name.replace('bfloat', 'bf')} and Trainer has precision='{precision}'.*cannot both"
         raises(Misconfigured, told, completed, {name: {"enabled": True}}, precision)
 
 
@@ -205,7 +189,7 @@ def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
     tree: Tree = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
     before = copy.deepcopy(tree)
     for _ in range(2):
-        chosen = chosen_config(tree, None, "VARIABLE", Misconfigured)
+        chosen = deepspeed_config.chosen_config(tree, None, "VARIABLE", Misconfigured)
         assert chosen == tree and chosen is not tree
         found = completed(chosen, "bf16-mixed", accumulation=3, clip=0.5)
         assert tree == before == chosen
@@ -219,7 +203,7 @@ def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_p
     two.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
 
     def chosen(config: Any, variable: Path | None) -> Any:
-        return chosen_config(config, variable and str(variable), "VARIABLE", Misconfigured)
+        return deepspeed_config.chosen_config(config, variable and str(variable), "VARIABLE", Misconfigured)
 
     assert chosen(one, two) == chosen(str(one), two) == json.loads(one.read_text())
     assert chosen(None, two) == json.loads(two.read_text()) and chosen(None, None) is None
@@ -301,7 +285,7 @@ UNUSED: list[tuple[Tree, Tree | None, list[str]]] = [
 
 @pytest.mark.parametrize(("arguments", "config", "names"), UNUSED)
 def test_arguments_that_mean_nothing_are_named(arguments: Tree, config: Tree | None, names: list[str]) -> None:
-    found = without_effect(DeepSpeedArguments(**arguments), config)
+    found = deepspeed_config.without_effect(DeepSpeedArguments(**arguments), config)
     assert [name for each in found.values() for name in each] == names
 
 
@@ -319,21 +303,21 @@ def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) ->
     value, reason, more = WITHOUT_EFFECT[name]
     given = DeepSpeedArguments(**{"stage": 3, **more, name: value})
     report = to_plan(read(completed(given.to_config(), given=given), RANKS), RANKS, NUMELS, True)[1]
-    told = {path: why for path, why in report.ignored.items() if path not in quiet_paths(given)}
+    told = {path: why for path, why in report.ignored.items() if path not in deepspeed_config.quiet_paths(given)}
     (path,) = told
     assert path.endswith(name.replace("params_", "offload_param.")) and reason in told[path]
     assert str(report).count(path) == 1 and path not in report.used and not report.notes
-    assert not any(name in names for names in without_effect(given, None).values())
+    assert not any(name in names for names in deepspeed_config.without_effect(given, None).values())
 
 
 def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
     changed = DeepSpeedArguments(loss_scale=3.0)
     for tree, precision, expected in (({}, "16-mixed", ""), ({}, "32-true", "loss_scale=3.0"), ({"fp16": {"enabled": True}}, "16-true", "loss_scale=3.0")):  # fmt: skip
-        assert scale_without_effect(changed, completed(tree, precision, changed)) == expected
+        assert deepspeed_config.scale_without_effect(changed, completed(tree, precision, changed)) == expected
 
 
 def test_autocast_is_lightnings_own() -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     told = r"torch_autocast\.enabled=True .* is not available under Lightning"
-    raises(NotImplementedError, told, read_given, given)
-    assert read_given({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}).stage == 0
+    raises(NotImplementedError, told, deepspeed_config.read_given, given)
+    assert deepspeed_config.read_given({"torch_autocast": {"enabled": False, "dtype": "bfloat16"}}).stage == 0

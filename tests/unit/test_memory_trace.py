@@ -86,10 +86,11 @@ def test_optimizer_state_is_model_data() -> None:
     assert held.moments[0].kinds["optimizer state"] == state == held.moments[-1].kinds["optimizer state"]
     # With a new optimizer it is not that of the first step, which begins without state, but of all others.
     assert not optimizer.state
-    assert [(m.name, m.kinds, m.non_model_bytes) for m in stats.moments] == [
-        (m.name, m.kinds, m.non_model_bytes) for m in held.moments
-    ]
-    assert stats.peak_bytes == held.peak_bytes
+    without, state_held = ([(m.name, m.kinds, m.non_model_bytes) for m in each.moments] for each in (stats, held))
+    assert without == state_held and stats.peak_bytes == held.peak_bytes
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
 
 
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -101,10 +102,7 @@ def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         "parameters": {n: (*value(p.detach())[1:], id(p)) for n, p in model.named_parameters()},
         "buffers": {n: value(b) for n, b in model.named_buffers()},
         "grads": {n: p.grad if p.grad is None else value(p.grad) for n, p in model.named_parameters()},
-        "hooks": {
-            n: [len(getattr(m, h)) for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")]
-            for n, m in model.named_modules()
-        },
+        "hooks": [len(getattr(m, hooks)) for m in model.modules() for hooks in HOOKS],
         "parameter hooks": {n: len(p._post_accumulate_grad_hooks or ()) for n, p in model.named_parameters()},
         "random": (torch.get_rng_state(), random.getstate()),
         "modes": torch._C._len_torch_dispatch_stack(),
@@ -399,9 +397,8 @@ def test_positions_count_uses_of_units() -> None:
 
 
 def budget(stats: MemStats | None, position: int, capacity: int = 1000, steady: float = 0.9) -> int:
-    return model_budget_bytes(
-        stats, position, capacity_bytes=capacity, warmup_non_model_ratio=0.8, steady_capacity_ratio=steady
-    )
+    ratios = {"warmup_non_model_ratio": 0.8, "steady_capacity_ratio": steady}
+    return model_budget_bytes(stats, position, capacity_bytes=capacity, **ratios)
 
 
 def test_budgets() -> None:
@@ -433,10 +430,8 @@ def test_margin_is_a_share_of_what_remains_at_the_tightest_moment() -> None:
 
 def test_json_is_exact(tmp_path: Path) -> None:
     rng = random.Random(1)
-    moments = [
-        Moment(i - 1, 'layer "ä"\n<0>', "backward", 2**60 + i, rng.randrange(2**55), {"gradients": i})
-        for i in range(50)
-    ]
+    name = 'layer "ä"\n<0>'
+    moments = [Moment(i - 1, name, "backward", 2**60 + i, rng.randrange(2**55), {"gradients": i}) for i in range(50)]
     stats = MemStats(moments, "cuda:0", 2**40, {7: 3, 0: 2**62})
     for each in (stats, STATS):  # the second replaces the first
         each.save(tmp_path / "s.json")

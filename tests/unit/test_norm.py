@@ -19,25 +19,26 @@ from shardwise.core.grads import norm as norms
 from shardwise.core.grads.norm import LateNorm, clip_factor, each_norm, global_norm
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.plan import ScalerPlan
-from tests.support.on_ranks import raises
 from tests.support.engine_setup import scaler
+from tests.support.on_ranks import raises
 
 NAN, INF = math.nan, math.inf
 P = [1.0, 2.0, 3.0, 0.5, INF]
 
 
 class Ranks(LocalGroup):
-    """Answers with the posts of ranks that are not there."""
+    """Answers with the first posts of ranks that are not there; what follows is as this rank's."""
 
-    def __init__(self, others: Sequence[float]) -> None:
+    def __init__(self, *others: list[float]) -> None:
         super().__init__("ranks", torch.device("cpu"))
-        self.others = list(others)
+        self.others = others
 
     def exchange(self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL) -> list[list[float]]:
-        return [[float(v) for v in values], *([value, *map(float, values[1:])] for value in self.others)]
+        own = [float(value) for value in values]
+        return [own, *(other + own[len(other) :] for other in self.others)]
 
 
-ALONE = Ranks([])
+ALONE = Ranks()
 
 
 @pytest.mark.parametrize("p", P)
@@ -49,20 +50,25 @@ def test_equals_torch(p: float, dtype: torch.dtype) -> None:
     assert global_norm(tensors, p, ALONE, 1.0) == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-5)
 
 
+def share(value: Tensor, p: float) -> float:
+    """What a rank posts of its part."""
+    norm = float(torch.linalg.vector_norm(value.double(), p))
+    return norm if p == INF else norm**p
+
+
 @pytest.mark.parametrize("p", P)
 def test_shards_of_several_ranks(p: float) -> None:
     whole = torch.randn(12, dtype=torch.float64)
     parts = whole.split(4)
-    posts = [float((t.abs() ** p).sum() if p != INF else t.abs().max()) for t in parts[1:]]
+    ranks = Ranks(*([share(each, p)] for each in parts[1:]))
     expected = float(torch.linalg.vector_norm(whole, p))
-    assert global_norm([parts[0]], p, Ranks(posts), 1.0) == pytest.approx(expected, rel=1e-12)
-    assert global_norm([parts[0]], p, Ranks(posts), 0.125) == pytest.approx(expected / 8, rel=1e-12)
+    assert global_norm([parts[0]], p, ranks, 1.0) == pytest.approx(expected, rel=1e-12)
+    assert global_norm([parts[0]], p, ranks, 0.125) == pytest.approx(expected / 8, rel=1e-12)
 
 
 def test_sixteen_bits_do_not_overflow_in_the_sum() -> None:
-    assert global_norm([torch.full((10000,), 60000.0, dtype=torch.float16)], 2.0, ALONE, 1.0) == pytest.approx(
-        6e6, rel=1e-5
-    )
+    large = torch.full((10000,), 60000.0, dtype=torch.float16)
+    assert global_norm([large], 2.0, ALONE, 1.0) == pytest.approx(6e6, rel=1e-5)
 
 
 @pytest.mark.parametrize("p", P)
@@ -94,32 +100,15 @@ def test_clip_factor_edges() -> None:
 def test_each_norm(p: float) -> None:
     """Of parts over two ranks, of what nobody has, and where the powers overflow; parts of a model are counted once."""
     generator = torch.Generator().manual_seed(2)
-    mine = [torch.randn(5, generator=generator), None, torch.full((3,), 1e30), torch.empty(0, dtype=torch.bfloat16)]
-    theirs = torch.randn(4, generator=generator)
-
-    def share(value: Tensor) -> float:
-        norm = float(torch.linalg.vector_norm(value.double(), p))
-        return norm if p == math.inf else norm**p
-
-    class Peers(LocalGroup):
-        """Another rank with ``theirs`` of the first gradient and as much of the third."""
-
-        def __init__(self, shares: Sequence[float]) -> None:
-            super().__init__("peers", torch.device("cpu"))
-            self.shares = list(shares)
-
-        def exchange(
-            self, values: Sequence[float], purpose: str = "", model_id: ModelId = NO_MODEL
-        ) -> list[list[float]]:
-            assert len(values) == len(self.shares) == 4
-            return [list(values), self.shares]
-
-    whole = [torch.cat([mine[0], theirs]), torch.zeros(1), torch.full((6,), 1e30), torch.zeros(1)]  # type: ignore[list-item]
+    first, theirs = (torch.randn(numel, generator=generator) for numel in (5, 4))
+    huge = torch.full((3,), 1e30)
+    mine = [first, None, huge, torch.empty(0, dtype=torch.bfloat16)]
+    whole = [torch.cat([first, theirs]), torch.zeros(1), torch.cat([huge, huge]), torch.zeros(1)]
     expected = [float(torch.linalg.vector_norm(each.double(), p)) for each in whole]
-    peers = Peers([share(theirs), 0.0, share(torch.full((3,), 1e30)), 0.0])
+    peers = Ranks([share(theirs, p), 0.0, share(huge, p), 0.0])
     assert each_norm(mine, p, peers, None, [False] * 4) == pytest.approx(expected, rel=1e-5)
     # The other ranks of the model have the same again of a divided one, and of one that is not.
-    parts = Peers([share(each) for each in whole])
+    parts = Ranks([share(each, p) for each in whole])
     twice = [float(torch.linalg.vector_norm(torch.cat([each, each]).double(), p)) for each in whole]
     divided = [True, False, False, False]
     found = each_norm(mine, p, peers, parts, divided)
@@ -220,6 +209,6 @@ def test_damaged_states_are_refused() -> None:
     scaler = LossScaler(plan())
     state = scaler.state_dict()
     for bad in (0.0, -4.0, float("nan")):
-        raises(ValueError, f"loss scale {bad}", lambda: scaler.load_state_dict(state | {"scale": bad}))
-    raises(KeyError, "overflows", lambda: scaler.load_state_dict({"scale": 8.0, "good_steps": 0.0}))
+        raises(ValueError, f"loss scale {bad}", scaler.load_state_dict, state | {"scale": bad})
+    raises(KeyError, "overflows", scaler.load_state_dict, {"scale": 8.0, "good_steps": 0.0})
     assert scaler.state_dict() == state

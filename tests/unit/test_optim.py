@@ -78,6 +78,8 @@ def _linear(n: int, lr: float) -> float:
     return (n + 1) / (WARM + 1) * lr if n < WARM else max(0, TOTAL - n) / (TOTAL - WARM) * lr
 
 
+WARM_FLAT = {"warmup_steps": WARM, "pct_start": 0.5, "eta_min": 0.002}
+WARM_STEPS = {"warmup_steps": WARM, "milestones": [WARM, 9], "gamma": 0.5}
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[int, float], float]]] = {
     "cosine": ("CosineAnnealingLR", {"eta_min": 0.01}, _cosine(TOTAL, 0.01)),
     "cosine, warm": ("CosineAnnealingWarmupLR", {"warmup_steps": WARM}, _warm(_cosine(TOTAL - WARM))),
@@ -85,18 +87,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[int, float], float]]] = {
     "cosine of one step": ("CosineAnnealingWarmupLR", {"warmup_steps": TOTAL - 1}, _warm(_cosine(1), TOTAL - 1)),
     "flat": ("FlatAnnealingLR", {}, _flat(14, _cosine(6))),
     "flat, to a floor": ("FlatAnnealingLR", {"pct_start": 0.5, "eta_min": 0.01}, _flat(10, _cosine(10, 0.01))),
-    "flat, warm": (
-        "FlatAnnealingWarmupLR",
-        {"warmup_steps": WARM, "pct_start": 0.5, "eta_min": 0.002},
-        _warm(_flat(8, _cosine(8, 0.002))),
-    ),
+    "flat, warm": ("FlatAnnealingWarmupLR", WARM_FLAT, _warm(_flat(8, _cosine(8, 0.002)))),
     "linear": ("LinearWarmupLR", {"warmup_steps": WARM}, _linear),
     "steps": ("MultiStepLR", {"milestones": [5, 9]}, lambda n, lr: lr * 0.1 ** ((n >= 5) + (n >= 9))),
-    "steps, warm": (
-        "MultiStepWarmupLR",
-        {"warmup_steps": WARM, "milestones": [WARM, 9], "gamma": 0.5},
-        _warm(lambda n, lr: lr * 0.5 ** ((n >= 0) + (n >= 9 - WARM))),
-    ),
+    "steps, warm": ("MultiStepWarmupLR", WARM_STEPS, _warm(lambda n, lr: lr * 0.5 ** (1 + (n >= 9 - WARM)))),
     "power": ("PolynomialLR", {"power": 2.0}, _power(TOTAL, 0.0001, 2.0)),
     "power, warm": ("PolynomialWarmupLR", {"warmup_steps": WARM}, _warm(_power(TOTAL - WARM, 0.0001))),
     "function": ("LambdaLR", {"lr_lambda": lambda n: 1 / (n + 1)}, lambda n, lr: lr / (n + 1)),
@@ -221,7 +215,7 @@ def test_arguments_that_make_no_schedule() -> None:
         raises(TypeError, "num_steps_per_epoch", kind, optimizer(), **given, num_steps_per_epoch=5)
 
 
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 
 
 def moments(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
@@ -229,31 +223,38 @@ def moments(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> lis
     return [state[key] for state in stepped for key in ("exp_avg", "exp_avg_sq", "step")]
 
 
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda of: plain.CosineAnnealingLR(of, 40),
+    "one cycle": lambda of: plain.OneCycleLR(of, max_lr=0.1, total_steps=40),  # moves the first beta as well
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adamw_mode", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_torch(kind: Kind, adamw_mode: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_equals_torch(kind: Kind, adamw_mode: bool, dtype: torch.dtype, schedule: str, number: Any) -> None:
     """Over 30 steps with odd shapes, two groups, a changing rate, and a parameter that some steps leave out."""
     ours, theirs = make_params(dtype), make_params(dtype)
-    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+    options = {"betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
     other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
 
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": params[:4]}, {"params": params[4:], "lr": 0.1, "weight_decay": 0.0}]
+        rates = [{"lr": number(0.01)}, {"lr": number(0.1), "weight_decay": 0.0}]
+        return [{"params": part, **rate} for part, rate in zip((params[:4], params[4:]), rates, strict=True)]
 
     own = kind(groups(ours), adamw_mode=adamw_mode, **options)
-    reference = other(groups(theirs), **options)
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 40) for o in (own, reference)]
+    reference = other(groups(theirs), foreach=False, **options)
+    schedulers = [SCHEDULES[schedule](each) for each in (own, reference)]
     for step in range(30):
         for params in (ours, theirs):
             set_gradients(params, step, skip=6 if step % 3 else -1)
-        own.step()
-        reference.step()
-        for scheduler in schedulers:
-            scheduler.step()
+        for each in (own, reference, *schedulers):
+            each.step()
     assert_close(ours, theirs, TOLERANCE[dtype])
     assert_close(moments(own, ours), moments(reference, theirs), TOLERANCE[dtype])
-    assert own.state[ours[6]]["step"] == 10
+    assert own.state[ours[6]]["step"] == 10 and type(own.param_groups[0]["lr"]) is type(number(0.01))
 
 
 def rule(**changes: Any) -> AdamRule:
@@ -265,21 +266,13 @@ def slots_of(
 ) -> list[AdamSlot]:
     generator = torch.Generator().manual_seed(0)
     wide = torch.float64 if param_dtype == torch.float64 else torch.float32
-
-    def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    return [
-        AdamSlot(
-            param=random(shape, param_dtype),
-            grad=random(shape, grad_dtype),
-            exp_avg=random(shape, wide),
-            exp_avg_sq=random(shape, wide).abs(),
-            step=torch.tensor(7.0),
-            out=None if out is None else torch.zeros(shape, dtype=out),
-        )
-        for shape in shapes
-    ]
+    made = []
+    for shape in shapes:
+        param, grad, first, second = (torch.randn(shape, generator=generator) for _ in range(4))
+        given = None if out is None else torch.zeros(shape, dtype=out)
+        tensors = (param.to(param_dtype), grad.to(grad_dtype), first.to(wide), second.abs().to(wide))
+        made.append(AdamSlot(*tensors, step=torch.tensor(7.0), out=given))
+    return made
 
 
 CASTS = [
@@ -309,21 +302,17 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("dtypes", "tile", "scale", "changes"), _cases())
-def test_tiles_equal_the_formula(
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None], tile: int | None, scale: float, changes: dict[str, Any]
-) -> None:
+def test_tiles_equal_the_formula(dtypes: Any, tile: int | None, scale: float, changes: dict[str, Any]) -> None:
     shapes = SHAPES[:-1] if tile == 1 else SHAPES  # a tile for each element takes long
     fast, plain = slots_of(*dtypes, shapes), slots_of(*dtypes, shapes)
     AdamTiles(tile).update(fast, rule(**changes), scale)
     for slot in plain:
         adam_reference(slot, rule(**changes), scale)
-    for name in AdamSlot._fields:
-        pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(fast, plain, strict=True)]
+    for name in AdamSlot._fields if dtypes[2] is not None else AdamSlot._fields[:-1]:
+        found, expected = ([getattr(slot, name) for slot in slots] for slots in (fast, plain))
         # The two may fall on either side of a 16-bit rounding boundary: one unit in the last place.
-        narrow = name in ("param", "out") and pairs[0][0] is not None and pairs[0][0].dtype.itemsize == 2
-        tolerance = torch.finfo(pairs[0][0].dtype).eps if narrow else 1e-6
-        if pairs[0][0] is not None:
-            assert_close([a for a, _ in pairs], [b for _, b in pairs], tolerance)
+        narrow = name in ("param", "out") and found[0].dtype.itemsize == 2
+        assert_close(found, expected, torch.finfo(found[0].dtype).eps if narrow else 1e-6)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(fast, slots_of(*dtypes, shapes), strict=True))
 
 
@@ -509,36 +498,6 @@ def test_options_that_would_change_the_step_are_refused(kind: Kind, option: str)
     raises(ValueError, f"{option}=True", lambda: optimizer.add_param_group({"params": [second], option: True}))
     assert len(optimizer.param_groups) == 1
     raises(TypeError, "nothing_like_this", lambda: kind([first], nothing_like_this=True))
-
-
-def _one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)  # moves the first beta as well
-
-
-def _warm_up(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
-
-
-@pytest.mark.parametrize("scheduler", [_one_cycle, _warm_up])
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_schedulers_and_tensors_as_learning_rates(kind: Kind, tensor: bool, scheduler: Callable[..., Any]) -> None:
-    ours, theirs = make_params(torch.float32), make_params(torch.float32)
-    rates = [torch.tensor(0.05) if tensor else 0.05 for _ in range(2)]
-    own, reference = kind(ours, lr=rates[0]), torch.optim.AdamW(theirs, lr=rates[1], weight_decay=0, foreach=False)
-    schedulers = [scheduler(own), scheduler(reference)]
-    used = set()
-    for step in range(12):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        own.step()
-        reference.step()
-        for each in schedulers:
-            each.step()
-        used.add(float(own.param_groups[0]["lr"]))
-        assert float(own.param_groups[0]["lr"]) == float(reference.param_groups[0]["lr"])
-    assert len(used) > 3 and isinstance(own.param_groups[0]["lr"], Tensor) == tensor
-    assert_close(ours, theirs, 2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

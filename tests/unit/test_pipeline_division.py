@@ -302,9 +302,8 @@ def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action
         return (chunks - 1 - (step - warm) // ranks % chunks) * ranks + rank
 
     rest = total - warm
-    found = _get_1f1b_rank_ops(
-        chunks, ranks, warm, rest, warm, rank, forward_stage, backward_stage, num_1f1b_microbatches=rest
-    )
+    shape = (chunks, ranks, warm, rest, warm, rank)
+    found = _get_1f1b_rank_ops(*shape, forward_stage, backward_stage, num_1f1b_microbatches=rest)
     return actions(found, {"FORWARD": Kind.FORWARD, "FULL_BACKWARD": Kind.BACKWARD})
 
 

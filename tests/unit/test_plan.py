@@ -21,19 +21,8 @@ from program_setup import python
 from torch import nn
 
 import shardwise
-from shardwise.plan import (
-    ByNumel,
-    BySearch,
-    ByTensor,
-    DiskPlan,
-    MeshPlan,
-    ParamGroupPlan,
-    Plan,
-    SequencePlan,
-    TensorPlan,
-    replicated,
-    zero,
-)
+import shardwise.plan as plans
+from shardwise.plan import ByTensor, DiskPlan, MeshPlan, ParamGroupPlan, Plan, replicated, zero
 from shardwise.session import Settings, ShardArguments
 from shardwise.testing import assert_close
 from tests.support.on_ranks import raises
@@ -101,15 +90,15 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: zero(1).but(microbatches=4), "microbatches=4 with pp=1 has no effect"),
     (lambda: zero(1).but(schedule="zbv", chunks=2), "schedule='zbv', chunks=2 with pp=1"),
     (lambda: zero(1).but(mode="ring_attn", inner_ring=2), "mode='ring_attn', inner_ring=2 with sp=1"),
-    (lambda: zero(1).but(tensor=TensorPlan(sequence="split_gather")), "sequence='split_gather' with tp=1"),
+    (lambda: zero(1).but(tensor=plans.TensorPlan(sequence="split_gather")), "sequence='split_gather' with tp=1"),
     (lambda: zero(3).but(disk=DiskPlan(directory="x")), "state_disk_fraction=0.0: nothing would be kept there"),
-    (lambda: SequencePlan(mode="ring"), "mode='ring'"),
-    (lambda: TensorPlan(sequence="all_to_all"), "sequence='all_to_all'"),
+    (lambda: plans.SequencePlan(mode="ring"), "mode='ring'"),
+    (lambda: plans.TensorPlan(sequence="all_to_all"), "sequence='all_to_all'"),
     (lambda: MeshPlan(dp_shard=1, dp_replicate=-2), "dp_replicate=-2"),
     (lambda: MeshPlan(dp_shard=-1, dp_replicate=-1), "at most one"),
-    (lambda: ByNumel(chunk_numel=0), "chunk_numel=0"),
+    (lambda: plans.ByNumel(chunk_numel=0), "chunk_numel=0"),
     (lambda: ByTensor(persist_numel=-1), "persist_numel=-1"),
-    (lambda: BySearch(search_range_numel=-1, interval_numel=1, min_chunk_numel=1), "search_range_numel=-1"),
+    (lambda: plans.BySearch(search_range_numel=-1, interval_numel=1, min_chunk_numel=1), "search_range_numel=-1"),
     (lambda: zero(3).but(gathered_fraction=1.01), "gathered_fraction=1.01"),
     (lambda: zero(1).but(exchange_bytes=4096), "exchange_bytes=4096 with reduce='last'"),
     (lambda: zero(2).but(exchange_bytes=4096, overlap=False), "reduce='every' and overlap=False"),
@@ -137,7 +126,7 @@ PLANS = {
     "offload": Settings(stage=3, precision="bf16", offload="host", device_memory="1GiB").plan(),
     "disk": Settings(stage=3, offload='/a "quoted" \\ path\x7f\t\U0001f600').plan(),
     "parts": Settings(stage=1, tp=2, pp=2, microbatches=4, sequence="split_gather").plan(),
-    "search": zero(3).but(packing=BySearch(search_range_numel=4096, interval_numel=64, min_chunk_numel=128)),
+    "search": zero(3).but(packing=plans.BySearch(search_range_numel=4096, interval_numel=64, min_chunk_numel=128)),
     "tensor": zero(3).but(
         packing=ByTensor(persist_numel=10),
         norm_type=math.inf,
@@ -274,8 +263,8 @@ CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"tp": 2, "stage": 0}, replicated().but(mesh=MeshPlan(dp_shard=1, dp_replicate=-1, tp=2))),
     ({"pp": 2, "microbatches": 4}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, pp=2), microbatches=4)),
     ({"sp": 2}, zero(3).but(mesh=MeshPlan(dp_shard=-1, dp_replicate=1, sp=2))),
-    ({"sp": 2, "sequence": "ring_attn"}, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
-    ({"tp": 2, "sequence": "split_gather"}, zero(3).but(tp=2, tensor=TensorPlan(sequence="split_gather"))),
+    ({"sp": 2, "sequence": "ring_attn"}, zero(3).but(sp=2, sequence=plans.SequencePlan(mode="ring_attn"))),
+    ({"tp": 2, "sequence": "split_gather"}, zero(3).but(tp=2, tensor=plans.TensorPlan(sequence="split_gather"))),
 ]
 
 

@@ -93,9 +93,8 @@ def test_the_command_of_a_failed_test_repeats_it(folder: Path) -> None:
     command = output.split("Repeat this test alone")[1].splitlines()[1]
     assert shlex.split(command)[:2] == ["cd", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    done = subprocess.run(
-        f"{command} -c {os.devnull} --rootdir .", shell=True, env=environment, capture_output=True, encoding="utf-8"
-    )
+    command += f" -c {os.devnull} --rootdir ."
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, encoding="utf-8")
     assert "1 failed in" in done.stdout and "as it should" in done.stdout, done.stdout + done.stderr
 
 

@@ -38,12 +38,8 @@ def test_the_navigation_has_every_page_once() -> None:
 
 
 def test_the_reference_names_what_there_is() -> None:
-    named = [
-        line.removeprefix("::: ")
-        for path in sorted((DOCS / "reference").glob("*.md"))
-        for line in path.read_text("utf-8").splitlines()
-        if line.startswith("::: ")
-    ]
+    pages = "".join(path.read_text("utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
+    named = re.findall(r"(?m)^::: (.*)$", pages)
     assert len(named) > 10
     for path in named:
         module, _, name = path.rpartition(".")
@@ -69,10 +65,8 @@ def test_the_page_of_clusters_has_our_error_our_options_and_a_manifest() -> None
     assert f"ValueError: {error.value}" in [" ".join(block.split()) for block in blocks]
     commands = [line for block in blocks for line in block.splitlines() if line.startswith("shardwise run")]
     read = [main._parser().parse_args(line.split()[1:]) for line in commands]
-    assert [(each.nnodes, each.nproc, each.script) for each in read] == [
-        ("1", "8", "finetune.py"),
-        ("2", "8", "finetune.py"),
-    ]
+    assert [(each.nnodes, each.nproc) for each in read] == [("1", "8"), ("2", "8")]
+    assert {each.script for each in read} == {"finetune.py"}
     [manifest] = [block for block in blocks if block.startswith("apiVersion")]
     service, job = yaml.safe_load_all(manifest)
     pod = job["spec"]["template"]["spec"]

@@ -288,9 +288,7 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: Cut, data: Any
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(), cuts(), st.data(), st.integers(1, 40), st.sampled_from([2, 1 << 15]))
-def test_ranges_of_the_whole_and_of_other_parts_are_read(
-    written: Cut, here: Cut, data: Any, block: int, wide: int
-) -> None:
+def test_ranges_of_the_whole_and_of_parts(written: Cut, here: Cut, data: Any, block: int, wide: int) -> None:
     """Of a tensor stored under one cut: by itself, and under the same, another or no cut; in blocks of any size."""
     (shape, cut), (other_shape, other) = written, here
     whole = torch.randn(shape)

@@ -117,9 +117,8 @@ def grouped(kind: type[torch.optim.Optimizer], **options: object) -> Make:
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         named = dict(model.named_parameters())
-        groups = [
-            {"params": [p for n, p in named.items() if n[0] == kind], "lr": lr} for kind, lr in (("w", 0.1), ("b", 0.3))
-        ]
+        rates = {"w": 0.1, "b": 0.3}
+        groups = [{"params": [p for n, p in named.items() if n[0] == one], "lr": rates[one]} for one in rates]
         return kind(groups, **options)  # type: ignore[call-arg]
 
     return optimizer

@@ -418,11 +418,8 @@ def test_schedules_follow_their_groups(tmp_path: Path) -> None:
         groups = [{"params": list(model[place].parameters()), "lr": rates[place]} for place in order]
         session = build(model, O.SGD(groups, momentum=0.5), zero(2))
         highest = [float(place + 1) for place in order]
-        return (
-            session,
-            session.optimizer,
-            schedules.CyclicLR(session.optimizer, [0.01 * x for x in highest], highest, 4),
-        )
+        cycle = schedules.CyclicLR(session.optimizer, [0.01 * rate for rate in highest], highest, 4)
+        return session, session.optimizer, cycle
 
     session, optimizer, cycle = start((0, 1), {0: 0.1, 1: 0.2})
     for _ in range(2):

@@ -8,18 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+import shardwise.zero as older
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.plan import ByModule, ByNumel, ByTensor, Packing, ParamGroupPlan, zero
-from shardwise.zero import (
-    BucketTensorShardStrategy,
-    ShardedModelV2,
-    ShardedOptimizerV2,
-    TensorShardStrategy,
-    ZeroInitContext,
-    no_shard_zero_context,
-    no_shard_zero_decrator,
-)
+from shardwise.zero import BucketTensorShardStrategy, ShardedModelV2, TensorShardStrategy, ZeroInitContext
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect
 from shardwise.zero.sharded_model.reduce_scatter import ReduceScatterBucketer
 from tests.support.on_ranks import raises
@@ -32,7 +25,7 @@ SIGNATURES: list[tuple[Any, str]] = [
         "gradient_predivide_factor=1.0, use_memory_tracer=False, reuse_fp16_shard=False, ",
     ),
     (
-        ShardedOptimizerV2.__init__,
+        older.ShardedOptimizerV2.__init__,
         "self, sharded_model, optimizer, cpu_offload=False, gpu_margin_mem_ratio=0.0, initial_scale=4294967296, "
         "min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2, max_scale=4294967296, "
         "keep_unsharded=False, dp_process_group=None, mp_process_group=None",
@@ -45,16 +38,14 @@ SIGNATURES: list[tuple[Any, str]] = [
     (ShardedModelV2.dump_memory_stats, "self, filename='dump_mem_stats.log'"),
     (ReduceScatterBucketer.__init__, "self, bucket_size_mb=25"),
     (ReduceScatterBucketer.reduce_scatter_async, "self, input_list, group=None, callback_fn=None"),
-    (no_shard_zero_context, "is_replicated=True"),
+    (older.no_shard_zero_context, "is_replicated=True"),
 ]
 
 
 @pytest.mark.parametrize(("function", "published"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", None))
 def test_published_arguments_in_name_order_and_default(function: Any, published: str) -> None:
-    found, expected = (
-        [(each.name, each.default) for each in inspect.signature(of).parameters.values()]
-        for of in (function, eval(f"lambda {published}: None"))
-    )
+    both = (inspect.signature(of).parameters.values() for of in (function, eval(f"lambda {published}: None")))
+    found, expected = ([(each.name, each.default) for each in parameters] for parameters in both)
     assert found[: len(expected)] == expected
 
 
@@ -63,7 +54,7 @@ def test_module_paths() -> None:
     from shardwise.zero.sharded_model import sharded_model_v2, utils
 
     assert sharded_model.ShardedModelV2 is sharded_model_v2.ShardedModelV2 is ShardedModelV2
-    assert init_ctx.ZeroInitContext is ZeroInitContext and sharded_optim.ShardedOptimizerV2 is ShardedOptimizerV2
+    assert init_ctx.ZeroInitContext is ZeroInitContext and sharded_optim.ShardedOptimizerV2 is older.ShardedOptimizerV2
     assert shard_utils.BucketTensorShardStrategy is BucketTensorShardStrategy
     assert [*inspect.signature(utils.col_model_deepcopy).parameters] == ["sharded_model", "other_model"]
 
@@ -72,7 +63,7 @@ def test_module_paths() -> None:
 
 
 class Part(nn.Module):
-    @no_shard_zero_decrator()
+    @older.no_shard_zero_decrator()
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)
@@ -135,8 +126,8 @@ def test_wrong_arguments() -> None:
 
 
 def test_values_that_differ_between_ranks_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="is_replicated=False"), no_shard_zero_context(is_replicated=False):
-        pass
+    differ = older.no_shard_zero_context(is_replicated=False)
+    raises(NotImplementedError, "is_replicated=False", differ.__enter__)
 
 
 # ---- plans
