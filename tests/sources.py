@@ -2,7 +2,7 @@
 
 import ast
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -115,3 +115,9 @@ def bound_names(tree: ast.Module) -> set[str]:
             found.add(node.id)
         waiting.extend(ast.iter_child_nodes(node))
     return found
+
+
+def assert_none(complaints: Iterable[str]) -> None:
+    """Fail with the complaints, a line each."""
+    found = list(complaints)
+    assert not found, "\n" + "\n".join(found)

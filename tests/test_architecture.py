@@ -5,11 +5,11 @@ allow an exception, add it to one of the tables here with a reason: that is the 
 """
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.sources import PACKAGE, Definition, Source, around, bound_names, functions, imports, ours
+from tests.sources import PACKAGE, Definition, Source, around, assert_none, bound_names, functions, imports, ours
 from tests.structure import code_lines, dotted
 
 # Lower rows first. A unit may import itself and units of lower rows; units of one row never import each other.
@@ -313,11 +313,6 @@ def missing_imports(source: Source, every: dict[str, Source]) -> Iterator[str]:
         for alias in node.names:
             if alias.name not in bound and f"{node.module}.{alias.name}" not in every and "__getattr__" not in bound:
                 yield f"{source.name}:{node.lineno} imports what is not there: {node.module}.{alias.name}"
-
-
-def assert_none(complaints: Iterable[str]) -> None:
-    found = list(complaints)
-    assert not found, "\n" + "\n".join(found)
 
 
 def test_there_is_something_to_check() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sources import Source, around
+from tests.sources import Source, around, assert_none
 
 Place = tuple[str, str]
 """A module and a name at its top level."""
@@ -80,8 +80,7 @@ class CallTree:
 
 
 def test_all() -> None:
-    complaints = CallTree([source for source in around() if source.name.startswith("tests.")]).complaints()
-    assert not complaints, "\n" + "\n".join(complaints)
+    assert_none(CallTree([source for source in around() if source.name.startswith("tests.")]).complaints())
 
 
 def _tests(**modules: str) -> list[str]:

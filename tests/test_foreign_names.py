@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sources import PACKAGE, Source, ours
+from tests.sources import PACKAGE, Source, assert_none, ours
 from tests.test_architecture import ROWS, unit_and_row
 
 # Names that the code may not have; docstrings and comments may tell sources.
@@ -58,8 +58,7 @@ def check_foreign_names(source: Source) -> list[str]:
 
 
 def test_nothing_below_the_front_ends_names_another_library() -> None:
-    complaints = [complaint for source in ours() for complaint in check_foreign_names(source)]
-    assert not complaints, "\n" + "\n".join(complaints)
+    assert_none(complaint for source in ours() for complaint in check_foreign_names(source))
 
 
 def test_exceptions_are_still_needed() -> None:

@@ -13,7 +13,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.sources import ROOT, Source, ours
+from tests.sources import ROOT, Source, assert_none, ours
 
 SLACK = 10
 """A count is lowered when so many fewer are left."""
@@ -104,26 +104,18 @@ def compared(found: Counter[str], left: dict[str, int]) -> list[str]:
 
 
 def test_names() -> None:
-    complaints = compared(count_names(), LEFT_NAMES)
-    assert not complaints, "\n" + "\n".join(complaints)
+    assert_none(compared(count_names(), LEFT_NAMES))
 
 
 def test_prose() -> None:
-    complaints = compared(count_prose(), LEFT_PROSE)
-    assert not complaints, "\n" + "\n".join(complaints)
+    assert_none(compared(count_prose(), LEFT_PROSE))
 
 
 def test_both_are_found() -> None:
     source = Source("shardwise.beside", "def f(given): self.kept = 1\nclass Party: x = alike\nother = 2")
-    assert sorted(name.lower() for name in names_of(source) if NAMES.fullmatch(name.lower())) == [
-        "beside",
-        "given",
-        "kept",
-        "party",
-    ]
+    found = sorted(name.lower() for name in names_of(source) if NAMES.fullmatch(name.lower()))
+    assert found == ["beside", "given", "kept", "party"]
     text = "x = f'it lies beside {y} anew'  # alike\n'''by hand'''"
     assert [word for part in prose_of(text) for word in PROSE.findall(part)] == ["beside", "anew", "alike", "by hand"]
-    assert compared(Counter(a=2, b=1), {"b": 30}) == [
-        "'a': 2 uses, 0 may be",
-        "'b': 1 uses are left, lower its count from 30",
-    ]
+    above, below = compared(Counter(a=2, b=1), {"b": 30})
+    assert above == "'a': 2 uses, 0 may be" and below == "'b': 1 uses are left, lower its count from 30"

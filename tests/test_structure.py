@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tests.budgets import BUDGETS, complaints, counted
-from tests.sources import PACKAGE, ROOT, Source, ours
+from tests.sources import PACKAGE, ROOT, Source, assert_none, ours
 from tests.structure import SEAM, code_lines, comment_lines, note_complaints, notes, private_sites, rooms
 
 TEXT = '''"""Of
@@ -37,7 +37,7 @@ def test_private_names_of_torch_are_in_one_file() -> None:
 
 
 def test_every_part_keeps_its_budget() -> None:
-    assert not complaints(), "\n" + "\n".join(complaints())
+    assert_none(complaints())
 
 
 def test_budgets_name_rooms_that_are_there_once() -> None:

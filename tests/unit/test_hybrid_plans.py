@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_booster_plans import FP32, OTHER_SCALER, ZERO1, M
+from test_shardformer import of_toy
 from torch import nn
 
 from shardwise.booster import Booster
@@ -16,7 +17,6 @@ from shardwise.booster.plugin import HybridParallelPlugin, base
 from shardwise.booster.plugin.hybrid_parallel import to_plan
 from shardwise.core.mesh.mesh import _grid
 from shardwise.plan import ByNumel, MeshPlan, Plan, ScalerPlan, SequencePlan, TensorPlan
-from shardwise.shardformer import ModulePolicyDescription, Policy
 from shardwise.shardformer.policies import PolicyArchitecture
 from tests.support.on_ranks import raises
 
@@ -154,9 +154,8 @@ def test_hybrid_refuses() -> None:
         assert str(value) in raises(ValueError, name, HybridParallelPlugin, **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
+def test_hybrid_says_once_what_has_no_effect() -> None:
+    for given, reason in (
         *(({"tp_size": 2, name: value}, r"no pipeline \(pp_size=1\)") for name, value in PIPELINE.items()),
         *(({"tp_size": 2, name: value}, "enable_sequence_parallelism=True only") for name, value in SEQUENCE.items()),
         ({**SEQUENCES, "tp_size": 2, "inner_ring_size": 3}, "'split_gather' is over the ranks of tp_size"),
@@ -172,36 +171,16 @@ def test_hybrid_refuses() -> None:
         ({"zero_stage": 1, "tp_size": 2, "gradient_as_bucket_view": True}, "zero_stage=0 only"),
         ({"zero_stage": 1, "tp_size": 2, "static_graph": True}, "zero_stage=0 only"),
         ({"tp_size": 1, "make_vocab_size_divisible_by": 8}, "tp_size > 1 only"),
-    ],
-    ids=str,
-)
-def test_hybrid_says_once_what_has_no_effect(given: dict[str, Any], reason: str) -> None:
-    name = list(given)[-1]
-    with pytest.warns(UserWarning, match=f"^{name}=.* without effect: .*{reason}") as found:
-        plugin = HybridParallelPlugin(pp_size=1, **given)
-    assert len(found) == 1
-    others = {key: value for key, value in given.items() if key != name}
-    assert plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
-
-
-class Nothing(Policy):
-    def config_sanity_check(self) -> None:
-        pass
-
-    def preprocess(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
-
-    def module_policy(self) -> dict[str | type[nn.Module], ModulePolicyDescription]:
-        return {}
-
-    def postprocess(self) -> nn.Module:
-        assert self.model is not None
-        return self.model
+    ):
+        *_, name = given
+        with pytest.warns(UserWarning, match=f"^{name}=.* without effect: .*{reason}") as found:
+            plugin = HybridParallelPlugin(pp_size=1, **given)
+        others = {key: value for key, value in given.items() if key != name}
+        assert len(found) == 1 and plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
 
 
 def test_a_policy_is_the_plans_architecture() -> None:
-    policy = Nothing()
+    policy = of_toy()
     given: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8, "parallel_output": False}
     plan = HybridParallelPlugin(**given, custom_policy=policy).plan(2)
     architecture = plan.tensor.architecture

@@ -90,9 +90,8 @@ def bound(ranks: int, each: int = 1, host: str = "host") -> list[Rank]:
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
+def test_every_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, device: str | None) -> None:
+    for ranks, expected in (
         (all_see(8, 8), [f"cuda:{rank}" for rank in range(8)]),
         (all_see(8, 3), ["cuda:0", "cuda:1", "cuda:2"]),
         (bound(8), ["cuda:0"] * 8),
@@ -101,13 +100,8 @@ def bound(ranks: int, each: int = 1, host: str = "host") -> list[Rank]:
         (bound(2, host="a") + all_see(2, 2, "b"), ["cuda:0", "cuda:0", "cuda:0", "cuda:1"]),
         ([Rank(["x", "y"]), Rank(["x", "y"]), Rank(["z", "w"]), Rank(["z", "w"])], ["cuda:0", "cuda:1"] * 2),
         (all_see(1, 1), ["cuda:0"]),
-    ],
-    ids=["one each", "more gpus", "slurm 1 each", "slurm 2 each", "two hosts", "hosts that differ", "pairs", "alone"],
-)
-def test_every_rank_gets_a_gpu_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, ranks: list[Rank], expected: list[str], device: str | None
-) -> None:
-    assert started(monkeypatch, ranks, device) == (expected, None)
+    ):
+        assert started(monkeypatch, ranks, device) == (expected, None)
 
 
 def test_without_gpus_it_is_the_cpu_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,26 +143,21 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         raises(ValueError, told, started, monkeypatch, all_see(gpus, 1), device)
 
 
-@pytest.mark.parametrize(
-    ("backend", "rank", "expected", "text"),
-    [
+def test_once_the_processes_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else started torch.distributed: its backend says what it is for."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for backend, rank, expected, text in (
         ("nccl", Rank(["x"]), "cuda:0", ""),
         ("gloo", Rank(["x"]), "cpu", "backend is gloo, and 1 GPUs are visible"),
         ("cpu:gloo,cuda:nccl", Rank(["x"]), "cpu", "2 ranks of this host see 1 GPUs"),
         ("cpu:gloo,cuda:nccl", Rank(["x"], variables={"CUDA_VISIBLE_DEVICES": "1"}), "cuda:0", ""),
         ("cpu:gloo,cuda:nccl", Rank(["x", "y"]), "cuda:0", ""),
-    ],
-)
-def test_once_the_processes_have_met(
-    monkeypatch: pytest.MonkeyPatch, backend: str, rank: Rank, expected: str, text: str
-) -> None:
-    """Somebody else started torch.distributed: its backend says what it is for."""
-    become(monkeypatch, rank, {"RANK": 0, "WORLD_SIZE": 2})
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda *_: backend)
-    with warnings.catch_warnings(record=True, action="always") as told:
-        assert str(default_device()) == expected
-    assert [text in str(each.message) for each in told] == ([True] if text else [])
+    ):
+        become(monkeypatch, rank, {"RANK": 0, "WORLD_SIZE": 2})
+        monkeypatch.setattr(dist, "get_backend", lambda *_, backend=backend: backend)
+        with warnings.catch_warnings(record=True, action="always") as told:
+            assert str(default_device()) == expected
+        assert [text in str(each.message) for each in told] == ([True] if text else [])
 
 
 # ---- what launchers say

@@ -3,8 +3,8 @@
 What stands for a model has its mode: a program that reads it, to put it back later, reads the model's.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ import shardwise
 from shardwise import deepspeed
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
-from shardwise.plan import Plan, replicated, zero
-from shardwise.session import Session, build
+from shardwise.plan import replicated, zero
+from shardwise.session import build
 from shardwise.testing import assert_close
 
 PASSES, STEPS = 2, 3
@@ -46,36 +46,24 @@ def adam(params: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, fused=True)  # type: ignore[arg-type]
 
 
-def plain(half: torch.dtype | None, passes: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+def plain(half: torch.dtype, passes: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     """By hand: 16-bit gradients that add up as torch adds them, and fp32 masters."""
     model = made()
     masters = [param.detach().clone() for param in model.parameters()]
-    model.to(half) if half is not None else None
+    model.to(half)
     optimizer, norms = adam(masters), []
     for step in batches():
         for number, x in enumerate(step[:passes]):
-            loss(model, x.to(half) if half is not None else x, number == 0).backward()  # type: ignore[no-untyped-call]
-        grads = [param.grad for param in model.parameters()]
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = None if grad is None else grad.float()
+            loss(model, x.to(half), number == 0).backward()  # type: ignore[no-untyped-call]
+        for master, param in zip(masters, model.parameters(), strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
         total = torch.cat([m.grad.flatten() for m in masters if m.grad is not None]).double()
         norms.append(total.norm().item())
         optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(model.parameters(), masters, strict=True):
-                param.copy_(master)
+        for master, param in zip(masters, model.parameters(), strict=True):
+            param.data.copy_(master)
         model.zero_grad()
     return {name: param.detach() for name, param in model.named_parameters()}, norms
-
-
-@contextmanager
-def session_of(plan: Plan) -> Iterator[Session]:
-    model = made()
-    session = build(model, adam(model.parameters()), plan, device=torch.device("cpu"))
-    try:
-        yield session
-    finally:
-        session.close()
 
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
@@ -85,10 +73,10 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
     passes = 1 if how == "one pass" else 2
     if how == "no_sync" and stage > 1:
         pytest.skip("these reduce in every pass")
-    expected, norms = plain(half, passes)
-    with session_of(zero(stage, half) if stage else replicated(half)) as session:  # type: ignore[arg-type]
-        model: Any = session.model
-        optimizer = session.optimizer
+    expected, norms = plain(half or torch.float32, passes)
+    model, plan = made(), zero(stage, half) if stage else replicated(half)  # type: ignore[arg-type]
+    with closing(build(model, adam(model.parameters()), plan, device=torch.device("cpu"))) as session:
+        optimizer: Any = session.optimizer
         for step, norm in zip(batches(), norms, strict=True):
             for number, x in enumerate(step[:passes]):
                 last = number == passes - 1
@@ -106,7 +94,7 @@ def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, ho
                 assert torch.equal(param, expected[name]), name
 
 
-ADAM = {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0}
+ADAM = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "gradient_clipping": 0.0}
 
 
 def made_wrapper() -> nn.Module:
@@ -118,15 +106,8 @@ def wrapped_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters())
 
 
-def engine(model: nn.Module) -> nn.Module:
-    return deepspeed.initialize(model=model, config={"train_batch_size": 1, **ADAM})[0]
-
-
-def boosted(plugin: object) -> Callable[[nn.Module], nn.Module]:
-    def wrap(model: nn.Module) -> nn.Module:
-        return Booster(plugin=plugin).boost(model, wrapped_adam(model))[0]  # type: ignore[arg-type]
-
-    return wrap
+def boosted(plugin: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: Booster(plugin=plugin).boost(model, wrapped_adam(model))[0]
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -134,7 +115,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "gemini": boosted(GeminiPlugin(precision="fp32")),
     "zero2": boosted(LowLevelZeroPlugin(stage=2, precision="fp32")),
     "ddp": boosted(TorchDDPPlugin()),
-    "deepspeed": engine,
+    "deepspeed": lambda model: deepspeed.initialize(model=model, config=ADAM)[0],
 }
 
 

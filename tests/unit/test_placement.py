@@ -226,6 +226,12 @@ def text(each: ChunkPlacement) -> str:
 FULL, FROZEN, MAPPED = "exchange, full dedede resident", "full dedede resident", "exchange, mapped dedede"
 MASTERS = "exchange, full dedede float32 resident"
 IN_HOST, TRACED = "exchange, full dehoho float32 grads: arena resident", "exchange hohoho grads: arena"
+STATE_IN_HOST, SECOND = "exchange, full dehoho float32 resident", "exchange dedede secondary"
+ON_DISK_FULL = "exchange, full dediho float32 grads: arena resident"
+RING, INT8 = "grads: ring", "int8 by owner"
+ON_DISK_RING = f"exchange, full dediho float32 {RING}"
+IN_RING = [f"{MAPPED} {RING}", MASTERS.replace("resident", f"{RING} resident")]
+FOUR_RANKS = RankFacts(0, 4, "cpu", secondary=2)
 CASES: dict[str, tuple[Plan, RankFacts, list[str]]] = {
     "stage 1": (zero(1), TWO_RANKS, [FULL, FROZEN, FULL]),
     "one rank": (zero(3), RankFacts(0, 1, "cpu"), [FROZEN, FROZEN, FROZEN]),
@@ -235,44 +241,20 @@ CASES: dict[str, tuple[Plan, RankFacts, list[str]]] = {
     "a capacity": (zero(3), replace(TWO_RANKS, limited=True), ["exchange dedede", "exchange dedede", FULL]),
     "peers read the host": (zero(3).but(**HOST), TWO_RANKS, [TRACED, "exchange hodede", IN_HOST]),
     "host memory of a GPU": (zero(3).but(**HOST), ON_GPU, ["arena hohoho grads: arena", "arena hodede", IN_HOST]),
-    "full gradients, state on the host": (
-        zero(1).but(state_host_fraction=1.0),
-        TWO_RANKS,
-        ["exchange, full dehoho float32 resident", FROZEN, "exchange, full dehoho float32 resident"],
-    ),
-    "a disk": (
-        zero(3).but(**ON_DISK),
-        TWO_RANKS,
-        ["disk didiho float32 grads: arena", "disk didede", "exchange, full dediho float32 grads: arena resident"],
-    ),
+    "state on the host": (zero(1).but(state_host_fraction=1.0), TWO_RANKS, [STATE_IN_HOST, FROZEN, STATE_IN_HOST]),
+    "a disk": (zero(3).but(**ON_DISK), TWO_RANKS, ["disk didiho float32 grads: arena", "disk didede", ON_DISK_FULL]),
     "state on a disk, updated during backward": (
         zero(3).but(**STATE_ON_DISK, update="backward"),
         ON_GPU,
-        [
-            "arena hodiho float32 grads: ring new shard",
-            "arena hodede grads: ring",
-            "exchange, full dediho float32 grads: ring resident new shard",
-        ],
+        [f"arena hodiho float32 {RING} new shard", f"arena hodede {RING}", f"{ON_DISK_RING} resident new shard"],
     ),
-    "updated during backward": (
-        zero(3).but(update="backward"),
-        TWO_RANKS,
-        [f"{MAPPED} float32 grads: ring", f"{MAPPED} grads: ring", MASTERS.replace(" res", " grads: ring res")],
-    ),
+    "updated during backward": (zero(3).but(update="backward"), TWO_RANKS, [f"{MAPPED} float32 {RING}", *IN_RING]),
     "a trace": (zero(3).but(auto=AUTO), TWO_RANKS, [TRACED, TRACED, IN_HOST]),
-    "secondary shards": (
-        zero(3).but(secondary=2),
-        RankFacts(0, 4, "cpu", secondary=2),
-        ["exchange dedede secondary 128", "exchange dedede secondary 256", FULL],
-    ),
+    "secondary shards": (zero(3).but(secondary=2), FOUR_RANKS, [f"{SECOND} 128", f"{SECOND} 256", FULL]),
     "8 bits": (
         zero(3).but(compress_weights="int8", compress_frozen="fp8"),
         TWO_RANKS,
-        [
-            f"{MAPPED} float32 int8 by owner",
-            "exchange dedede fp8 by gather",
-            MASTERS.replace(" res", " int8 by owner res"),
-        ],
+        [f"{MAPPED} float32 {INT8}", "exchange dedede fp8 by gather", MASTERS.replace("resident", f"{INT8} resident")],
     ),
 }
 

@@ -184,9 +184,8 @@ def grown(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "words"),
-    [
+def test_what_a_policy_cannot_say() -> None:
+    for policy, error, words in (
         (of_toy(replaced("head", layer.Linear1D_Col, skip_bias_add=True)), NotImplementedError, "skip_bias_add=True"),
         (of_toy(replaced("head", layer.Linear1D_Row, parallel_input=False)), NotImplementedError, "parallel_input"),
         (of_toy(replaced("head", layer.Linear1D_Row, gathers=True)), TypeError, "gathers=True"),
@@ -206,10 +205,8 @@ def grown(model: nn.Module) -> nn.Module:
         (ToyPolicy({Inner: ModulePolicyDescription()}, before=other), ValueError, "preprocess.* returned Toy, not the"),
         (ToyPolicy({Inner: ModulePolicyDescription()}, before=grown), ValueError, "changed embedding.*padded where"),
         (ToyPolicy({BertModel: ModulePolicyDescription()}), ValueError, "names no class that a Toy has"),
-    ],
-)
-def test_what_a_policy_cannot_say(policy: Policy, error: type[Exception], words: str) -> None:
-    raises(error, words, lambda: collected(Toy(), policy))
+    ):
+        raises(error, words, collected, Toy(), policy)
 
 
 def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:

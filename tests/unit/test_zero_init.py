@@ -154,43 +154,39 @@ def test_strategies_are_packings() -> None:
 
 
 TRACED = {"use_memory_tracer": True}
-PLANS: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], str, Any]] = [
-    ({}, None, {}, "shard.gathered_fraction", 0.0),
-    ({}, None, {}, "shard.reduce", "every"),
-    ({}, None, {"packing": None}, "shard.gathered_fraction", 1.0),
-    ({}, None, {"packing": None}, "shard.reduce", "every"),
-    ({}, None, {"packing": None}, "shard.packing", ByNumel(chunk_numel=25 * 2**20 // 2, min_chunks=8)),
-    ({"reduce_scatter_bucket_size_mb": 0}, None, {"packing": None}, "shard.packing", ByTensor(persist_numel=0)),
-    ({}, None, {}, "precision.accumulate_dtype", torch.float32),
-    ({}, None, {}, "precision.reduce_dtype", None),
-    ({"fp32_reduce_scatter": True}, None, {}, "precision.reduce_dtype", torch.float32),
-    ({"reuse_fp16_shard": True}, None, {}, "precision.accumulate_dtype", None),
-    ({}, {}, {"dtype": torch.bfloat16}, "precision.scaler", None),
-    ({}, {}, {"dtype": None}, "precision.accumulate_dtype", None),
-    ({}, {"initial_scale": 2**20}, {}, "precision.scaler.initial_scale", 2**20),
-    *(
-        ({"gradient_predivide_factor": None}, None, {"ranks": ranks}, "comm.predivide", factor)
-        for ranks, factor in [(1, 1), (2, 2), (3, 2), (4, 2), (8, 4), (12, 4), (16, 4), (64, 8)]
-    ),
-    ({"gradient_predivide_factor": 3.0}, None, {"ranks": 8}, "comm.predivide", 3.0),
-    ({}, None, {}, "tiers.all_on_device", True),
-    ({}, None, {"params_on_host": True}, "tiers.param_host_fraction", 1.0),
-    ({}, None, {"params_on_host": True, "packing": None}, "tiers.param_host_fraction", 0.0),
-    (CPU, {"cpu_offload": True}, {}, "tiers.state_host_fraction", 1.0),
-    (CPU, {"cpu_offload": True}, {}, "tiers.param_host_fraction", 0.0),
-    (CPU, {}, {}, "tiers.all_on_device", True),
-    (TRACED, None, {}, "tiers.device_capacity_bytes", 2**30),
-    (CPU | TRACED, {"cpu_offload": True, "gpu_margin_mem_ratio": 0.5}, {}, "tiers.auto.margin_ratio", 0.5),
-    ({"tensor_placement_policy": "cpu"}, {}, {}, "tiers.param_host_fraction", 1.0),
-    ({"tensor_placement_policy": "cpu"}, {}, {}, "tiers.state_host_fraction", 1.0),
-    ({"tensor_placement_policy": "auto"}, {}, {}, "tiers.auto.margin_ratio", 0.0),
-    ({"tensor_placement_policy": "cuda"}, {}, {}, "tiers.all_on_device", True),
+UNPACKED: dict[str, Any] = {"packing": None}
+OFFLOADED = {"cpu_offload": True}
+FACTORS = {1: 1, 2: 2, 3: 2, 4: 2, 8: 4, 12: 4, 16: 4, 64: 8}
+PLANS: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = [
+    ({}, None, {}, {"shard.gathered_fraction": 0.0, "shard.reduce": "every", "tiers.all_on_device": True}),
+    ({}, None, {}, {"precision.accumulate_dtype": torch.float32, "precision.reduce_dtype": None}),
+    ({}, None, UNPACKED, {"shard.gathered_fraction": 1.0, "shard.reduce": "every"}),
+    ({}, None, UNPACKED, {"shard.packing": ByNumel(chunk_numel=25 * 2**20 // 2, min_chunks=8)}),
+    ({"reduce_scatter_bucket_size_mb": 0}, None, UNPACKED, {"shard.packing": ByTensor(persist_numel=0)}),
+    ({"fp32_reduce_scatter": True}, None, {}, {"precision.reduce_dtype": torch.float32}),
+    ({"reuse_fp16_shard": True}, None, {}, {"precision.accumulate_dtype": None}),
+    ({}, {}, {"dtype": torch.bfloat16}, {"precision.scaler": None}),
+    ({}, {}, {"dtype": None}, {"precision.accumulate_dtype": None}),
+    ({}, {"initial_scale": 2**20}, {}, {"precision.scaler.initial_scale": 2**20}),
+    *(({"gradient_predivide_factor": None}, None, {"ranks": n}, {"comm.predivide": x}) for n, x in FACTORS.items()),
+    ({"gradient_predivide_factor": 3.0}, None, {"ranks": 8}, {"comm.predivide": 3.0}),
+    ({}, None, {"params_on_host": True}, {"tiers.param_host_fraction": 1.0}),
+    ({}, None, {"params_on_host": True, **UNPACKED}, {"tiers.param_host_fraction": 0.0}),
+    (CPU, OFFLOADED, {}, {"tiers.state_host_fraction": 1.0, "tiers.param_host_fraction": 0.0}),
+    (CPU, {}, {}, {"tiers.all_on_device": True}),
+    (TRACED, None, {}, {"tiers.device_capacity_bytes": 2**30}),
+    (CPU | TRACED, {**OFFLOADED, "gpu_margin_mem_ratio": 0.5}, {}, {"tiers.auto.margin_ratio": 0.5}),
+    ({"tensor_placement_policy": "cpu"}, {}, {}, {"tiers.param_host_fraction": 1.0}),
+    ({"tensor_placement_policy": "cpu"}, {}, {}, {"tiers.state_host_fraction": 1.0}),
+    ({"tensor_placement_policy": "auto"}, {}, {}, {"tiers.auto.margin_ratio": 0.0}),
+    ({"tensor_placement_policy": "cuda"}, {}, {}, {"tiers.all_on_device": True}),
 ]
 
 
-@pytest.mark.parametrize(("model", "optimizer", "facts", "path", "value"), PLANS)
-def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, path: str, value: Any) -> None:
-    assert attrgetter(path)(to_plan(*given(model, optimizer, **facts))) == value
+@pytest.mark.parametrize(("model", "optimizer", "facts", "expected"), PLANS)
+def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, expected: dict[str, Any]) -> None:
+    plan = to_plan(*given(model, optimizer, **facts))
+    assert {path: attrgetter(path)(plan) for path in expected} == expected
 
 
 def test_wrong_arguments_of_models_and_optimizers() -> None:
