@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -82,8 +81,7 @@ def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert found["good"]["figures"] == {"line": "five things", "n": 5} == found["second choice"]["figures"]
     assert all(each["date"] and each["commit"] == "abc" and each["command"] for each in found.values())
     assert json.loads(path.read_text())["facts"]["device"] == "a device"
-    lines = report(chosen, results)
-    kinds = [line.split()[0] for line in lines]
+    kinds = [line.split()[0] for line in report(chosen, results)]
     assert kinds == ["FAILED"] * 3 + ["skipped"] * 3 + ["done"] * 2, "the worst first"
     # A second call has nothing left to do, unless it is to try again what failed.
     before = log.read_text()
@@ -94,24 +92,23 @@ def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 DRIVER = """
-import json, math, signal, sys
+import sys
 from pathlib import Path
 sys.path.insert(0, "tests/unit")
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 from test_gpu_driver import FACTS, GOOD, STOPS, Results, part, started
 path, log = Path(sys.argv[1]), Path(sys.argv[2])
 started([part("one", GOOD, log), part("two", STOPS, log), part("three", GOOD, log)], Results(path, FACTS, fresh=False))
 """
 
 
-def killed(path: Path, log: Path, number: int = signal.SIGKILL) -> None:
-    """A call that is ended by a signal in its second part."""
+def killed(path: Path, log: Path) -> None:
+    """A call that is killed in its second part."""
     command = [sys.executable, "-c", DRIVER, str(path), str(log)]
     pid = Path(f"{log}.pid")
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, env=surroundings(), **streams) as driver:
         until("the second part", pid.exists, driver.poll)
-        driver.send_signal(number)
+        driver.kill()
     inner = int(pid.read_text())
     until("the end of the part, which does not outlive what started it", lambda: not _alive(inner))
     pid.unlink()
@@ -143,8 +140,8 @@ def test_a_limit_leaves_the_rest_for_the_next_call(tmp_path: Path) -> None:
     chosen = [part("one", GOOD, log), part("long", GOOD, log, expects_s=5000.0), part("last", GOOD, log)]
     assert not started(chosen, Results(path, FACTS, fresh=False), limit_s=600.0)
     assert log.read_text().split() == ["one"]
-    lines = report(chosen, Results(path, FACTS, fresh=False))
-    assert [line for line in lines if line.startswith("not run yet")] == ["not run yet  long", "not run yet  last"]
+    left = [line for line in report(chosen, Results(path, FACTS, fresh=False)) if line.startswith("not run yet")]
+    assert left == ["not run yet  long", "not run yet  last"]
     # A call begins with what the last one left, whatever it expects to take.
     assert started(chosen, Results(path, FACTS, fresh=False), limit_s=600.0)
     assert log.read_text().split() == ["one", "long", "last"]

@@ -32,14 +32,9 @@ from shardwise.plan import MeshPlan, replicated, zero
 from shardwise.session import build
 from shardwise.strategies import sessions
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
+from tests.launcher_variables import without_launcher
 from tests.support.huggingface_setup import accelerate_reset
 from tests.support.on_ranks import raises
-
-VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"),
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_TASKS_PER_NODE"),
-    *("SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_GPU_BIND", "SLURM_STEP_TASKS_PER_NODE"),
-)
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Rank:
 
 
 def become(monkeypatch: pytest.MonkeyPatch, rank: Rank, environment: Mapping[str, int]) -> None:
-    for variable in VARIABLES:
+    for variable in ("CUDA_VISIBLE_DEVICES", *os.environ.keys() - without_launcher(os.environ).keys()):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in {**environment, **rank.variables}.items():
         monkeypatch.setenv(variable, str(value))

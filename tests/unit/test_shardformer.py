@@ -21,29 +21,19 @@ from shardwise.shardformer.changes import Kernels, StageDivision, changed_model
 from shardwise.shardformer.policies import PolicyArchitecture
 from tests.support.on_ranks import raises
 
-SHARD_CONFIG = {
-    "tensor_parallel_process_group": None,
-    "sequence_parallel_process_group": None,
-    "pipeline_stage_manager": None,
-    "enable_tensor_parallelism": True,
-    "enable_all_optimization": False,
-    "enable_fused_normalization": False,
-    "enable_flash_attention": False,
-    "enable_jit_fused": False,
-    "enable_sequence_parallelism": False,
-    "sequence_parallelism_mode": None,
-    "parallel_output": True,
-    "make_vocab_size_divisible_by": 64,
-    "gradient_checkpoint_config": None,
-    "extra_kwargs": {},
-    "sp_axis": None,
-    "pg_mesh": None,
-    "inner_ring_size": None,
-    "moe_dp_group": None,
-    "ep_group": None,
-    "fp8_communication": False,
-}
 GROUPS = ("sequence_parallel_process_group", "pipeline_stage_manager", "pg_mesh", "moe_dp_group", "ep_group")
+SWITCHES = (
+    *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"),
+    "enable_sequence_parallelism",
+)
+FIELDS = (
+    *("tensor_parallel_process_group", *GROUPS[:2], "enable_tensor_parallelism", *SWITCHES),
+    *("sequence_parallelism_mode", "parallel_output", "make_vocab_size_divisible_by", "gradient_checkpoint_config"),
+    *("extra_kwargs", "sp_axis", "pg_mesh", "inner_ring_size", "moe_dp_group", "ep_group", "fp8_communication"),
+)
+SHARD_CONFIG: dict[str, Any] = dict.fromkeys(FIELDS) | dict.fromkeys((*SWITCHES, "fp8_communication"), False)
+SHARD_CONFIG |= {"enable_tensor_parallelism": True, "parallel_output": True, "make_vocab_size_divisible_by": 64}
+SHARD_CONFIG["extra_kwargs"] = {}
 NOT_YET: dict[str, Any] = {"sequence_parallelism_mode": "ring", "sp_axis": 1, "inner_ring_size": 2}
 NOT_YET |= dict.fromkeys(GROUPS, object())
 

@@ -119,29 +119,24 @@ def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
     """As plain torch loads it, by a state dict and from a checkpoint."""
     model = Measured()
     session = shardwise.shard(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), stage=2)
-    metric = model.metric
-    metric.total, metric.seen, metric.count = torch.tensor(7.0), [torch.ones(2), torch.ones(3)], 5
-    metric.low, metric.high = torch.ones(2), torch.full((2,), 2.0)
+    given = {"total": torch.tensor(7.0), "seen": [torch.ones(2), torch.ones(3)], "count": 5}
+    vars(model.metric).update(given, low=torch.ones(2), high=torch.full((2,), 2.0))
     model.scale.fill_(3.0)
     state = copy.deepcopy(dict(session.module.state_dict()))
     session.checkpoints.save(str(tmp_path))
     session.close()
-    for way in ("state", "checkpoint", "torch"):
+    ways: dict[str, Callable[[Any, Any], object]] = {
+        "state": lambda *it: shardwise.shard(*it, stage=2).module.load_state_dict(state),
+        "checkpoint": lambda *it: shardwise.shard(*it, stage=2).checkpoints.load(str(tmp_path)),
+        "torch": lambda *it: Checkpointer(TorchRun(*it)).load(str(tmp_path)),
+    }
+    for way, load in ways.items():
         model = Measured()
-        optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-        if way == "torch":
-            Checkpointer(TorchRun(model, optimizer)).load(str(tmp_path))
-        elif way == "state":
-            session = shardwise.shard(model, optimizer, stage=2)
-            session.module.load_state_dict(state)
-        else:
-            session = shardwise.shard(model, optimizer, stage=2)
-            session.checkpoints.load(str(tmp_path))
+        load(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
         found = model.metric
         assert model.scale.tolist() == [3, 3], way
         assert (found.total.item(), found.count, [each.tolist() for each in found.seen]) == (7, 5, [[1, 1], [1, 1, 1]])
         assert (found.low.tolist(), found.high.tolist()) == ([1, 1], [2, 2])
-        session.close()
 
 
 ONE, TWO, THREE = torch.ones(2, 2), torch.zeros(3), torch.tensor(4.0)
