@@ -4,8 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
 from tests.sources import PACKAGE, Source, assert_none, ours
 from tests.test_architecture import ROWS, unit_and_row
 
@@ -67,17 +65,14 @@ def test_exceptions_are_still_needed() -> None:
         assert any(name == each or name.startswith(f"{each}.") for name in found), each
 
 
-@pytest.mark.parametrize(
-    ("module", "text", "expected"),
-    [
+def test_the_checker() -> None:
+    for module, text, expected in (
         ("core.engine", "def f(x):\n    return x.deepspeed_scale", "core.engine:2 names deepspeed"),
         ("core.shards.pool", "from transformers import x", "names transformers"),
         ("plan", "raise ValueError(f'{x}: use GeminiPlugin')", "names Gemini"),
         ("core.engine", "'Source: DeepSpeed.'\nx = 1  # as peft does\ny = accelerator", ""),
         ("sequence.attention", "from transformers import masking_utils", ""),
         ("booster.x", "from peft import x", ""),
-    ],
-)
-def test_the_checker(module: str, text: str, expected: str) -> None:
-    found = check_foreign_names(Source(f"{PACKAGE}.{module}", text))
-    assert (expected in found[0]) if expected else not found, found
+    ):
+        found = check_foreign_names(Source(f"{PACKAGE}.{module}", text))
+        assert (expected in found[0]) if expected else not found, found

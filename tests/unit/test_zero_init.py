@@ -208,21 +208,17 @@ def test_wrong_arguments_of_models_and_optimizers() -> None:
         raises(ValueError, "predivide", zero(3).but, predivide=divisor)
 
 
-@pytest.mark.parametrize(
-    ("model", "optimizer", "facts", "said"),
-    [
+def test_what_has_no_effect_is_said() -> None:
+    for model, optimizer, facts, said in (
         ({"reduce_scatter_bucket_size_mb": 3}, None, {}, "reduce_scatter_bucket_size_mb=3"),
         ({"reduce_scatter_bucket_size_mb": 3}, None, {"packing": None}, None),
         ({"fp32_reduce_scatter": True}, None, {"dtype": None}, "fp32_reduce_scatter"),
         (CPU, {}, {}, "cpu_offload=False"),
         (CPU, {"cpu_offload": True}, {}, None),
         ({}, {"gpu_margin_mem_ratio": 0.5}, {}, "gpu_margin_mem_ratio"),
-    ],
-)
-def test_what_has_no_effect_is_said(model: Any, optimizer: Any, facts: Any, said: str | None) -> None:
-    found = without_effect(*given(model, optimizer, **facts))
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+    ):
+        found = without_effect(*given(model, optimizer, **facts))
+        assert len(found) == (said is not None) and (said or "") in "".join(found)
 
 
 # ---- what the engine has for it
