@@ -3,6 +3,7 @@
 import ast
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,51 +99,38 @@ def test_imports_are_ours_and_all_else_stays(old: str, new: str | None) -> None:
 
 
 JUDGED = [
-    ("from foreignlib import launch", [("foreignlib.launch", "same", "")]),
-    ("import foreignlib\nforeignlib.nn.Linear.from_float()", [("foreignlib.nn.Linear", "same", "")]),
-    ("from foreignlib.nn import Wide", [("foreignlib.nn.Wide", "another name", "Bilinear: its inputs differ")]),
-    ("from foreignlib import nn as n\nn.old.Odd()", [("foreignlib.nn.old.Odd", "missing", "use Linear")]),
-    ("from foreignlib.tracing.deep import T", [("foreignlib.tracing.deep.T", "missing", "trace with torch.fx")]),
-    ("from foreignlib.nn import Linaer", [("foreignlib.nn.Linaer", "missing", "there is no such name; did you mean")]),
-    ("from foreignlib.nn import *", [("foreignlib.nn.*", "differs", "import names one by one")]),
-    (
-        "from foreignlib.nn.modules import Linear as L\nm = L(in_features=1, fast=True, magic=0)",
-        [
-            ("foreignlib.nn.modules.Linear", "same", ""),
-            ("foreignlib.nn.modules.Linear(fast=)", "ignored", "it is always fast"),
-            ("foreignlib.nn.modules.Linear(magic=)", "missing", "leave it out"),
-        ],
-    ),
-    (
-        "from foreignlib.parts import Odd, Other, Third",
-        [
-            ("foreignlib.parts.Odd", "missing", "leave it out"),
-            ("foreignlib.parts.Other", "missing", "use parts.Odd"),
-            ("foreignlib.parts.Third", "missing", "leave it out"),
-        ],
-    ),
-    ("from stays.inner.strategies import Other, Gone", [("stays.inner.strategies.Gone", "missing", "use Deep")]),
+    ("from foreignlib import launch", ("foreignlib.launch", "same", "")),
+    ("import foreignlib\nforeignlib.nn.Linear.from_float()", ("foreignlib.nn.Linear", "same", "")),
+    ("from foreignlib.nn import Wide", ("foreignlib.nn.Wide", "another name", "Bilinear: its inputs differ")),
+    ("from foreignlib import nn as n\nn.old.Odd()", ("foreignlib.nn.old.Odd", "missing", "use Linear")),
+    ("from foreignlib.tracing.deep import T", ("foreignlib.tracing.deep.T", "missing", "trace with torch.fx")),
+    ("from foreignlib.nn import Linaer", ("foreignlib.nn.Linaer", "missing", "there is no such name; did you mean")),
+    ("from foreignlib.nn import *", ("foreignlib.nn.*", "differs", "import names one by one")),
+    ("from foreignlib.nn.modules import Linear as L\nm = L(in_features=1, fast=True, magic=0)",
+     ("foreignlib.nn.modules.Linear", "same", ""),
+     ("foreignlib.nn.modules.Linear(fast=)", "ignored", "it is always fast"),
+     ("foreignlib.nn.modules.Linear(magic=)", "missing", "leave it out")),
+    ("from foreignlib.parts import Odd, Other, Third",
+     ("foreignlib.parts.Odd", "missing", "leave it out"),
+     ("foreignlib.parts.Other", "missing", "use parts.Odd"),
+     ("foreignlib.parts.Third", "missing", "leave it out")),
+    ("from stays.inner.strategies import Other, Gone", ("stays.inner.strategies.Gone", "missing", "use Deep")),
     ("import stays.inner as s\ns.strategies.Old, s.strategies.Other",
-     [("stays.inner.strategies.Old", "missing", "import New from ours.more")]),
-    (
-        "import foreignlib\nforeignlib.tools.start(1)\nfrom foreignlib.tools.start import go",
-        [("foreignlib.tools.start", "missing", "call it by hand"), ("foreignlib.tools.start.go", "same", "")],
-    ),
+     ("stays.inner.strategies.Old", "missing", "import New from ours.more")),
+    ("import foreignlib\nforeignlib.tools.start(1)\nfrom foreignlib.tools.start import go",
+     ("foreignlib.tools.start", "missing", "call it by hand"), ("foreignlib.tools.start.go", "same", "")),
     # Values that mean something here under another name, and those of a name that another package shows again.
-    (
-        "from stays import Trainer\nimport stays.inner as s\nTrainer(kind='deep_3', file=1)\n"
-        "s.Trainer(kind='a' if x else 'deep_3', file=None)\nTrainer(kind='plain')",
-        [
-            ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
-            ("stays.inner.Trainer(file=)", "missing", "leave it out"),
-        ],
-    ),
-    ("import ours.stays\nfrom stays.inner import Trainer\nTrainer(kind='deep_3')", []),
+    ("from stays import Trainer\nimport stays.inner as s\nTrainer(kind='deep_3', file=1)\n"
+     "s.Trainer(kind='a' if x else 'deep_3', file=None)\nTrainer(kind='plain')",
+     ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
+     ("stays.inner.Trainer(file=)", "missing", "leave it out")),
+    ("import ours.stays\nfrom stays.inner import Trainer\nTrainer(kind='deep_3')",),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "expected"), JUDGED, ids=[text[:50] for text, _ in JUDGED])
-def test_each_name_is_judged(text: str, expected: list[tuple[str, str, str]]) -> None:
+@pytest.mark.parametrize("row", JUDGED, ids=[text[:50] for text, *_ in JUDGED])
+def test_each_name_is_judged(row: tuple[Any, ...]) -> None:
+    text, *expected = row
     got = findings(text, TABLES)
     assert [(each.name, each.verdict) for each in got] == [(name, verdict) for name, verdict, _ in expected]
     for each, (_, _, start) in zip(got, expected, strict=True):
