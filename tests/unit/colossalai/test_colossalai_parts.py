@@ -25,7 +25,8 @@ from shardwise.colossalai.interface import ModelWrapper, OptimizerWrapper
 from shardwise.colossalai.lazy import LazyInitContext
 from shardwise.colossalai.logging import DistributedLogger, get_dist_logger
 from shardwise.colossalai.nn import CrossEntropyLoss
-from shardwise.colossalai.shardformer.layer import ParallelModule
+from shardwise.colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from shardwise.colossalai.shardformer.layer import FusedLinear1D_Row, FusedRMSNorm, PaddingLMHead, ParallelModule
 from torch import nn
 
 from shardwise import colossalai
@@ -188,6 +189,16 @@ def test_names_that_are_not_here_say_what_to_do() -> None:
     )
 
 
+def test_a_computed_schedule_is_the_plugins_own() -> None:
+    assert PipelineGraph(2, 2, 1, 1, 1, 1, 1, 1, -1).get_v_schedule() is None
+
+
+@pytest.mark.parametrize("layer", [FusedLinear1D_Row, FusedRMSNorm, PaddingLMHead])
+def test_layers_are_for_policies(layer: Any) -> None:
+    assert issubclass(layer, ParallelModule)
+    raises(NotImplementedError, f"{layer.__name__}.* makes no layer by itself", layer, 4, 4)
+
+
 NOT_OURS = {id(ShardedModule), id(nn.LayerNorm)}
 """A plugin makes the one, for ``isinstance`` of programs; the other is torch's."""
 BARE = "^'(NoneType|object)' object|has no attribute|argument must be|argument after|not supported between"
@@ -242,7 +253,6 @@ def test_layers_by_themselves(name: str) -> None:
     except UnsupportedName as error:
         assert name in str(error)
         return
-    assert issubclass(kind, ParallelModule)
     raises(TypeError, r"module=None: give the layer, an nn\.Module", lambda: make(None, process_group=None))
     layer = nn.LayerNorm(4)
     if name in ("LayerNorm", "RMSNorm", "DropoutForParallelInput", "DropoutForReplicatedInput"):
