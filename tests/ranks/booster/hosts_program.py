@@ -12,6 +12,7 @@ from shardwise.booster import Booster
 from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
+from tests.support.on_ranks import everywhere
 
 BATCH = 2
 
@@ -37,8 +38,7 @@ def train(pp_size: int, zero_stage: int) -> None:
     model = made("llama")
     model, optimizer, *_ = booster.boost(model, optimizer_of(model), None, loader)
     session = plugin.session(model)
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
+    names = everywhere(socket.gethostname())
     hosts = {names[rank] for rank in session.mesh.tensor.exchange_object(dist.get_rank())}
     assert len(hosts) == 1 and len(set(names)) == 2, "layers are cut inside a host"
     assert type(session.mesh.tensor).__name__ == "SharedGroup", session.mesh.tensor
@@ -52,15 +52,13 @@ def train(pp_size: int, zero_stage: int) -> None:
         else:
             out = model(**next(batches)).loss
             booster.backward(out, optimizer)
-        losses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, out.item())
+        losses = everywhere(out.item())
         optimizer.step()
         assert abs(sum(losses) / len(losses) - loss) < 1e-10 * loss
         assert abs(optimizer.get_grad_norm() - norm) < 1e-10 * norm
         optimizer.zero_grad()
         values = right
-    whole = model.state_dict()
-    assert_close(dict(whole), values, 1e-9, "parameters")
+    assert_close(dict(model.state_dict()), values, 1e-9, "parameters")
     booster.close()
 
 

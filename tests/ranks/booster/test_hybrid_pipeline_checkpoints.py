@@ -13,12 +13,12 @@ from transformers import LlamaForCausalLM
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, Plugin
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import PlainRecipe, assert_close, run_ranks, train_plain
+from tests.support.booster_setup import SMALL
 from tests.support.hybrid_setup import MAX_NORM, Texts, loss_of, made, optimizer_of
 from tests.support.sets import full
 
 REPLICAS, BATCH, STEPS = 2, 2, 4
-SMALL: dict[str, Any] = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 FP32: dict[str, Any] = {"precision": "fp32", "max_norm": MAX_NORM}
 hybrid = functools.partial(HybridParallelPlugin, **FP32)
 stages = functools.partial(hybrid, tp_size=1, pp_size=2, num_microbatches=1)
@@ -55,16 +55,9 @@ def batch_of(step: int, replica: int) -> dict[str, Tensor]:
 @functools.cache
 def plain() -> list[dict[str, Tensor]]:
     """The parameters after each step."""
-    model, found = model_of(), []
-    optimizer = optimizer_of(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for replica in range(REPLICAS):
-            (loss_of(model, batch_of(step, replica), False) / REPLICAS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
-    return found
+    batches = [[[batch_of(step, replica) for replica in range(REPLICAS)]] for step in range(STEPS)]
+    loss = functools.partial(loss_of, of_parts=False)
+    return train_plain(model_of, loss, optimizer_of, batches, PlainRecipe(max_norm=MAX_NORM)).masters
 
 
 def one_step(booster: Booster, model: Any, optimizer: Any, step: int) -> None:

@@ -3,6 +3,7 @@
 ``deepspeed.comm`` and the groups of ranks: what each collective gives, by hand.
 """
 
+import copy
 import importlib
 import os
 import socket
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import deepspeed
-from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
 from tests.support.ds_setup import close, ds_config, start
 from tests.support.launching import SECONDS, forked
@@ -64,19 +64,34 @@ def input_of(rank: int, micro: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
 
 
-def passes_apart(stage: int, half: str) -> list[Tensor]:
-    """This rank's own gradients inside of a block, and the weights after a step behind it."""
+@on_ranks()
+@pytest.mark.parametrize(
+    ("half", "stage", "ranks"),
+    [
+        *(("fp32", 0, 2), ("fp16", 1, 2), ("fp32", 0, 1)),
+        *full(("fp32", 1, 2), ("fp16", 0, 2), ("bf16", 0, 2), ("bf16", 1, 2), ("bf16", 1, 1)),
+    ],
+)
+def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, stage: int, ranks: int) -> None:
+    """Inside of a block; behind it they are averaged, and make a step."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
+    plain = [copy.deepcopy(model) for _ in range(ranks)]
     precision = {} if half == "fp32" else {half: {"enabled": True, **({"loss_scale": 4.0} if half == "fp16" else {})}}
     engine = start(model, ds_config(stage, 3, **precision))
-    rank, found = torch.distributed.get_rank(), []
-    get = deepspeed.utils.safe_get_full_grad
+    me, get = dist.get_rank(), deepspeed.utils.safe_get_full_grad
+    limits: Any = {"rtol": 1e-6, "atol": 1e-6} if half == "fp32" else {"rtol": 3e-2, "atol": 3e-2}
+
+    def backward(micro: int) -> None:
+        engine.backward(engine(input_of(me, micro).to(model.weight.dtype)).float().square().mean())
+        for rank, each in enumerate(plain):
+            each(input_of(rank, micro)).square().mean().backward()
+
     with engine.no_sync():
         assert get(model.weight) is None
         for micro in range(2):
-            engine.backward(engine(input_of(rank, micro).to(model.weight.dtype)).float().square().mean())
-            found.append(get(model.weight))
+            backward(micro)
+            torch.testing.assert_close(get(model.weight), plain[me].weight.grad, **limits)
         raises(AssertionError, r"illegal to call Engine.step\(\) inside no_sync .*: leave no_sync", engine.step)
         with pytest.raises(AssertionError, match="no_sync context manager reentry is unsupported"), engine.no_sync():
             pass
@@ -85,37 +100,14 @@ def passes_apart(stage: int, half: str) -> list[Tensor]:
     with engine.coalesce_grad_reduction():
         with pytest.raises(AssertionError, match=r"leave coalesce_grad_reduction\(\) first"), engine.no_sync():
             pass
-        engine.backward(engine(input_of(rank, 2).to(model.weight.dtype)).float().square().mean())
+        backward(2)
         raises(AssertionError, r"leave coalesce_grad_reduction\(\) first", lambda: engine.step())
-    averaged = get(model.weight)
+    mean = torch.stack([each.weight.grad for each in plain]).mean(0)  # type: ignore[misc]
+    torch.testing.assert_close(get(model.weight), mean, **limits)
     assert engine.global_steps == engine.micro_steps == 0
     engine.step()
     assert engine.global_steps == 1
-    return [*found, averaged, engine.state_dict()["weight"]]
-
-
-@pytest.mark.parametrize(
-    ("half", "stage"), [("fp32", 0), ("fp16", 1), *full(("fp32", 1), ("fp16", 0), ("bf16", 0), ("bf16", 1))]
-)
-def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, stage: int) -> None:
-    every, alone = run_ranks(2, passes_apart, stage, half), run_ranks(1, passes_apart, stage, half)[0]
-    limit = 1e-6 if half == "fp32" else 3e-2
-    sums = []
-    for rank, found in enumerate(every):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        for micro in range(3):
-            model(input_of(rank, micro)).square().mean().backward()
-            if micro < 2:
-                assert torch.allclose(found[micro], model.weight.grad, rtol=limit, atol=limit)  # type: ignore[arg-type]
-        sums.append(model.weight.grad)
-    mean = (sums[0] + sums[1]) / 2  # type: ignore[operator]
-    for _, _, averaged, weight in every:
-        assert torch.allclose(averaged, mean, rtol=limit, atol=limit)
-        assert torch.allclose(weight, model.weight - 0.1 * mean, rtol=limit, atol=limit)
-    for one, other in zip(alone, [*every[0][:2], sums[0]], strict=False):
-        assert torch.allclose(one, other, rtol=limit, atol=limit)  # type: ignore[arg-type]
-    assert not torch.allclose(every[0][1], every[1][1], rtol=limit, atol=limit)
+    torch.testing.assert_close(engine.state_dict()["weight"], plain[0].weight.detach() - 0.1 * mean, **limits)
 
 
 @on_ranks(2)

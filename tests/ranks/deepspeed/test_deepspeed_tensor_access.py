@@ -189,29 +189,24 @@ def test_a_module_that_was_built_before_keeps_its_values_under_init() -> None:
 
 @on_ranks(RANKS)
 def test_status_of_parameters() -> None:
+    here, gone = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
     pair = Pair({"stage": 3})
     weight, seen = pair.params[0][0], []
     handle = pair.model.first.register_forward_hook(lambda *_: seen.append(weight.ds_status))
-    seen.append(weight.ds_status)
+    assert weight.ds_status is gone
     pair.backward()
     pair.step()
     handle.remove()
-    seen.append(weight.ds_status)
-    with deepspeed.zero.GatheredParameters([weight]):
-        seen.append(weight.ds_status)
-    seen.append(weight.ds_status)
-    found = [(p.ds_shape, p.ds_numel) == (q.shape, q.numel()) for p, q in pair.params]
+    assert seen == [here] and weight.ds_status is gone  # gathered for a block: test_deepspeed_gathered_parts.py
+    assert all((p.ds_shape, p.ds_numel) == (q.shape, q.numel()) for p, q in pair.params)
     numbers = {p.ds_id for p, _ in pair.params}
     pair.engine.destroy()
     with deepspeed.zero.Init():
         built = nn.Linear(3, 2)
-    seen.append(built.weight.ds_status)
-    assert built.weight.ds_shape == (2, 3) and built.weight.ds_id not in numbers
+    assert len(numbers) == len(pair.params) and built.weight.ds_id not in numbers
+    assert built.weight.ds_shape == (2, 3) and built.weight.ds_status is gone
     with deepspeed.zero.GatheredParameters(built.weight):
-        seen.append(built.weight.ds_status)
+        assert built.weight.ds_status is here
     low = Pair({"stage": 2})
-    marked = any(hasattr(p, "ds_id") for p, _ in low.params)
+    assert not any(hasattr(p, "ds_id") for p, _ in low.params)
     low.engine.destroy()
-    here, gone = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
-    assert seen == [gone, here, gone, here, gone, gone, here]
-    assert all(found) and len(numbers) == len(found) and not marked
