@@ -157,8 +157,10 @@ class Sweep:
         _, armed, called = posts[self.failing_rank]
         if posts[0][0] != posts[1][0]:
             self.problem(f"{called}: ranks say {posts[0][0]!r} and {posts[1][0]!r}")
-        self.counts[called] += not armed
-        return "" if armed else called
+        if armed:
+            return ""
+        self.counts[called] += 1
+        return str(called)
 
     def inject(self, at: int, number: int) -> bool:
         """Whether the action has that many calls."""
