@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,13 @@ def resume_many(root: str, cells: list[Cell], use_async: bool, steps: int) -> No
             resume(os.path.join(root, str(index)), cell, mesh, use_async, steps)
 
 
+def _check(root: Path, world_size: int, cells: list[Cell], use_async: bool = False, steps: int = 1) -> None:
+    """One step shows what was restored; a second one also what the first left in the tiers and the scaler."""
+    run_ranks(world_size, resume_many, str(root), cells, use_async, steps, timeout=240.0)
+    for index, cell in enumerate(cells):
+        assert verify(root / str(index) / f"step-{SAVED_AFTER}") == [], cell
+
+
 RESIDENT = ["frozen", "all_frozen_child", "unused", "zero_sized", "mixed_bf16", "buffers", "scalar", "mixture", "tied"]
 ELSEWHERE = {*RESIDENT, "gpt", "odd_sizes", "mixed_fp64"}  # and those in the cells of other world sizes and tiers
 IN_LAYOUT = ["mlp", "alias", "late_parameter", "non_contiguous", "lstm"]
@@ -76,108 +82,118 @@ IN_FORWARD = [model for model in MODELS if model not in {*ELSEWHERE, *IN_LAYOUT}
 """Unusual only in what they compute: nothing of that is in a checkpoint, and one rank shows that they go on."""
 
 
+@pytest.mark.parametrize(
+    ("plan", "models", "world_size", "steps"),
+    [
+        ("zero3", IN_LAYOUT, 2, 1),
+        ("zero1", RESIDENT[::2], 2, 1),
+        *full(("zero1", RESIDENT[1::2], 2, 1), ("zero3", IN_FORWARD, 1, 1)),
+        *campaign(("zero3", list(MODELS), 2, 2)),
+    ],
+    ids=["layout", "resident", "resident others", "forward", "all"],
+)
+def test_every_model_goes_on_bit_for_bit(
+    tmp_path: Path, plan: str, models: list[str], world_size: int, steps: int
+) -> None:
+    _check(tmp_path, world_size, [(model, "adamw", plan, plan) for model in models], steps=steps)
+
+
 SAME = ("mixed", "state disk", "straddling", "tensor", "disk")
 TIERS = [("gpt", save, load) for save, load in pairwise(["zero3", "host", "disk", "zero3"])]
 TIERS += [(("unused", "gpt")[index % 2], name, name) for index, name in enumerate(SAME[:4])]
 OTHER_TIERS = [(("gpt", "unused")[index % 2], name, name) for index, name in enumerate(SAME)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cells"),
+    [
+        ("adamw", TIERS[1:4]),
+        *full(("adamw", TIERS[:1] + TIERS[4:])),
+        *campaign(("adamw", OTHER_TIERS), ("sgd", TIERS + OTHER_TIERS), ("two", TIERS + OTHER_TIERS)),
+    ],
+    ids=["adamw", "adamw more", "adamw others", "sgd", "two"],
+)
+def test_every_tier_continues_every_other(tmp_path: Path, optimizer: str, cells: list[tuple[str, str, str]]) -> None:
+    """Stages and tiers compute the same bits at the same packing."""
+    _check(tmp_path, 2, [(model, optimizer, save, load) for model, save, load in cells], steps=2)
+
+
 HALF: list[list[Cell]] = [
     [("gpt", "adamw", "bf16", "bf16 disk"), ("odd_sizes", "sgd", "fp16", "fp16")],
     [("odd_sizes", "adamw", "bf16 disk", "bf16"), ("gpt", "adamw", "fp16", "fp16")],
     [("gpt", "adamw", "bf16 disk", "bf16"), ("gpt", "sgd", "fp16", "fp16"), ("odd_sizes", "adamw", "fp16", "fp16")],
 ]
+
+
+@pytest.mark.parametrize("cells", [HALF[0], *full(HALF[1]), *campaign(HALF[2])])
+def test_half_precision_and_scaler_go_on_bit_for_bit(tmp_path: Path, cells: list[Cell]) -> None:
+    _check(tmp_path, 2, cells, steps=2)
+
+
 OF_SIZES = ("gpt", "odd_sizes", "zero_sized", "mixed_fp64", "scalar", "frozen", "buffers")
 
 
-def row(name: str, ranks: int, cells: list[Cell], steps: int, use_async: bool = False) -> Any:
-    return pytest.param(ranks, cells, steps, use_async, id=name)
-
-
-def of(models: Sequence[str], plan: str) -> list[Cell]:
-    return [(model, "adamw", plan, plan) for model in models]
-
-
-def under(optimizer: str, tiers: list[tuple[str, str, str]]) -> list[Cell]:
-    """Stages and tiers compute the same bits at the same packing."""
-    return [(model, optimizer, save, load) for model, save, load in tiers]
-
-
-def at(ranks: int, models: Sequence[str]) -> list[Cell]:
-    """In the campaign each model goes both ways."""
-    ways = [("adamw", "zero3"), ("two", "disk")][:: 1 if ranks == 3 else -1]
-    return [
-        (model, ways[n % 2][0], ways[n % 2][1], ways[n % 2][1]) for n, model in enumerate(OF_SIZES) if model in models
-    ]
-
-
 @pytest.mark.parametrize(
-    ("ranks", "cells", "steps", "use_async"),
+    ("world_size", "models", "steps"),
     [
-        row("layout", 2, of(IN_LAYOUT, "zero3"), 1),
-        row("resident", 2, of(RESIDENT[::2], "zero1"), 1),
-        row("tiers", 2, under("adamw", TIERS[1:4]), 2),
-        row("half", 2, HALF[0], 2),
-        row("one rank", 1, at(1, OF_SIZES[:4]), 1),
-        row("async", 2, of(["gpt"], "zero3"), 2, True),
-        *full(
-            row("resident others", 2, of(RESIDENT[1::2], "zero1"), 1),
-            row("forward", 1, of(IN_FORWARD, "zero3"), 1),
-            row("tiers more", 2, under("adamw", TIERS[:1] + TIERS[4:]), 2),
-            row("half other", 2, HALF[1], 2),
-            row("three ranks", 3, at(3, ("odd_sizes", "mixed_fp64", "scalar", "frozen", "buffers")), 1),
-            row("async others", 2, [*of(["gpt"], "disk"), *of(["gpt"], "gloo")], 2, True),
-        ),
-        *campaign(
-            row("all", 2, of(list(MODELS), "zero3"), 2),
-            row("tiers others", 2, under("adamw", OTHER_TIERS), 2),
-            row("sgd", 2, under("sgd", TIERS + OTHER_TIERS), 2),
-            row("two", 2, under("two", TIERS + OTHER_TIERS), 2),
-            row("half all", 2, HALF[2], 2),
-            *(row(f"{ranks} all", ranks, at(ranks, OF_SIZES), 2) for ranks in (1, 3)),
-        ),
+        (1, ("gpt", "odd_sizes", "zero_sized", "mixed_fp64"), 1),
+        *full((3, ("odd_sizes", "mixed_fp64", "scalar", "frozen", "buffers"), 1)),
+        *campaign((1, OF_SIZES, 2), (3, OF_SIZES, 2)),
     ],
+    ids=["1", "3", "1 all", "3 all"],
 )
-def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, cells: list[Cell], steps: int, use_async: bool) -> None:
-    """One step shows what was restored; a second one also what the first left in the tiers and the scaler."""
-    run_ranks(ranks, resume_many, str(tmp_path), cells, use_async, steps, timeout=240.0)
-    for index, cell in enumerate(cells):
-        assert verify(tmp_path / str(index) / f"step-{SAVED_AFTER}") == [], cell
+def test_other_world_sizes_go_on_bit_for_bit(
+    tmp_path: Path, world_size: int, models: tuple[str, ...], steps: int
+) -> None:
+    # In the campaign each model goes both ways.
+    ways = [("adamw", "zero3"), ("two", "disk")][:: 1 if world_size == 3 else -1]
+    chosen = [(model, *ways[OF_SIZES.index(model) % 2]) for model in models]
+    _check(tmp_path, world_size, [(model, optimizer, plan, plan) for model, optimizer, plan in chosen], steps=steps)
 
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "steps"), [("gpt", "adamw", 1), *campaign(("unused", "two", 2))], ids=["gpt", "unused"]
 )
 def test_replicas_share_the_writing(tmp_path: Path, model: str, optimizer: str, steps: int) -> None:
-    test_a_run_goes_on_bit_for_bit(tmp_path, 4, [(model, optimizer, "hybrid", "hybrid")], steps, False)
-    sizes = [file.stat().st_size for file in (tmp_path / "0" / f"step-{SAVED_AFTER}").glob("pieces-*")]
+    _check(tmp_path / "hybrid", 4, [(model, optimizer, "hybrid", "hybrid")], steps=steps)
+    sizes = [file.stat().st_size for file in (tmp_path / "hybrid" / "0" / f"step-{SAVED_AFTER}").glob("pieces-*")]
     assert len(sizes) == 4 and (model != "gpt" or max(sizes) < 2 * min(sizes))
+
+
+@pytest.mark.parametrize("saved", [("zero3",), *full((("disk", "gloo"),))], ids=" ".join)
+def test_asynchronous_saves_hold_what_was_there_when_they_began(tmp_path: Path, saved: tuple[str, ...]) -> None:
+    _check(tmp_path, 2, [("gpt", "adamw", plan, plan) for plan in saved], use_async=True, steps=2)
 
 
 # ---- other world sizes, stages, packings and precisions
 
 
-def losses_at(
-    root: str, model: str, optimizer: str, names: list[str], how: dict[str, Any], later: int, tag: str | None = None
+def save_at(root: str, model: str, optimizer: str, plan: str, how: dict[str, Any], later: int) -> list[list[float]]:
+    with one_mesh(plans(root)[plan]) as mesh:
+        run = _begin(model, optimizer, plans(root + "-disk")[plan], mesh, **how, noise=False)
+        run.steps(0, SAVED_AFTER)
+        run.saver.save(root, f"{plan} {mesh.size}", lr_schedulers=run.schedulers, data_position=SAVED_AFTER)
+        losses = run.steps(SAVED_AFTER, SAVED_AFTER + later)
+        _stop(run)
+        return [losses]
+
+
+def go_on_at(
+    root: str, model: str, optimizer: str, tag: str, loads: list[str], how: dict[str, Any], later: int
 ) -> list[list[float]]:
-    """By plan, what comes after SAVED_AFTER: of runs that save there, or that go on from ``tag``."""
     found = []
-    for name in names:
-        with one_mesh(plans(root)[name]) as mesh:
-            seed = 0 if tag is None else 9
-            run = _begin(model, optimizer, plans(root + "-disk")[name], mesh, **how, seed=seed, noise=False)
-            if tag is None:
-                run.steps(0, SAVED_AFTER)
-                run.saver.save(root, f"{name} {mesh.size}", lr_schedulers=run.schedulers, data_position=SAVED_AFTER)
-            else:
-                restored = run.saver.load(root, tag, lr_schedulers=run.schedulers)
-                assert restored is not None and restored.data_position == SAVED_AFTER
+    for plan in loads:
+        with one_mesh(plans(root)[plan]) as mesh:
+            run = _begin(model, optimizer, plans(root + "-disk")[plan], mesh, **how, seed=9, noise=False)
+            restored = run.saver.load(root, tag, lr_schedulers=run.schedulers)
+            assert restored is not None and restored.data_position == SAVED_AFTER
             found.append(run.steps(SAVED_AFTER, SAVED_AFTER + later))
             _stop(run)
     return found
 
 
-def sums_at(ranks: int, *given: Any) -> list[list[float]]:
+def _sums(by_rank: list[list[list[float]]]) -> list[list[float]]:
     """By plan the loss of each step, summed over all batches."""
-    by_rank = run_ranks(ranks, losses_at, *given, timeout=240.0)
     return [[sum(step) for step in zip(*runs, strict=True)] for runs in zip(*by_rank, strict=True)]
 
 
@@ -201,9 +217,10 @@ def test_any_world_size_and_stage_continues_any_other(
     for model, optimizer, plan, loads in CASES:
         root, tag = str(tmp_path / model), f"{plan} {before}"
         names = [*loads, "hybrid"][part] if after == 4 else loads[part]
-        (expected,) = sums_at(before, root, model, optimizer, [plan], how, later)
-        found = sums_at(after, root, model, optimizer, names, how, later, tag)
-        for name, losses in zip(names, found, strict=True):
+        saved = run_ranks(before, save_at, root, model, optimizer, plan, how, later, timeout=120.0)
+        expected = _sums(saved)[0]
+        found = run_ranks(after, go_on_at, root, model, optimizer, tag, names, how, later, timeout=240.0)
+        for name, losses in zip(names, _sums(found), strict=True):
             assert close_to(losses, expected, 1e-9), (model, before, plan, after, name, losses, expected)
 
 
@@ -224,6 +241,6 @@ def test_any_precision_continues_any_other(
 ) -> None:
     """Within what the 16-bit format's rounding (2^-9 for bf16, 2^-12 for fp16) adds up to in 10 steps."""
     root, how = str(tmp_path), {"dtype": torch.float32, "batches": math.lcm(before, after)}
-    (expected,) = sums_at(before, root, "gpt", "adamw", [save], how, 10)
-    (found,) = sums_at(after, root, "gpt", "adamw", [load], how, 10, f"{save} {before}")
+    expected = _sums(run_ranks(before, save_at, root, "gpt", "adamw", save, how, 10, timeout=120.0))[0]
+    found = _sums(run_ranks(after, go_on_at, root, "gpt", "adamw", f"{save} {before}", [load], how, 10))[0]
     assert close_to(found, expected, rtol), (found, expected)

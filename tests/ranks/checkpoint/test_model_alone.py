@@ -130,32 +130,28 @@ def net(seed: int = 0, **how: bool) -> Net:
     return Net(**how).double()
 
 
-def adamw(*modules: nn.Module) -> list[Optimizer]:
-    params = [p for m in modules for p in m.parameters() if p.requires_grad]
-    return [torch.optim.AdamW(params, lr=1e-2, eps=1e-3)]
+def adamw(*modules: nn.Module, **how: Any) -> Optimizer:
+    return torch.optim.AdamW([p for m in modules for p in m.parameters() if p.requires_grad], lr=1e-2, eps=1e-3, **how)
 
 
-def halves(m: Net) -> list[Optimizer]:
+def halves(m: Net, first: ByName | None = None, second: ByName | None = None) -> Optimizer:
     groups = [
-        {"params": list(part.parameters()), "weight_decay": decay} for part, decay in ((m.body, 0.0), (m.last, 0.5))
+        {"params": list(m.body.parameters()), **(first or {})},
+        {"params": list(m.last.parameters()), **(second or {})},
     ]
-    return [torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)]
-
-
-def turned(m: Net) -> list[Optimizer]:
-    return [torch.optim.AdamW([{"params": list(part.parameters())} for part in (m.last, m.body)], eps=1.0)]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 
 def two(m: Net) -> list[Optimizer]:
-    return [*adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
+    return [adamw(m.body), torch.optim.SGD(m.last.parameters(), lr=0.05, momentum=0.9)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A run that saved, the one that goes on, what of its options is expected, and words of the warning."""
 
-    before: Callable[[Net], list[Optimizer]]
-    after: Callable[[Net], list[Optimizer]]
+    before: Callable[[Net], Any]
+    after: Callable[[Net], Any]
     options: tuple[ByName, ...]
     words: tuple[str, ...]
     net_before: ByName = dataclasses.field(default_factory=dict)
@@ -163,20 +159,25 @@ class Case:
 
 
 LATER = {"lr": 2e-3}  # what a schedule made of it until the save
-FROZEN = {"frozen": True}
 CASES = {
     "new layer": Case(adamw, adamw, (LATER,), ("start without state: head.weight, head.bias",), {}, {"head": True}),
-    "newly frozen": Case(adamw, adamw, (LATER,), ("no optimizer has here: body.weight, body.bias",), {}, FROZEN),
-    "newly trained": Case(adamw, adamw, (LATER,), ("start without state: body.weight, body.bias",), FROZEN, {}),
+    "newly frozen": Case(
+        adamw, adamw, (LATER,), ("no optimizer has here: body.weight, body.bias",), {}, {"frozen": True}
+    ),
+    "newly trained": Case(
+        adamw, adamw, (LATER,), ("start without state: body.weight, body.bias",), {"frozen": True}, {}
+    ),
     "split": Case(
         adamw,
-        halves,
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
         (LATER | {"weight_decay": 0.0}, LATER | {"weight_decay": 0.5}),
         ("weight_decay of group 0 stays 0.0, the checkpoint has 0.01",),
     ),
     "turned": Case(
-        halves,
-        turned,
+        lambda m: halves(m, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        lambda m: torch.optim.AdamW(
+            [{"params": list(m.last.parameters())}, {"params": list(m.body.parameters())}], eps=1.0
+        ),
         (LATER | {"weight_decay": 0.5, "eps": 1e-3}, LATER | {"weight_decay": 0.0, "eps": 1e-3}),
         (),
     ),
@@ -184,11 +185,18 @@ CASES = {
         adamw,
         two,
         (LATER,),
-        ("optimizer 1 is SGD, but the checkpoint has the state of AdamW", "without state: last.weight, last.bias"),
+        (
+            "optimizer 1 is SGD, but the checkpoint has the state of AdamW",
+            "these parameters start without state: last.weight, last.bias",
+        ),
     ),
 }
 ANEW = {"newly frozen": {"body.weight", "body.bias"}, "one becomes two": {"last.weight", "last.bias"}}
 """Of which no state is handed on, although there is some."""
+
+
+def several(made: Any) -> list[Optimizer]:
+    return made if isinstance(made, list) else [made]
 
 
 def rows(step: int) -> Tensor:
@@ -217,12 +225,12 @@ def expected(name: str, steps: int) -> tuple[ByName, ByName]:
     """Plain torch: values, and state by name, right after the load (``steps=0``) or later."""
     case = CASES[name]
     model = net(**case.net_before)
-    optimizers = case.before(model)
+    optimizers = several(case.before(model))
     plain_steps(model, optimizers, 0, 2)
     old, values = named_state(model, optimizers), model.state_dict()
     model = net(seed=5, **case.net_after)
     model.load_state_dict(values, strict=False)
-    optimizers = case.after(model)
+    optimizers = several(case.after(model))
     for group, options in zip(optimizers[0].param_groups, case.options, strict=True):
         group.update(options)
     for found, parameter in model.named_parameters():
@@ -274,7 +282,7 @@ def go_on(root: Path, name: str, plan: Plan, mesh: Mesh, form: str, rtol: float)
     """With the warning on the first rank."""
     model = net(seed=5, **CASES[name].net_after)
     made = CASES[name].after(model)
-    listed = numbered(model, made)
+    listed = numbered(model, several(made))
     session = build(model, made, plan, mesh)
     if name != "new layer":
         steps_of(session, 50, 51)  # what is there goes

@@ -320,6 +320,17 @@ def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None
 # ---- around it
 
 
+class Outer(nn.Module):
+    """Has no attributes of the module in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def train(session: Session, step: int) -> None:
     session.backward(mean_square(session.module, session.mesh.rank, step))
     session.optimizer.step()
@@ -338,7 +349,7 @@ def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ra
         with sharded(model, adam(model), PLANS[name], mesh) as session:
             calls = [lambda: DDP(session.module), lambda: DDP(session.model)]
             if name in RESIDENT:
-                hidden = DDP(nn.Sequential(session.module))
+                hidden = DDP(Outer(session.module))
                 calls += [lambda: hidden(data(mesh.rank, 0)), lambda: before(data(mesh.rank, 0))]
             assert_refused(*((call, "DistributedDataParallel around a sharded Sequential") for call in calls))
             for step in range(2):
@@ -426,12 +437,20 @@ def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) ->
 
 @on_ranks(2)
 def test_the_old_optimizer_says_that_it_has_parts_alone() -> None:
-    """After close() alone the parameters have no values at ZeRO-3, and a new optimizer is of no use; other cases are in
-    tests/unit/test_optim.py and tests/ranks/engine/test_given_optimizer.py."""
-    model = two_layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = build(model, optimizer, PLANS["zero3"])
-    session.close()
-    message = told(optimizer.step)
-    assert "SGD" in message and "model that was closed: build it again, with a new one" in message, message
-    session.mesh.close()
+    """It would update pieces that are of no model, and nothing would be trained. After close() alone the parameters
+    have no values at ZeRO-3, and a new optimizer is of no use."""
+    anew = "make a new one on model.parameters()"
+    closed = "model that was closed: build it again, with a new one"
+    for end, name, words in (
+        (Session.close, "zero3", closed),
+        (Session.unshard, "zero3", anew),
+        (Session.close, "zero2", anew),
+        (Session.unshard, "zero2", anew),
+    ):
+        model = two_layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = build(model, optimizer, PLANS[name])
+        end(session)
+        message = told(optimizer.step)
+        assert "SGD" in message and words in message, message
+        session.mesh.close()

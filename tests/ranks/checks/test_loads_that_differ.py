@@ -1,13 +1,12 @@
 """States that one rank alone has, or that differ between ranks: an error on every rank, and nothing has changed."""
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.core.comm import PeerError
 from shardwise.plan import zero
@@ -22,13 +21,19 @@ Change = Callable[[State, int], State]
 ALL = ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"]
 
 
-def net() -> nn.Module:
+class Net(nn.Module):
     """With a buffer that is each rank's own."""
-    return nn.Sequential(OrderedDict(first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 3)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
 
 
 def trained(plan: str, mesh: Any, steps: int = 1) -> Session:
-    model = seeded(net)
+    model = seeded(Net)
     session = build(model, adam(model), PLANS[plan], mesh)
     for step in range(steps):
         one_step(session, step)
@@ -101,7 +106,7 @@ def test_weights_that_one_rank_has_otherwise(plan: str, change: Change, strict: 
     """Given to the sharded module, or to the user's ``own``; and a state that is the same everywhere is taken."""
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
-        whole = seeded(net, 7).state_dict()
+        whole = seeded(Net, 7).state_dict()
         before = session.module.state_dict()
         module = session.model if own else session.module
         given = change(whole, mesh.rank)
