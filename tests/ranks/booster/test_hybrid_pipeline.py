@@ -1,10 +1,7 @@
 """HybridParallelPlugin with a pipeline behind the Booster, against plain PyTorch in one process: fp64, pp x tp x dp."""
 
-import contextlib
 import functools
-import io
 import itertools
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,11 @@ from shardwise.booster.plugin import HybridParallelPlugin
 from shardwise.core.comm import PeerError
 from shardwise.core.parallel.pipeline import split_batch
 from shardwise.shardformer import GradientCheckpointConfig, PipelineGradientCheckpointConfig
-from shardwise.testing import assert_close, run_ranks
-from tests.support.hybrid_setup import MAX_NORM, STEPS, VOCABULARY, Texts, loss_of, made, optimizer_of
+from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
+from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, loss_of, made, optimizer_of
+from tests.support.launching import printed
 from tests.support.on_ranks import everywhere, on_ranks, raises
-from tests.support.sets import campaign, full
+from tests.support.sets import full
 
 RANKS, ROWS = 4, 3
 EXAMPLE = Path(__file__).parents[3] / "examples" / "booster_plugins" / "hybrid_parallel.py"
@@ -47,31 +45,24 @@ def own(outputs: Any, _inputs: Any) -> Tensor:
     return outputs.loss
 
 
-Steps = list[tuple[list[float], float, dict[str, Tensor]]]
-
-
 @functools.cache
-def plain(kind: str, replicas: int, number: int | None, rows: int | None) -> Steps:
-    """By step: the loss of each data-parallel rank, the norm before clipping, and the parameters."""
-    model, texts = deep(kind), Texts(STEPS * replicas * ROWS)
-    optimizer, steps = optimizer_of(model), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        losses = []
-        for rank in range(replicas):
-            places = [(step * ROWS + row) * replicas + rank for row in range(ROWS)]
-            batch = {name: torch.stack([texts[place][name] for place in places]) for name in texts.items}
-            total = 0.0
-            for part in split_batch(batch, number, rows):
-                loss = loss_of(model, part.kwargs, kind in OF_PARTS) * part.share
-                (loss / replicas).backward()
-                total += loss.item()
-            losses.append(total)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        values = {name: param.detach().clone() for name, param in model.named_parameters()}
-        steps.append((losses, norm.item(), values))
-    return steps
+def plain(kind: str, replicas: int, number: int | None, rows: int | None) -> PlainRun:
+    texts = Texts(STEPS * replicas * ROWS)
+    every = {name: values.view(STEPS, ROWS, replicas, -1) for name, values in texts.items.items()}
+
+    def batch(step: int, rank: int) -> dict[str, Tensor]:
+        return {name: values[step, :, rank].contiguous() for name, values in every.items()}
+
+    batches = [[[batch(step, rank) for rank in range(replicas)]] for step in range(STEPS)]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        parts = split_batch(batch, number, rows)
+        return torch.stack([loss_of(model, part.kwargs, kind in OF_PARTS) * part.share for part in parts]).sum()
+
+    return train_plain(lambda: deep(kind), loss, optimizer_of, batches, PlainRecipe(max_norm=MAX_NORM))
+
+
+Expected = tuple[list[list[list[float]]], list[float], list[dict[str, Tensor]]]
 
 
 def wide(**numbers: float) -> dict[str, Tensor]:
@@ -83,7 +74,7 @@ def criterion_of(kind: str, plugin: HybridParallelPlugin) -> Any:
     return exact if kind in OF_PARTS and plugin.tp_size == 1 else own
 
 
-def _trained(kind: str, given: dict[str, Any], expected: Steps, division: tuple[int | None, int | None]) -> None:
+def _trained(kind: str, given: dict[str, Any], expected: Expected, division: tuple[int | None, int | None]) -> None:
     plugin = HybridParallelPlugin(precision="fp32", max_norm=MAX_NORM, **{"tp_size": 1, "pp_size": 2} | given)
     replica, replicas = plugin.data_parallel()
     assert replicas == dist.get_world_size() // (plugin.tp_size * plugin.pp_size)
@@ -95,7 +86,7 @@ def _trained(kind: str, given: dict[str, Any], expected: Steps, division: tuple[
     batches, last = iter(loader), session.pipeline.last
     number = plugin.num_microbatches or (None if plugin.microbatch_size else plugin.pp_size * plugin.num_model_chunks)
     assert division == (number, plugin.microbatch_size)
-    for step, (losses, norm, values) in enumerate(expected):
+    for step, (losses, norm, values) in enumerate(zip(*expected, strict=True)):
         broadcast = step == 1
         found = booster.execute_pipeline(
             batches, model, criterion_of(kind, plugin), optimizer, return_outputs=step == 2, broadcast_loss=broadcast
@@ -106,7 +97,7 @@ def _trained(kind: str, given: dict[str, Any], expected: Steps, division: tuple[
         assert (found["outputs"] is not None) == (last and step == 2)
         if found["loss"] is not None:
             assert not found["loss"].requires_grad
-            assert_close(wide(loss=found["loss"].item()), wide(loss=losses[replica]), 1e-10, f"step {step}")
+            assert_close(wide(loss=found["loss"].item()), wide(loss=losses[0][replica]), 1e-10, f"step {step}")
         if found["outputs"] is not None:
             assert found["outputs"].logits.shape[0] == found["outputs"]["logits"].shape[0] == ROWS
         assert_close(wide(norm=optimizer.get_grad_norm()), wide(norm=norm), 1e-10, f"step {step}")
@@ -122,19 +113,8 @@ def check(kind: str, given: dict[str, Any]) -> None:
     stages, rows = given.get("pp_size", 2), given.get("microbatch_size")
     number = None if rows else given.get("num_microbatches", stages * given.get("num_model_chunks", 1))
     expected = plain(kind, RANKS // (given.get("tp_size", 1) * stages), number, rows)
-    run_ranks(RANKS, _trained, kind, given, expected, (number, rows))
-
-
-@pytest.mark.parametrize(
-    ("kind", "zero_stage"),
-    [
-        ("gpt2", 0),
-        *full(("gpt2", 2), ("bert", 0), ("bert", 1)),  # the other pairs are among the arguments below
-        *campaign(("llama", 0), ("llama", 1), ("llama", 2), ("gpt2", 1), ("bert", 2)),
-    ],
-)
-def test_training_equals_plain_pytorch(kind: str, zero_stage: int) -> None:
-    check(kind, {"zero_stage": zero_stage})
+    results = expected.losses, expected.norms, expected.masters
+    run_ranks(RANKS, _trained, kind, given, results, (number, rows))
 
 
 CHECKPOINTED: dict[str, Any] = {
@@ -149,80 +129,34 @@ ZERO1, HALF = {"zero_stage": 1}, GradientCheckpointConfig(0.5)
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
-        *full(
-            ("llama", {"tp_size": 2}),
-            ("gpt2", {"tp_size": 2, "num_microbatches": 3, "enable_metadata_cache": False}),
-            ("bert", {"tp_size": 2, "zero_stage": 2, "microbatch_size": 2}),
-            ("llama", {"pp_size": 4, "num_microbatches": 2}),
-            ("gpt2", {"pp_size": 4, "zero_stage": 1, "num_layers_per_stage": [1, 2, 1, 1]}),
-            ("llama", {**INTERLEAVED, "zero_stage": 1, "num_microbatches": 2}),
-        ),
+        ("gpt2", {"zero_stage": 0}),
         ("gpt2", {**INTERLEAVED, **CHECKPOINTED}),
-        *full(
-            ("bert", {**INTERLEAVED, "zero_stage": 2, "cpu_offload": True}),
-            ("llama", {"dp_outside": False, "zero_stage": 2, "gradient_checkpoint_config": HALF}),
-        ),
         ("llama", {**ZBV, "tp_size": 2, "gradient_checkpoint_config": HALF}),
-        *full(("gpt2", {**ZBV, **CHECKPOINTED, "zero_stage": 1, "enable_metadata_cache": False})),
         ("bert", {**ZBV, "zero_stage": 2, "cpu_offload": True, "microbatch_size": 2}),
-        *full(("gpt2", {"overlap_communication": False, "overlap_allgather": True, "overlap_p2p": False, **ZERO1})),
+        *full(
+            ("gpt2", {"tp_size": 2, "num_microbatches": 3, "enable_metadata_cache": False}),
+            ("gpt2", {"pp_size": 4, "zero_stage": 1, "num_layers_per_stage": [1, 2, 1, 1]}),
+            ("bert", {"tp_size": 2, "zero_stage": 2, "microbatch_size": 2}),
+            ("llama", {"dp_outside": False, "zero_stage": 2, "gradient_checkpoint_config": HALF}),
+            ("gpt2", {**ZBV, **CHECKPOINTED, "zero_stage": 1, "enable_metadata_cache": False}),
+            ("gpt2", {"overlap_communication": False, "overlap_allgather": True, "overlap_p2p": False, **ZERO1}),
+        ),
     ],
     ids=str,
 )
-def test_arguments_of_a_pipeline(kind: str, given: dict[str, Any]) -> None:
+def test_training_equals_plain_pytorch(kind: str, given: dict[str, Any]) -> None:
+    """Models, stages and schedules by themselves: tests/ranks/parallel."""
     check(kind, given)
 
 
-# -- the published example
-
-
-def _example() -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return out.getvalue()
-
-
+@on_ranks(RANKS)
 @pytest.mark.full
 def test_the_fifth_example_runs_as_printed() -> None:
-    shown = {float(text.removeprefix("loss ")) for text in run_ranks(RANKS, _example)}
-    assert len(shown) == 1 and max(shown) < 3.0  # of 97 words: log(97) = 4.6
+    shown = everywhere(float(printed(EXAMPLE)[0].removeprefix("loss ")))
+    assert len(set(shown)) == 1 and shown[0] < 3.0  # of 97 words: log(97) = 4.6
 
 
 # -- precision, accumulation, evaluation
-
-
-@on_ranks(RANKS)
-@pytest.mark.parametrize("style", [{}, *full(ZBV)], ids=["1f1b", "zbv"])
-def test_gradients_of_several_calls_add_up_and_evaluation_may_have_other_shapes(style: dict[str, Any]) -> None:
-    """Two calls of half the loss before a step are the step of one; between, evaluation on other shapes."""
-    found = []
-    for calls in (1, 2):
-        plugin = HybridParallelPlugin(
-            tp_size=1, pp_size=2, precision="fp32", max_norm=MAX_NORM, microbatch_size=2, **(style if calls > 1 else {})
-        )
-        booster, model = Booster(plugin=plugin), deep("llama")
-        model, optimizer, *_ = booster.boost(model, optimizer_of(model))
-        items = Texts(3).items
-        for _ in range(2):
-            for _ in range(calls):
-                with booster.no_sync(model, optimizer):
-                    batches = iter([items])
-                    booster.execute_pipeline(batches, model, lambda out, _: out.loss / calls, optimizer)  # noqa: B023
-            with torch.no_grad():
-                longer = torch.arange(1, 6).repeat(5, 2)
-                batches = iter([{"input_ids": longer, "labels": longer}])
-                seen = booster.execute_pipeline(batches, model, own, return_outputs=True)
-            last = plugin.session(model).pipeline.last
-            assert (seen["loss"] is not None) == last
-            assert not last or seen["outputs"]["logits"].shape == (5, 10, VOCABULARY)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((model.state_dict(), optimizer.get_grad_norm()))
-        booster.close()
-    (expected, norm), (state, found_norm) = found
-    assert_close(state, expected, 1e-9, "two calls")
-    assert_close(wide(norm=found_norm), wide(norm=norm), 1e-9, "two calls")
 
 
 @on_ranks(RANKS)
@@ -277,35 +211,3 @@ def test_wrong_calls_say_what_to_call() -> None:
     found = booster.execute_pipeline(iter([items]), model, own, optimizer, broadcast_loss=True)  # none did harm
     assert found["loss"].isfinite() and found["outputs"] is None
     booster.close()
-
-
-@on_ranks(RANKS)
-@pytest.mark.parametrize(
-    ("kind", "given", "words"),
-    [
-        ("llama", {"pp_size": 3}, "tp_size=1 x pp_size=3 does not divide the 4 ranks"),
-        ("llama", {"pp_size": 4}, "3 layers are too few for 4 stages"),
-        (
-            "llama",
-            {"pp_size": 4, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)},
-            "3 layers are too few for 4 stages",
-        ),
-        ("gpt2", {"pp_size": 2, "num_layers_per_stage": [1, 1]}, r"layers=\[1, 1\] does not fit 2 stages of a model"),
-        ("linear", {"pp_size": 2}, "Linear cannot be divided into stages: it has no module of a known class"),
-    ],
-    ids=["ranks", "layers", "checkpointed", "given", "unknown"],
-)
-def test_what_cannot_be_is_said_on_every_rank_and_nothing_is_changed(
-    kind: str, given: dict[str, Any], words: str
-) -> None:
-    model: Any = nn.Linear(4, 4) if kind == "linear" else deep(kind, layers=3)
-    optimizer = optimizer_of(model)
-    before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
-    plugin = HybridParallelPlugin(tp_size=1, precision="fp32", **given)
-    raises(ValueError, words, lambda: Booster(plugin=plugin).boost(model, optimizer))
-    for name, param in model.named_parameters():
-        assert id(param) == before[name][0] and torch.equal(param, before[name][1])
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    if kind != "linear":
-        assert not any(getattr(layer, "gradient_checkpointing", False) for layer in model.modules())
-        model(**Texts(2).items).loss.backward()  # it is whole, and works

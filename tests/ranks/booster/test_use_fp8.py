@@ -1,11 +1,10 @@
 """use_fp8 behind the plugins: losses beside those of the same run without, which layers multiply so, checkpoints that
-know nothing of it, activation checkpointing, LoRA; and models of torch's own wrappers.
+know nothing of it, activation checkpointing, LoRA; and models of torch's own wrappers. fp8_communication likewise.
 
 Fused norms of models that are cut and sharded, against the same model in one process.
 ShardFormer without a Booster: a model cut over a process group, against the same model whole, in fp64.
 """
 
-import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shardwise.booster import Booster
@@ -31,26 +31,28 @@ from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
 from shardwise.shardformer.changes import Kernels, _RmsNorm, changed_model
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from tests.support.hybrid_setup import LENGTH, POLICIES, VOCABULARY, Texts, made
 from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import full
 
-STEPS, ROWS = 6, 4
+ROWS = 4
+BF16: dict[str, Any] = {"precision": "bf16"}
+TP: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "zero_stage": 1, **BF16}
+PP: dict[str, Any] = {"tp_size": 1, "pp_size": 2, "num_microbatches": 2, "precision": "fp32"}
+AGAIN = {"gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLUGINS: dict[str, Callable[[bool], Any]] = {
-    "zero1": lambda on: LowLevelZeroPlugin(stage=1, precision="bf16", use_fp8=on),
+    "zero1": lambda on: LowLevelZeroPlugin(stage=1, use_fp8=on, **BF16),
     "zero2": lambda on: LowLevelZeroPlugin(stage=2, precision="fp16", initial_scale=64.0, use_fp8=on),
-    "gemini": lambda on: GeminiPlugin(precision="bf16", min_chunk_size_m=0.001, use_fp8=on),
-    "hybrid_tp": lambda on: HybridParallelPlugin(
-        tp_size=2,
-        pp_size=1,
-        precision="bf16",
-        zero_stage=1,
-        use_fp8=on,
-        gradient_checkpoint_config=GradientCheckpointConfig(1.0),
-    ),
+    "gemini": lambda on: GeminiPlugin(min_chunk_size_m=0.001, use_fp8=on, **BF16),
+    "hybrid_tp": lambda on: HybridParallelPlugin(use_fp8=on, **TP, **AGAIN),
     "ddp": lambda on: TorchDDPPlugin(),
     "fsdp": lambda on: TorchFSDPPlugin(),
+    # What the other plugins send is their plan's: tests/ranks/engine compares it, to the bit.
+    "fsdp sends": lambda on: TorchFSDPPlugin(mixed_precision=MIXED, fp8_communication=on),
+    "hybrid_tp sends": lambda on: HybridParallelPlugin(fp8_communication=on, **TP),
+    "hybrid_pp sends": lambda on: HybridParallelPlugin(fp8_communication=on, **PP),
 }
 SIZES = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
 
@@ -71,7 +73,11 @@ def texts(rank: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def curve(name: str, on: bool, folder: str) -> tuple[list[float], int]:
+def loss_of(out: Any, _: Any) -> Tensor:
+    return out.loss
+
+
+def curve(name: str, on: bool, folder: str, steps: int, lr: float) -> tuple[list[float], int]:
     """The mean losses of a few steps, and the products in 8 bits of the last."""
     plugin = PLUGINS[name](on)
     model = made("llama", torch.float32, **SIZES)
@@ -83,21 +89,28 @@ def curve(name: str, on: bool, folder: str) -> tuple[list[float], int]:
             multiply_in_8_bits(model)
     names = list(dict(model.named_parameters()))
     booster = Booster(plugin=plugin)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=lr)
     with warnings.catch_warnings(action="ignore"):
         model, optimizer, *_ = booster.boost(model, optimizer)
-    losses, index, products = [], plugin.data_parallel()[0], Products()
-    for _ in range(STEPS):
+    losses, inputs, products = [], texts(plugin.data_parallel()[0]), Products()
+    for _ in range(steps):
         products.count = 0
         with mock.patch.object(float8, "product", products):
-            loss = model(**texts(index)).loss
-            booster.backward(loss, optimizer)
+            if "pp" in name:
+                batches = iter([inputs])
+                found = booster.execute_pipeline(batches, model, loss_of, optimizer, broadcast_loss=True)
+                loss = found["loss"]
+            else:
+                loss = model(**inputs).loss
+                booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         told = everywhere(loss.item())
         losses.append(sum(told) / len(told))
     state = model.state_dict()
     assert set(names) <= set(state)
+    sums = [value.double().sum().item() for value in state.values() if isinstance(value, Tensor)]
+    assert everywhere(sums) == [sums] * dist.get_world_size(), "all ranks see parameters alike"
     if on and name in ("zero2", "hybrid_tp"):
         booster.save_model(model, folder, shard=True, use_safetensors=True)
         booster.load_model(model, folder)
@@ -107,52 +120,88 @@ def curve(name: str, on: bool, folder: str) -> tuple[list[float], int]:
     return losses, products.count
 
 
-def curves(name: str, folder: str) -> tuple[tuple[list[float], int], tuple[list[float], int]]:
-    return curve(name, False, folder), curve(name, True, f"{folder}/{name}")
-
-
+@on_ranks(2, timeout=240.0)
 @pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("gemini"), "hybrid_tp", *full("ddp", "fsdp")])
 def test_losses_fall_as_without(name: str, tmp_path: Path) -> None:
-    (plain, none), (eight, products) = run_ranks(2, curves, name, str(tmp_path), timeout=240.0)[0]
+    (plain, none), (eight, products) = (curve(name, on, str(tmp_path), 6, 0.01) for on in (False, True))
     # Seven in a layer and the head, forward and twice backward; k and v are too narrow where they are cut.
     whole, cut = 3 * (2 * 7 + 1), 3 * (2 * 5 + 1) + 2 * 5  # and once more forward in layers that are computed again
-    assert none == 0
-    assert products == (cut if name == "hybrid_tp" else whole)
+    assert none == 0 and products == (cut if name == "hybrid_tp" else whole)
     assert plain[-1] < 0.95 * plain[0]
-    for one, other in zip(plain, eight, strict=True):
-        assert abs(one - other) < 0.05 * one
-    assert plain != eight
+    assert plain != eight == pytest.approx(plain, rel=0.05)
 
 
-KERNELS_SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "head_dim": 8,
-}
+@on_ranks(timeout=240.0)
+@pytest.mark.parametrize(("name", "ranks"), [("hybrid_pp sends", 2), *full(("fsdp sends", 4), ("hybrid_tp sends", 4))])
+def test_losses_fall_as_without_where_8_bits_are_sent(name: str, ranks: int, tmp_path: Path) -> None:
+    (plain, _), (compressed, _) = (curve(name, on, str(tmp_path), 8, 0.03) for on in (False, True))
+    assert plain[-1] < 0.9 * plain[0]
+    assert plain != compressed == pytest.approx(plain, rel=0.1)
+
+
+@on_ranks(2)
+def test_gradients_of_torchs_ddp() -> None:
+    """DDP's mean is within the bound, the same on all ranks, and an overflow of one rank reaches all."""
+    torch.manual_seed(0)
+    model = nn.Linear(50, 7)
+    booster = Booster(plugin=TorchDDPPlugin(fp8_communication=True))
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = [torch.randn(4, 50, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    rank = dist.get_rank()
+    booster.backward(boosted(x[rank]).square().mean(), optimizer)
+    terms = []
+    for each in x:
+        own = nn.Linear(50, 7)
+        own.load_state_dict(model.state_dict())
+        own(each).square().mean().backward()
+        terms.append(own.weight.grad.clone())
+    found = model.weight.grad
+    bound = 0.27 * torch.stack(terms).abs().mean(0) + 2**-28 * torch.stack(terms).abs().max()
+    assert ((found - torch.stack(terms).mean(0)).abs() <= bound).all()
+    told = everywhere(found)
+    assert torch.equal(told[0], told[1])
+    optimizer.zero_grad()
+    booster.backward(boosted(x[rank] * (1e30 if rank else 1.0)).square().mean(), optimizer)
+    assert not model.weight.grad.isfinite().all()
+    booster.close()
+    with pytest.raises(ValueError, match=r"fp8_communication=True with 'weight' of torch.float64"):
+        Booster(plugin=TorchDDPPlugin(fp8_communication=True)).boost(nn.Linear(2, 2).double())
+
+
+def test_what_has_no_8_bits() -> None:
+    with pytest.raises(NotImplementedError, match=r"fp8_communication=True.*HYBRID_SHARD"):
+        TorchFSDPPlugin(fp8_communication=True, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+@on_ranks(2)
+def test_a_configuration_without_a_booster() -> None:
+    found: list[list[float]] = []
+    for on in (False, True):
+        model, _ = ShardFormer(ShardConfig(fp8_communication=on)).optimize(made("llama", torch.float32))
+        found.append([])
+        for step in range(2):
+            loss = model(**texts(step)).loss
+            loss.backward()
+            found[-1].append(loss.item())
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert found[0] != found[1] == pytest.approx(found[0], rel=0.05)
 
 
 def kernels_made() -> Any:
     torch.manual_seed(3)
-    model = Qwen3ForCausalLM(Qwen3Config(**KERNELS_SIZES))
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3)
     return model.double().train()
-
-
-def kernels_texts() -> dict[str, Tensor]:
-    ids = torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids}
 
 
 def plain() -> tuple[Tensor, dict[str, Tensor]]:
     model = kernels_made()
     with changed_model(model, Kernels(norms=True), None):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model(**kernels_texts()).loss
+    loss = model(**texts(1)).loss
     loss.backward()
     optimizer.step()
     return loss.detach(), {name: param.detach() for name, param in model.named_parameters()}
@@ -173,7 +222,7 @@ def test_models_behind_plugins() -> None:
         if isinstance(plugin, HybridParallelPlugin):
             assert model.config._attn_implementation == "sdpa"
         assert sum(isinstance(module, _RmsNorm) for module in model.modules()) == 9
-        found = boosted(**kernels_texts()).loss
+        found = boosted(**texts(1)).loss
         booster.backward(found, optimizer)
         optimizer.step()
         assert abs(found.item() - loss.item()) < 1e-6
@@ -186,23 +235,31 @@ def test_models_behind_plugins() -> None:
 def test_a_configuration() -> None:
     loss, _ = plain()
     model, _ = ShardFormer(ShardConfig(enable_fused_normalization=True)).optimize(kernels_made())
-    assert abs(model(**kernels_texts()).loss.item() - loss.item()) < 1e-6
+    assert abs(model(**texts(1)).loss.item() - loss.item()) < 1e-6
 
 
-def inputs() -> dict[str, torch.Tensor]:
-    texts = Texts(4)
-    return {name: values[:4] for name, values in texts.items.items()}
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pairs": (4, {"enable_flash_attention": True}),
+    "all": (2, {"gradient_checkpoint_config": GradientCheckpointConfig(0.5), "make_vocab_size_divisible_by": 3}),
+    "own tokens": (2, {"enable_sequence_parallelism": True}),
+    "none": (2, {"enable_tensor_parallelism": False}),
+}
+"""The number of ranks and the configuration of a model that is cut over pairs of ranks, all of them, or none."""
 
 
-def _optimized(kind: str, group: dist.ProcessGroup | None, policy: bool = True, **given: Any) -> None:
-    whole = made(kind)
-    expected = whole(**inputs())
+@on_ranks()
+@pytest.mark.parametrize("kind", [*full("llama"), "gpt2"])
+@pytest.mark.parametrize(("way", "ranks"), [(way, ranks) for way, (ranks, _) in WAYS.items()])
+def test_a_model_is_cut_where_it_stands(kind: str, way: str, ranks: int) -> None:
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2] if way == "pairs" else None
+    whole, given = made(kind), made(kind)
+    expected = whole(**Texts(4).items)
     expected.loss.backward()
-    config = ShardConfig(tensor_parallel_process_group=group, parallel_output=False, **given)
-    given_model = made(kind)
-    model, shared = ShardFormer(shard_config=config).optimize(given_model, POLICIES[kind]() if policy else None)
-    assert model is given_model and shared == []
-    out = model(**inputs())
+    config = ShardConfig(tensor_parallel_process_group=group, parallel_output=False, **WAYS[way][1])
+    policy = None if way == "own tokens" else POLICIES[kind]()
+    model, shared = ShardFormer(shard_config=config).optimize(given, policy)
+    assert model is given and shared == []
+    out = model(**Texts(4).items)
     out.loss.backward()
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(out.logits, expected.logits, rtol=1e-10, atol=1e-12)
@@ -212,33 +269,6 @@ def _optimized(kind: str, group: dist.ProcessGroup | None, policy: bool = True, 
     cut = {name: parts[name].of(grad) if name in parts else grad for name, grad in grads.items()}  # type: ignore[arg-type]
     found = {name: param.grad for name, param in model.named_parameters()}
     assert_close(found, cut, 1e-10, f"gradients of {kind}")  # type: ignore[arg-type]
-    del model, out
-    gc.collect()
-
-
-def _over_pairs(kind: str) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    _optimized(kind, pairs[dist.get_rank() // 2], enable_flash_attention=True)
-
-
-def _over_all(kind: str) -> None:
-    _optimized(kind, None, gradient_checkpoint_config=GradientCheckpointConfig(0.5), make_vocab_size_divisible_by=3)
-
-
-def _with_own_tokens(kind: str) -> None:
-    _optimized(kind, None, policy=False, enable_sequence_parallelism=True)
-
-
-def _over_none(kind: str) -> None:
-    _optimized(kind, None, enable_tensor_parallelism=False)
-
-
-@pytest.mark.parametrize("kind", [*full("llama"), "gpt2"])
-def test_a_model_is_cut_where_it_stands(kind: str) -> None:
-    run_ranks(4, _over_pairs, kind)
-    run_ranks(2, _over_all, kind)
-    run_ranks(2, _with_own_tokens, kind)
-    run_ranks(2, _over_none, kind)
 
 
 @on_ranks(2)

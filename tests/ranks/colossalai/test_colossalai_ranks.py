@@ -171,19 +171,16 @@ def test_models_in_chunks_and_by_stages_are_wrapped_by_hand() -> None:
         assert_close(state, expected, 1e-6, f"stage {stage} by hand")
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda m: GeminiOptimizer(adam(m.parameters()), m, clipping_norm=1.0), r"clipping_norm=1\.0 is no argument"),
-        (lambda m: GeminiOptimizer(adam(m.parameters()), m, maxnorm=1.0), "did you mean 'max_norm'"),
-        (lambda m: GeminiOptimizer(adam(m.parameters()), m, amsgrad=True), "give options of the Adam to that"),
-        (lambda m: GeminiAdamOptimizer(m, learning_rate=1e-4), r"learning_rate=0\.0001 is no option of HybridAdam"),
-        (lambda m: zero_optim_wrapper(m, adam(m.parameters()), optim_config={"clip": 1.0}), r"clip=1\.0 is no arg"),
-    ],
-)
-def test_arguments_that_an_optimizer_in_chunks_has_not_are_named(make: Any, said: str) -> None:
-    wrapped = zero_model_wrapper(model(), 3, {"mixed_precision": torch.float32, "device": "cpu"})
-    raises(TypeError, said, lambda: make(wrapped))
+def test_arguments_that_an_optimizer_in_chunks_has_not_are_named() -> None:
+    m: Any = zero_model_wrapper(model(), 3, {"mixed_precision": torch.float32, "device": "cpu"})
+    assert_refused(
+        (lambda: GeminiOptimizer(adam(m.parameters()), m, clipping_norm=1.0), "clipping_norm=1.0 is no argument"),
+        (lambda: GeminiOptimizer(adam(m.parameters()), m, maxnorm=1.0), "did you mean 'max_norm'"),
+        (lambda: GeminiOptimizer(adam(m.parameters()), m, amsgrad=True), "give options of the Adam to that"),
+        (lambda: GeminiAdamOptimizer(m, learning_rate=1e-4), "learning_rate=0.0001 is no option of HybridAdam"),
+        (lambda: zero_optim_wrapper(m, adam(m.parameters()), optim_config={"clip": 1.0}), "clip=1.0 is no arg"),
+        error=TypeError,
+    )
 
 
 def _plugins() -> None:

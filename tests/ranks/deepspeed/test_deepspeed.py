@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise import deepspeed
 from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
-from tests.support.ds_setup import Recorded, close, start
+from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.launching import printed
 from tests.support.on_ranks import assert_refused, on_ranks, raises
 from tests.support.sets import full
@@ -46,26 +46,18 @@ def batches(accumulation: int, ranks: int = RANKS) -> list[list[list[tuple[Tenso
     return [[[one() for _ in range(ranks)] for _ in range(accumulation)] for _ in range(STEPS)]
 
 
+HALVES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE, "auto_cast": True}},
+}
+
+
 def config(stage: int, accumulation: int = 1, precision: str = "fp32", **changes: Any) -> dict[str, Any]:
-    half = {
-        "fp32": {},
-        "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE, "auto_cast": True}},
-    }[precision]
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-2}},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 60,
-            "stage3_param_persistence_threshold": 8,
-            "stage3_max_live_parameters": 50,
-        },
-        **half,
-        **changes,
-    }
+    small = {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 8, "stage3_max_live_parameters": 50}
+    adamw = optimizer_block("AdamW", lr=1e-2, betas=[0.9, 0.99], eps=1e-2)
+    keys = {"gradient_accumulation_steps": accumulation, "gradient_clipping": CLIP, "optimizer": adamw}
+    return ds_config(stage, 4, small, **keys | HALVES[precision] | changes)
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation: int = 1) -> Tensor:
@@ -74,7 +66,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation: int = 
     return loss / accumulation
 
 
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+SGD = optimizer_block("SGD", lr=0.1, momentum=0.5)
 CLIP_SUMS = 2.5
 """Of three ranks' sums some are clipped and some are not; of their means none would be."""
 
@@ -126,49 +118,40 @@ def train(
     return norms
 
 
-Trained = tuple[dict[str, Tensor], list[float], list[dict[str, Tensor]]]
-
-
-def trained(cases: Sequence[Case]) -> list[Trained]:
+def check_trained(cases: Sequence[Case]) -> None:
     """The last state, and the norms and gradients of each step."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    results: list[Trained] = []
-    for stage, accumulation, precision, clip, total in cases:
+    for case in cases:
+        stage, accumulation, precision, clip, total = case
         changes = {"gradient_allreduce_op": "SUM", "optimizer": SGD} if total else {}
         engine = start(net(), config(stage, accumulation, precision, gradient_clipping=clip, **changes))
-        gradients: list[dict[str, Tensor]] = []
+        named, gradients = list(engine.module.named_parameters()), []
 
-        def note(engine: deepspeed.DeepSpeedEngine = engine, gradients: Any = gradients) -> None:
-            named = engine.module.named_parameters()
+        def note(named: Any = named, gradients: Any = gradients) -> None:
             gradients.append({name: safe_get_full_grad(param).clone() for name, param in named})
 
         norms = train(engine, batches(accumulation, ranks), rank, note)
         assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
         assert engine.get_batch_info() == (4 * accumulation * ranks, 4, accumulation)
-        results.append((close(engine), norms, gradients))
-    return results
+        expected = plain(ranks, *case[1:])
+        # 16 bits round a sum over passes before and after it is one over ranks.
+        tolerance = 2e-6 if precision == "fp32" else 1e-2 if total else 5e-3
+        assert_close(close(engine), expected.masters[-1], tolerance, str(case))
+        assert norms == pytest.approx(expected.norms, rel=1e-5 if precision == "fp32" else 2e-2), case
+        assert total or min(expected.norms) > CLIP
+        for got, want in zip(gradients, expected.gradients, strict=True):
+            assert_close(got, want, 2e-6 if precision == "fp32" else 3e-2, str(case))
 
 
-def check_trained(ranks: int, cases: Sequence[Case]) -> None:
-    for results in run_ranks(ranks, trained, cases, timeout=120.0):
-        for case, (state, norms, gradients) in zip(cases, results, strict=True):
-            expected = plain(ranks, *case[1:])
-            # 16 bits round a sum over passes before and after it is one over ranks.
-            tolerance = 2e-6 if case.precision == "fp32" else 1e-2 if case.total else 5e-3
-            assert_close(state, expected.masters[-1], tolerance, str(case))
-            assert norms == pytest.approx(expected.norms, rel=1e-5 if case.precision == "fp32" else 2e-2), case
-            assert case.total or min(expected.norms) > CLIP
-            for got, want in zip(gradients, expected.gradients, strict=True):
-                assert_close(got, want, 2e-6 if case.precision == "fp32" else 3e-2, str(case))
-
-
+@on_ranks(RANKS, timeout=120.0)
 @pytest.mark.parametrize("turn", [0, *full(1, 2)])
 def test_every_stage_equals_plain_torch(turn: int) -> None:
     # Every stage with every precision, a third of the pairs a turn; one pass and three of them take turns.
     places = [(stage, (stage + turn) % len(DTYPES)) for stage in range(4)]
-    check_trained(RANKS, [Case(stage, 1 if (stage + place) % 2 else 3, list(DTYPES)[place]) for stage, place in places])
+    check_trained([Case(stage, 1 if (stage + place) % 2 else 3, list(DTYPES)[place]) for stage, place in places])
 
 
+@on_ranks(timeout=120.0)
 @pytest.mark.parametrize(("ranks", "turn"), [(2, 0), *full((2, 1), (2, 2), (3, None))])
 def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
     """On two ranks every stage has another precision each turn; on three, fp32 alone."""
@@ -178,7 +161,7 @@ def test_sums_equal_plain_torch(ranks: int, turn: int | None) -> None:
         for place in ([0] if turn is None else [(stage + turn) % len(DTYPES)])
         for clip in (0.0, CLIP_SUMS)
     ]
-    check_trained(ranks, cases)
+    check_trained(cases)
 
 
 def test_what_is_no_sum_and_no_mean() -> None:
@@ -202,38 +185,32 @@ def scheduled(**changes: Any) -> dict[str, Any]:
 
 @on_ranks(RANKS)
 def test_checkpoints_resume_exactly_and_change_stage(tmp_path: Path) -> None:
-    directory = str(tmp_path)
-    rank = torch.distributed.get_rank()
-    steps = batches(1) + batches(1)
+    directory, rank = str(tmp_path), torch.distributed.get_rank()
+    steps, client = batches(1) + batches(1), {"epoch": 4, "names": ["a"]}
+    saved = f"{directory}/global_step2", client
     straight = start(net(), scheduled())
     train(straight, steps[:2], rank)
-    rates = [straight.get_lr()]
-    assert straight.save_checkpoint(directory, client_state={"epoch": 4, "names": ["a"]})
+    rates = straight.get_lr()
+    assert straight.save_checkpoint(directory, client_state=client)
     train(straight, steps[2:], rank)
     for stage in (3, 1):
         again = start(net(), scheduled() | {"zero_optimization": {"stage": stage}})
-        path, client = again.load_checkpoint(directory)
-        assert path == f"{directory}/global_step2" and client == {"epoch": 4, "names": ["a"]}
-        assert (again.global_steps, again.global_samples) == (2, 16)
-        assert [again.get_lr()] == rates
+        assert again.load_checkpoint(directory) == saved
+        assert (again.global_steps, again.global_samples, again.get_lr()) == (2, 16, rates)
         train(again, steps[2:], rank)
         assert again.get_lr() == straight.get_lr()
-        for name, value in straight.state_dict().items():
-            assert torch.equal(again.state_dict()[name], value), (stage, name)
-        close(again)
+        assert_close(close(again), straight.state_dict(), 0.0, f"stage {stage}")
     alone = start(net(), scheduled())
     before = alone.get_lr()
-    _, client = alone.load_checkpoint(directory, "global_step2", load_module_only=True)
-    assert client == {"epoch": 4, "names": ["a"]}
-    assert alone.global_steps == 0 and alone.get_lr() == before != rates[0]
+    assert alone.load_checkpoint(directory, "global_step2", load_module_only=True) == saved
+    assert alone.global_steps == 0 and alone.get_lr() == before != rates
     assert not any("exp_avg" in each for each in alone.optimizer.state_dict()["state"].values())  # type: ignore
     # Another optimizer than the one that was saved: its states are not wanted, nor compared.
     model = net()
     other = [{"params": [p]} for p in model.parameters()]
     second = start(model, config(3), optimizer=torch.optim.SGD(other, lr=0.5))
-    for engine, kept in ((alone, rates[0]), (second, [0.5] * len(other))):
-        path, client = engine.load_checkpoint(directory, "global_step2", load_optimizer_states=False)
-        assert path == f"{directory}/global_step2" and client == {"epoch": 4, "names": ["a"]}
+    for engine, kept in ((alone, rates), (second, [0.5] * len(other))):
+        assert engine.load_checkpoint(directory, "global_step2", load_optimizer_states=False) == saved
         assert (engine.global_steps, engine.global_samples, engine.get_lr()) == (2, 16, kept)
     assert alone.lr_scheduler.state_dict() == {"last_batch_iteration": 1}  # type: ignore[union-attr]
     assert not any("exp_avg" in each for each in alone.optimizer.state_dict()["state"].values())  # type: ignore
@@ -315,8 +292,8 @@ def test_checkpoints_of_deepspeed_are_taken_over(given: Theirs, tmp_path: Path) 
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.head = nn.Linear(5, 9), nn.Linear(9, 3)
-        self.base.requires_grad_(False)
+        torch.manual_seed(0)
+        self.base, self.head = nn.Linear(5, 9).requires_grad_(False), nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.base(x)))
@@ -324,41 +301,24 @@ class Frozen(nn.Module):
 
 @on_ranks(RANKS)
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    directory = str(tmp_path)
     rank = torch.distributed.get_rank()
-
-    def begin(seed: int, stage: int) -> deepspeed.DeepSpeedEngine:
-        torch.manual_seed(seed)
-        model = Frozen()
-        if seed:
-            model.base.load_state_dict(base)
-        return deepspeed.initialize(model=model, config=config(stage))[0]
-
-    torch.manual_seed(0)
-    base = Frozen().base.state_dict()
-    engine = begin(0, 3)
+    engine, again = (start(Frozen(), config(stage)) for stage in (3, 1))
     train(engine, batches(1)[:2], rank)
-    engine.save_checkpoint(directory, "whole")
-    engine.save_checkpoint(directory, "part", exclude_frozen_parameters=True)
-    assert (Path(directory) / "latest").read_text("utf-8").strip() == "part"
+    engine.save_checkpoint(str(tmp_path), "whole")
+    engine.save_checkpoint(str(tmp_path), "part", exclude_frozen_parameters=True)
+    assert (tmp_path / "latest").read_text("utf-8").strip() == "part"
     train(engine, batches(1)[2:], rank)
-    sizes = [sum(f.stat().st_size for f in (Path(directory) / tag).iterdir()) for tag in ("whole", "part")]
+    sizes = [sum(file.stat().st_size for file in (tmp_path / tag).iterdir()) for tag in ("whole", "part")]
     assert sizes[0] - sizes[1] >= 4 * (5 * 9 + 9)
-    again = begin(7, 1)
-    assert again.load_checkpoint(directory)[0] == f"{directory}/part"
+    assert again.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "part")
     train(again, batches(1)[2:], rank)
-    for name, value in engine.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
     assert engine.global_steps == again.global_steps == 3
-    close(engine)
-    again.module.base.requires_grad_(True)
-    again.destroy()
-    again.session.mesh.close()
+    assert_close(close(again), close(engine), 0.0, "gone on without the frozen ones")
     more = Frozen()
     more.extra = nn.Linear(2, 2)
     for model, name in ((Frozen().requires_grad_(True), r"base\.weight"), (more, r"extra\.weight")):
-        other = deepspeed.initialize(model=model, config=config(1))[0]
-        raises(ValueError, name, other.load_checkpoint, directory)
+        other = start(model, config(1))
+        raises(ValueError, name, other.load_checkpoint, str(tmp_path))
         close(other)
 
 

@@ -1,5 +1,8 @@
 """Methods of DeepSpeed's engine beside training, on two ranks at every stage, against plain PyTorch.
 
+What the engine counts: samples of the passes that a step was made of, and updates where a pass fails.
+What programs write into an engine, and gradients that they drop between passes.
+
 ``initialize`` of a model that has an engine, or had one: training goes on from its weights, and what is asked about
 parameters is answered for the newer one.
 """
@@ -10,6 +13,7 @@ import logging
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -172,6 +176,92 @@ def test_getters_and_other_methods() -> None:
     close(engine)
 
 
+PASSES, LIMITS = 2, [0.015, 0.003, 0.0, 0.006]
+
+
+def plain_clipped(limits: list[float], turns: tuple[int, ...]) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights, and norms before clipping, where these of a step's passes count."""
+    model, norms = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.5)
+    for step, limit in enumerate(limits):
+        optimizer.zero_grad()
+        every = [loss_of(model, samples(step, rank, turn)) for turn in turns for rank in range(RANKS)]
+        (sum(every) / (PASSES * RANKS)).backward()  # type: ignore[union-attr]
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))))
+        optimizer.step()
+    return model.state_dict(), norms
+
+
+def with_passes(stage: int, clip: float = 0.0) -> deepspeed.DeepSpeedEngine:
+    sgd = optimizer_block("SGD", lr=1.5)
+    return start_at(stage, gradient_clipping=clip, optimizer=sgd, gradient_accumulation_steps=PASSES)
+
+
+def passes(engine: deepspeed.DeepSpeedEngine, step: int, before: Any = lambda: None) -> None:
+    for turn in range(PASSES):
+        before()
+        engine.backward(loss_of(engine, samples(step, dist.get_rank(), turn)))
+        engine.step()
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize(("stage", "clip"), [(1, 1.0), (3, 0.3), *full((0, 0.0), (2, 0.0), (3, 0.0))])
+def test_a_norm_that_is_set_in_training_is_what_steps_clip_to(stage: int, clip: float) -> None:
+    weights, norms = plain_clipped(LIMITS, (0, 1))
+    assert min(norms) > max(LIMITS)
+    engine = with_passes(stage, clip)
+    for step, (limit, norm) in enumerate(zip(LIMITS, norms, strict=True)):
+        engine.optimizer.clip_grad = limit
+        passes(engine, step)
+        assert limit == engine.gradient_clipping() == engine.optimizer.clip_grad
+        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+    assert_close(close(engine), weights, rtol=1e-6, what="set in training")
+
+
+@on_ranks(RANKS)
+def test_a_norm_that_is_no_norm_or_that_one_rank_sets() -> None:
+    engine = with_passes(2)
+    with pytest.raises(TypeError, match="max_norm='a'"):
+        engine.optimizer.clip_grad = "a"
+    with pytest.raises(ValueError, match="max_norm=-1"):
+        engine.optimizer.clip_grad = -1
+    if dist.get_rank() == 0:
+        engine.optimizer.clip_grad = 0.5
+    raises(ValueError, r"different settings[\s\S]*max_norm|max_norm[\s\S]*different settings", passes, engine, 0)
+    engine.destroy()
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("stage", "whose"),
+    [(1, "engine"), (3, "engine"), (3, "optimizer"), *full((0, "engine"), (2, "engine"), (1, "optimizer"))],
+)
+def test_zero_grad_before_each_pass_of_an_update(stage: int, whose: str) -> None:
+    """DeepSpeed's engine sets ``.grad`` to ``None``, which at stages 2 and 3 sums are no longer in."""
+    engine = with_passes(stage)
+    for step in range(STEPS):
+        passes(engine, step, engine.zero_grad if whose == "engine" else engine.optimizer.zero_grad)
+    assert engine.global_steps == STEPS
+    keeps = stage >= 2 and whose == "engine"
+    assert_close(close(engine), plain_clipped([0.0] * STEPS, (0, 1) if keeps else (1,))[0], rtol=1e-6, what=whose)
+
+
+@on_ranks(1)
+def test_states_are_moved_by_the_optimizer_as_by_the_engine() -> None:
+    engine = with_passes(1)
+    assert engine.optimizer.gradient_accumulation_steps == PASSES
+    engine.tput_timer.update_epoch_count()
+    with pytest.raises(AttributeError):
+        engine.optimizer.loss_scaler.scale_window = 5  # which would have no effect
+    passes(engine, 0)
+    engine.optimizer.offload_states(include=["optim_states"], device="cpu", pin_memory=False, non_blocking=False)
+    raises(RuntimeError, None, lambda: engine.backward(loss_of(engine, samples(1, 0))))
+    engine.optimizer.reload_states(non_blocking=False)
+    passes(engine, 1)
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
 class Net(nn.Module):
     """Tied weights, a frozen parameter, a buffer."""
 
@@ -229,3 +319,103 @@ def test_a_model_that_has_an_engine(stages: tuple[int, int], half: bool) -> None
     assert len(texts(caught)) == (dist.get_rank() == 0)
     begin = "initialize() of a Net that already has an engine: that engine and its"
     assert all(text.startswith(begin) for text in texts(caught))
+
+
+# -- what is counted where a pass fails or a step raises: updates stay where they belong
+
+
+def started(stage: int, passes: int = 4, **more: Any) -> deepspeed.DeepSpeedEngine:
+    """SGD, whose rate halves with each step; weights of 0."""
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(sgd, 0.5)
+    config = ds_config(stage, gradient_accumulation_steps=passes, **more)
+    return start(model, config, optimizer=sgd, lr_scheduler=schedule)
+
+
+def loss(engine: deepspeed.DeepSpeedEngine, number: float) -> Tensor:
+    return engine(torch.full((1, 4), float(number), dtype=engine.module.weight.dtype)).float().sum()
+
+
+def make(engine: deepspeed.DeepSpeedEngine, *numbers: float) -> None:
+    for number in numbers:
+        engine.backward(loss(engine, number))
+        engine.step()
+
+
+def seen(engine: deepspeed.DeepSpeedEngine) -> list[float]:
+    """A weight, the rate, and what is counted."""
+    counted = [engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps]
+    return [float(engine.state_dict()["weight"][0, 0]), engine.get_lr()[0], *map(float, counted)]
+
+
+def failing(engine: deepspeed.DeepSpeedEngine) -> None:
+    value = loss(engine, 3.0)
+    value.register_hook(lambda grad: grad.item() + "")
+    with pytest.raises(TypeError):
+        engine.backward(value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> None:
+    engine = started(stage)
+    make(engine, 1, 2)
+    failing(engine)
+    if clears:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing is kept, and what goes was to go
+            engine.zero_grad()
+        assert not engine.session.passes_held
+    with warnings.catch_warnings(record=True, action="always") as told:
+        make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
+        assert clears or any("Make all passes of the step again" in str(each.message) for each in told)
+    assert engine.global_steps == 0 and seen(engine)[0] == 0.0
+    make(engine, 4)
+    samples = 4 * engine.dp_world_size
+    assert seen(engine) == [-1.25, 0.25, 1.0, 6.0, samples, 0.0]  # by hand: the mean of 1, 2, 3 and 4
+    close(engine)
+
+
+@on_ranks(2)
+def test_an_update_counts_whatever_is_raised_behind_it() -> None:
+    """An exception behind the update, as Ctrl-C is raised when it is over."""
+    engine = started(2)
+    make(engine, 1, 2, 3)
+    engine.backward(loss(engine, 4))
+    made = engine.optimizer.step
+
+    def step() -> None:
+        made()
+        raise KeyboardInterrupt
+
+    with mock.patch.object(engine.optimizer, "step", step), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert seen(engine) == [-1.25, 0.25, 1.0, 4.0, 4 * engine.dp_world_size, 0.0]
+    make(engine, 1, 2, 3, 4)
+    assert engine.global_steps == 2
+    close(engine)
+
+
+@on_ranks(2)
+def test_samples_are_those_of_the_passes_of_each_step() -> None:
+    engine = started(2, 1, managed_gradient_accumulation=False)
+    for passes, counted in ((3, (1, 3)), (1, (2, 4)), (2, (3, 6))):
+        for _ in range(passes):
+            engine.backward(loss(engine, 1))
+        engine.step()
+        assert (engine.global_steps, engine.global_samples / engine.dp_world_size) == counted
+    engine.backward(loss(engine, 1))
+    engine.zero_grad()  # which keeps it, at stage 2
+    engine.optimizer.zero_grad()  # that pass is of no step
+    engine.backward(loss(engine, 1))
+    with contextlib.suppress(ValueError):
+        engine.backward(torch.ones(2))
+    value = loss(engine, 1)
+    engine.backward(value, retain_graph=True)
+    engine.backward(value)
+    engine.step()
+    assert (engine.global_steps, engine.global_samples / engine.dp_world_size) == (4, 8)
+    close(engine)

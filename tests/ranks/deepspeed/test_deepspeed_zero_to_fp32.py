@@ -12,6 +12,7 @@ Data-parallel ranks are 0, 2 and 1, 3; the parts of the model are on 0, 1 and on
 import contextlib
 import errno
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from shardwise.testing import assert_close
 from tests.support.ds_setup import close, ds_config, optimizer_block, start
 from tests.support.groups_setup import GROUPS, Part, join, part_loss, part_steps
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain
-from tests.support.on_ranks import everywhere, on_ranks
+from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
 from tests.support.sharded_setup import adam
 
@@ -162,14 +163,6 @@ def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
     return engine.module_state_dict()
 
 
-def error_of(action: Callable[[], object]) -> str:
-    """The type and message of what it raises; else what it returned. A rank that waits for others ends the test."""
-    try:
-        return f"returned {action()}"
-    except (CheckpointError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def on_rank(rank: int, action: Callable[[], object]) -> None:
     """One rank changes files while nobody looks."""
     dist.barrier()
@@ -199,28 +192,21 @@ def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
         Path(folder, "mp_rank_01", "latest").write_text("one\n")
 
     on_rank(1, as_before_the_kill)
-    said: dict[str, Any] = {"kill": error_of(lambda: engine.load_checkpoint(folder))}
-    said["tag"] = error_of(lambda: engine.load_checkpoint(folder, "two"))
+    raises(CheckpointError, re.escape("[['two', 2], ['one', 1]]"), engine.load_checkpoint, folder)
+    raises(CheckpointError, re.escape("[['two', 2], None]"), engine.load_checkpoint, folder, "two")
     assert engine.load_checkpoint(folder, "one") == (f"{own}/one", {"saved": 1})
     assert engine.global_steps == 1
     assert_close(engine.module_state_dict(), first, 0.0, "the older one, on every rank")
     on_rank(2, lambda: os.truncate(f"{folder}/mp_rank_00/one/pieces-0.safetensors", 8))
-    said["damaged"] = error_of(lambda: engine.load_checkpoint(folder, "one"))
+    told = r"in mp_rank_00: [\s\S]*mp_rank_00/one/pieces-0\.safetensors has 8"
+    raises(CheckpointDamage, told, engine.load_checkpoint, folder, "one")
     assert_close(engine.module_state_dict(), first, 0.0, "nothing was taken over")
     on_rank(3, lambda: shutil.rmtree(f"{folder}/mp_rank_00"))
-    said["one part"] = error_of(lambda: engine.load_checkpoint(folder))
+    raises(CheckpointError, re.escape("[None, ['one', 1]]"), engine.load_checkpoint, folder)
     with pytest.warns(UserWarning, match="nothing was loaded") if dist.get_rank() == 0 else contextlib.nullcontext():
         assert engine.load_checkpoint(f"{folder}/nowhere") == (None, None)
     step(engine)
     close(engine)
-    assert said["damaged"].startswith(CheckpointDamage.__name__)
-    assert "in mp_rank_00: " in said["damaged"] and "mp_rank_00/one/pieces-0.safetensors has 8" in said["damaged"]
-    for key, told in (
-        ("kill", "[['two', 2], ['one', 1]]"),
-        ("tag", "[['two', 2], None]"),
-        ("one part", "[None, ['one', 1]]"),
-    ):
-        assert said[key].startswith("CheckpointError: ") and told in said[key], said[key]
 
 
 # ---- saving
@@ -235,18 +221,19 @@ def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
     engine.save_checkpoint(folder, "one")
     engine.save_16bit_model(folder)
     after = step(engine)
-    said = {"tags": error_of(lambda: engine.save_checkpoint(folder, "mine" if me == 3 else "two"))}
+    raises(ValueError, "^tag=", engine.save_checkpoint, folder, "mine" if me == 3 else "two")
+    told = r"^rank {} could not [\s\S]*in mp_rank_01: [\s\S]*ENOSPC"
 
     def failing(rank: int, owner: type, name: str) -> Any:
         return mock.patch.object(owner, name, side_effect=FULL) if me == rank else contextlib.nullcontext()
 
-    for key, rank, owner, name in (
-        ("write", 3, FileSystem, "write"),
-        ("commit", 1, CheckpointRoot, "commit"),
-        ("pointer", 1, CheckpointRoot, "point_latest"),
+    for key, rank, of_part, owner, name in (
+        ("write", 3, 1, FileSystem, "write"),
+        ("commit", 1, 0, CheckpointRoot, "commit"),
+        ("pointer", 1, 0, CheckpointRoot, "point_latest"),
     ):
         with failing(rank, owner, name):
-            said[key] = error_of(lambda key=key: engine.save_checkpoint(folder, key))  # type: ignore[misc]
+            raises(CheckpointError, told.format(of_part), engine.save_checkpoint, folder, key)
         dist.barrier()
         there = [sorted(os.listdir(f"{folder}/mp_rank_0{part}")) for part in (0, 1)]
         latest = [Path(folder, f"mp_rank_0{part}", "latest").read_text() for part in (0, 1)]
@@ -264,11 +251,5 @@ def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
             assert_close(step(engine), after, 0.0, "training goes on")
         dist.barrier()
     with failing(1, FileSystem, "write"):
-        said["16 bit"] = error_of(lambda: engine.save_16bit_model(folder))
+        raises(CheckpointError, told.format(0), engine.save_16bit_model, folder)
     close(engine)
-    assert said.pop("tags").startswith("AssertedError: tag=")
-    ranks = {"write": 1, "commit": 0, "pointer": 0, "16 bit": 0}
-    assert said.keys() == ranks.keys()
-    for key, rank in ranks.items():
-        assert said[key].startswith(f"CheckpointError: rank {rank} could not "), said[key]
-        assert "in mp_rank_01: " in said[key] and "ENOSPC" in said[key], said[key]

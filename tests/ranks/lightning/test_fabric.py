@@ -4,23 +4,26 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning_cases import SMALL, rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import shardwise
+import shardwise.fabric
+import shardwise.lightning
+import shardwise.lightning_fabric
+from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.namespace import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
-from shardwise.testing import run_ranks
-from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, close, data, fabric, toy, trainer
+from tests.support.lightning_setup import OUT, WIDTH, close, data, fabric, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 
-SMALL = {"reduce_bucket_size": 100, "allgather_bucket_size": 100}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "colossalai": ("ColossalAIStrategy", {"chunk_size": 100}),
     "deepspeed_1": ("DeepSpeedStrategy", {"stage": 1, **SMALL}),
@@ -32,9 +35,6 @@ EXACT = 1e-11
 
 
 def strategy(kind: str, ns: Namespace = FABRIC, **changes: Any) -> Any:
-    import shardwise.fabric
-    import shardwise.lightning_fabric
-
     package = shardwise.fabric if ns == FABRIC else shardwise.lightning_fabric
     name, arguments = KINDS[kind]
     with warnings.catch_warnings(action="ignore"):
@@ -42,10 +42,7 @@ def strategy(kind: str, ns: Namespace = FABRIC, **changes: Any) -> Any:
 
 
 def net(seed: int = 3, dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT)
-    ).to(dtype)
+    return toy(seed=seed).net.to(dtype)  # type: ignore[no-any-return]
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -68,13 +65,12 @@ def plain(steps: int = 3, clip: str | None = None, optimizers: Callable[[nn.Modu
     made = optimizers(model) if optimizers is not None else [adam(model.parameters())]
     schedule = torch.optim.lr_scheduler.StepLR(made[0], 2, gamma=0.5)
     ranks = dist.get_world_size()
-    each = [batches(rank) for rank in range(ranks)]
     norm = torch.tensor(0.0)
     for step in range(steps):
         model.zero_grad()
         for rank in range(ranks):
             for micro in (0, 1):
-                (error(model, each[rank][2 * step + micro]) / (2 * ranks)).backward()
+                (error(model, batches(rank)[2 * step + micro]) / (2 * ranks)).backward()
         if clip == "norm":
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         elif clip == "value":
@@ -134,7 +130,9 @@ def split(model: nn.Module) -> list[Any]:
     return [adam(first), torch.optim.SGD(second, lr=0.1, momentum=0.9)]
 
 
-def apart(kind: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("ranks", "kind"), full(*product((2, 1), KINDS)))
+def test_modules_and_optimizers_apart(ranks: int, kind: str) -> None:
     """``init_module``, ``setup_module`` (used for evaluation first), two optimizers by ``setup_optimizers``."""
     expected, _, _ = plain(3, None, split)
     own = fabric(strategy(kind), FABRIC)
@@ -155,135 +153,134 @@ def apart(kind: str) -> None:
     same(given.state_dict(), expected)
 
 
-def saved(directory: str) -> None:
-    """A directory of one strategy goes on under the others, under a Trainer, and in shardwise.shard."""
+@on_ranks(2)
+@pytest.mark.full
+def test_checkpoints_go_between_strategies(tmp_path: Path) -> None:
+    """A directory of one strategy goes on under the others, and in shardwise.shard."""
     kinds = list(KINDS)
     expected, _, _ = plain(3)
-    root = Path(directory)
     for kind, other in zip(kinds, (*kinds[1:], kinds[0]), strict=True):
-        path = root / kind
+        path = tmp_path / kind
         for name, steps in ((kind, range(2)), (other, range(2, 3))):
             own = fabric(strategy(name), FABRIC)
             model = net(seed=3 if name == kind else 4)
-            optimizer = adam(model.parameters())
-            model, optimizer = own.setup(model, optimizer)
+            model, optimizer = own.setup(model, adam(model.parameters()))
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
             state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
             if name == other:
                 raises(ValueError, "the state asks for missing, which", own.load, path, {**state, "missing": 1})
-                rest = own.load(path, state)
-                assert (rest, state["epoch"]) == ({"note": b"\x00\xff"}, 7)
+                assert own.load(path, state) == {"note": b"\x00\xff"} and state["epoch"] == 7
             train(own, model, [optimizer], schedule, steps)
             if name == kind:
                 own.save(path, {**state, "epoch": 7, "note": b"\x00\xff"})
-                own.save(root / f"{kind}.alone", {"model": model})
+                own.save(tmp_path / f"{kind}.alone", {"model": model})
             else:
                 same(model.state_dict(), expected)
-                own.load_raw(root / f"{kind}.alone", model)
+                own.load_raw(tmp_path / f"{kind}.alone", model)
                 same(model.state_dict(), plain(2)[0])
             own.strategy.unshard()
     module = net(seed=5)
     session = shardwise.shard(module, adam(module.parameters()), stage=3)
-    session.checkpoints.load(root / kinds[0])
+    session.checkpoints.load(tmp_path / kinds[0])
     same(session.module.state_dict(), plain(2)[0])
     session.close()
 
 
-def with_trainer(directory: str) -> None:
+@on_ranks(2)
+def test_checkpoints_go_to_a_trainer_and_back(tmp_path: Path) -> None:
     """A Trainer goes on from what Fabric saved (weights and optimizer), and Fabric from what a Trainer saved."""
-    import shardwise.lightning
-
     own = fabric(strategy("fully_sharded"), FABRIC)
     model = toy()
     model, optimizer = own.setup(model, model.make_optimizer())
     own.backward(model(torch.ones(2, WIDTH)).sum())
     optimizer.step()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    own.save(Path(directory) / "fabric", {"model": model, "optimizer": optimizer, "epoch": 3})
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    own.save(tmp_path / "fabric", {"model": model, "optimizer": optimizer, "epoch": 3})
     own.strategy.unshard()
     made = trainer(shardwise.lightning.DeepSpeedStrategy(stage=3), max_epochs=1, limit_train_batches=0)
     other = toy(seed=8)
-    made.test(other, data(2), ckpt_path=str(Path(directory) / "fabric"), verbose=False)
-    found = made.strategy.lightning_module_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
-    made.fit(other, data(2), ckpt_path=str(Path(directory) / "fabric"))
-    made.save_checkpoint(str(Path(directory) / "trainer"))
-    found = {name: value.clone() for name, value in made.strategy.lightning_module_state_dict().items()}
+    made.test(other, data(2), ckpt_path=tmp_path / "fabric", verbose=False)
+    assert worst(weights(made), saved) == 0.0
+    made.fit(other, data(2), ckpt_path=tmp_path / "fabric")
+    made.save_checkpoint(tmp_path / "trainer")
+    found = weights(made)
     close(made)
     own = fabric(strategy("colossalai"), FABRIC)
     model = toy(seed=9)
     model, optimizer = own.setup(model, model.make_optimizer())
-    rest = own.load(Path(directory) / "trainer", {"model": model, "optimizer": optimizer})
+    rest = own.load(tmp_path / "trainer", {"model": model, "optimizer": optimizer})
     assert rest["epoch"] == 0 and rest["pytorch-lightning_version"] == LIGHTNING.version
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in found.items())
+    assert worst(dict(model.state_dict()), found) == 0.0
     own.strategy.unshard()
 
 
-def formats() -> None:
-    """Precisions: dtypes inside, outputs in the default dtype, fp32 masters, a loss scale; and what is refused."""
-    rank = dist.get_rank()
-    for kind, precision, dtype, masters in (
+@on_ranks(2)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "precision", "dtype", "masters"),
+    [
         ("fully_sharded", "bf16-mixed", torch.bfloat16, True),
         ("colossalai", "bf16-true", torch.bfloat16, False),
         ("deepspeed_1", "64-true", torch.float64, False),
         ("deepspeed_3_offload", "16-true", torch.float16, True),
-    ):
-        own = fabric(strategy(kind), FABRIC, precision=precision)
-        with own.init_tensor():
-            assert torch.ones(1).dtype is (dtype if precision.endswith("true") else torch.float32)
-        model = net(dtype=torch.float32)
-        model, optimizer = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        seen: list[torch.dtype] = []
-        model.module[1].register_forward_hook(lambda _m, _i, output, seen=seen: seen.append(output.dtype))
-        output = model(batches(rank, dtype=torch.float32)[0][0])
-        assert (seen, output.dtype) == ([dtype], torch.float32)
-        own.backward(output.square().mean())
-        optimizer.step()
-        state = model.state_dict()["0.weight"]
-        assert state.dtype is (torch.float32 if masters else dtype)
-        moved = state.float() - net(dtype=torch.float32)[0].weight.detach()
-        assert 0 < float(moved.abs().max()) < 0.1
-        own.strategy.unshard()
-    given = strategy("fully_sharded").ns.load("plugins.precision.precision.Precision")
-    own_class = type("Mine", (given,), {})
-    with pytest.raises(TypeError, match="precision plugin Mine: sharded strategies cast and scale by themselves"):
-        strategy("fully_sharded", precision=own_class())
+    ],
+)
+def test_number_formats(kind: str, precision: str, dtype: torch.dtype, masters: bool, tmp_path: Path) -> None:
+    """Dtypes inside, outputs in the default dtype, fp32 masters, a loss scale."""
+    own = fabric(strategy(kind), FABRIC, precision=precision)
+    with own.init_tensor():
+        assert torch.ones(1).dtype is (dtype if precision.endswith("true") else torch.float32)
+    model = net(dtype=torch.float32)
+    model, optimizer = own.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: list[torch.dtype] = []
+    model.module[1].register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    output = model(batches(dist.get_rank(), dtype=torch.float32)[0][0])
+    assert (seen, output.dtype) == ([dtype], torch.float32)
+    own.backward(output.square().mean())
+    optimizer.step()
+    state = model.state_dict()["0.weight"]
+    own.save(tmp_path / "model", {"model": model})
+    with open_checkpoint(tmp_path / "model") as source:
+        assert torch.equal(source.read("model/0.weight", 0, state.numel()).view(state.shape), state), "unrounded"
+    assert state.dtype is (torch.float32 if masters else dtype)
+    moved = state.float() - net(dtype=torch.float32)[0].weight.detach()  # type: ignore[index]
+    assert 0 < float(moved.abs().max()) < 0.1
+    own.strategy.unshard()
 
 
-def two_models() -> None:
-    """A generator and a discriminator as Fabric's examples train them, each with its optimizer."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def judge() -> nn.Module:
+    torch.manual_seed(12)
+    return nn.Sequential(nn.Linear(OUT, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
-    def generator() -> nn.Module:
-        return net(11)
 
-    def judge() -> nn.Module:
-        torch.manual_seed(12)
-        return nn.Sequential(nn.Linear(OUT, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-
-    def step(make: Any, judges: Any, opt_make: Any, opt_judge: Any, backward: Any, ranks: list[int], at: int) -> None:
-        for which in range(2):
+def compete(make: Any, judges: Any, opt_make: Any, opt_judge: Any, backward: Any, ranks: list[int]) -> None:
+    """Three steps of each network: first the judge learns."""
+    for at in range(3):
+        for learning in (opt_judge, opt_make):
             opt_make.zero_grad()
             opt_judge.zero_grad()
             for each in ranks:
                 fake = make(batches(each)[at][0])
-                if which == 0:  # the judge learns
+                if learning is opt_judge:
                     loss = judges(batches(each)[at][1]).sigmoid().mean() - judges(fake.detach()).sigmoid().mean()
                 else:
                     loss = judges(fake).sigmoid().mean()
                 backward(loss / len(ranks))
-            (opt_judge if which == 0 else opt_make).step()
+            learning.step()
 
-    first, second = generator(), judge()
-    made = adam(first.parameters()), adam(second.parameters())
-    for at in range(3):
-        step(first, second, *made, lambda loss: loss.backward(), list(range(ranks)), at)
+
+@on_ranks()
+@pytest.mark.parametrize("ranks", [2, *full(1)])
+def test_two_models(ranks: int) -> None:
+    """A generator and a discriminator as Fabric's examples train them, each with its optimizer."""
+    first, second = net(11), judge()
+    optimizers = adam(first.parameters()), adam(second.parameters())
+    compete(first, second, *optimizers, torch.Tensor.backward, list(range(dist.get_world_size())))
     own = fabric("shardwise_deepspeed_stage_3", FABRIC)
-    make, judges = generator(), judge()
+    make, judges = net(11), judge()
     make, opt_make = own.setup(make, adam(make.parameters()))
     judges, opt_judge = own.setup(judges, adam(judges.parameters()))
-    for at in range(3):
-        step(make, judges, opt_make, opt_judge, own.backward, [rank], at)
+    compete(make, judges, opt_make, opt_judge, own.backward, [dist.get_rank()])
     same(make.state_dict(), first)
     same(judges.state_dict(), second)
     raises(ValueError, r"save\('x'\) with 2 models that were set up \(a, b\)", own.save, "x", {"a": make, "b": judges})
@@ -291,18 +288,16 @@ def two_models() -> None:
     own.strategy.unshard()
 
 
-def around(directory: str) -> None:
-    """Loaders, collectives, single files, raw files, closures, methods by other names, and calls that cannot go."""
-    import shardwise.fabric  # noqa: F401  registers the names of its strategies
-
+@on_ranks(2)
+def test_what_else_programs_do(tmp_path: Path) -> None:
+    """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for name in NAMED:
         with warnings.catch_warnings(action="ignore"):
             assert type(fabric(name, FABRIC).strategy).__module__ == "shardwise.fabric"
     own = fabric(strategy("fully_sharded"), FABRIC)
-    assert (
-        type(pickle.loads(pickle.dumps(strategy("colossalai")))).__module__ == "shardwise.fabric"
-    )  # start_method="spawn"
+    spawned = pickle.loads(pickle.dumps(strategy("colossalai")))  # start_method="spawn"
+    assert type(spawned).__module__ == "shardwise.fabric"
     loader = own.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
     seen = own.all_gather(torch.cat([batch for (batch,) in loader]))
     assert sorted(seen.flatten().tolist()) == list(range(8))
@@ -317,13 +312,12 @@ def around(directory: str) -> None:
     optimizer.max_norm = 0.0
     # A file of plain torch, of a model and of an optimizer.
     expected, made, _ = plain(2)
-    path = Path(directory)
     if rank == 0:
-        torch.save(expected.state_dict(), path / "model.pt")
-        torch.save(made[0].state_dict(), path / "optimizer.pt")
+        torch.save(expected.state_dict(), tmp_path / "model.pt")
+        torch.save(made[0].state_dict(), tmp_path / "optimizer.pt")
     own.barrier()
-    own.load_raw(path / "model.pt", model)
-    own.load_raw(path / "optimizer.pt", optimizer)
+    own.load_raw(tmp_path / "model.pt", model)
+    own.load_raw(tmp_path / "optimizer.pt", optimizer)
     same(model.state_dict(), expected)
 
     def closure() -> Tensor:
@@ -340,56 +334,27 @@ def around(directory: str) -> None:
     made[0].step()
     same(model.state_dict(), expected)
     with pytest.raises(TypeError, match=r"save\(filter=.*give the strategy a checkpoint_io"):
-        own.save(path / "x", {"model": model}, filter={"model": lambda name, _value: "bias" not in name})
-    raises(ValueError, "with 0 models that were set up", lambda: own.load(directory))
-    raises(ValueError, "a directory has optimizers with their model", lambda: own.load_raw(directory, optimizer))
+        own.save(tmp_path / "x", {"model": model}, filter={"model": lambda name, _value: "bias" not in name})
+    raises(ValueError, "with 0 models that were set up", lambda: own.load(tmp_path))
+    raises(ValueError, "a directory has optimizers with their model", lambda: own.load_raw(tmp_path, optimizer))
     with pytest.raises(ValueError, match="SGD has parameters of 0 models that were set up"):
         own.setup_optimizers(torch.optim.SGD(net().parameters(), lr=0.1))
     raises(ValueError, "A model should be passed only once", lambda: own.setup(model))
     own.strategy.unshard()
 
 
-CLIPS = (None, "norm", "value")
-ONCE = dict(zip(KINDS, (*CLIPS, "norm"), strict=True))
+JOINT = list(product((2, 1), (FABRIC,), KINDS, (None, "norm", "value")))
+QUICK = [JOINT[at] for at in (0, 4, 8, 10)]
 """Each strategy with one way of clipping, each way at least once."""
 
 
-def each_once() -> None:
-    for kind, clip in ONCE.items():
-        joint(kind, FABRIC, clip)
-    two_models()
-
-
-def the_rest() -> None:
-    for kind in KINDS:
-        for clip in CLIPS:
-            if clip != ONCE[kind]:
-                joint(kind, FABRIC, clip)
-        apart(kind)
-    joint("fully_sharded", LIGHTNING_FABRIC, None)
-
-
-@pytest.mark.parametrize(("ranks", "part"), [(2, each_once), *full((2, the_rest), (1, each_once), (1, the_rest))])
-def test_programs_equal_plain_pytorch(ranks: int, part: Callable[[], None]) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("ranks", "ns", "kind", "clip"), [*rows(JOINT, QUICK, JOINT), *full((2, LIGHTNING_FABRIC, "fully_sharded", None))]
+)
+def test_programs_equal_plain_pytorch(ranks: int, ns: Namespace, kind: str, clip: str | None) -> None:
     """Weights, optimizer state and norms within 1e-11 of one process, on each engine plan, in both packages."""
-    run_ranks(ranks, part)
-
-
-@pytest.mark.full
-def test_number_formats() -> None:
-    """16 and 64 bits; a precision plugin that would be lost is refused."""
-    run_ranks(2, formats)
-
-
-@pytest.mark.parametrize("part", [*full(saved), with_trainer])
-def test_checkpoints_go_between_strategies(part: Callable[[str], None], tmp_path: Path) -> None:
-    """Fabric's to Fabric's others, to a Trainer, to ``shardwise.shard``, and a Trainer's to Fabric."""
-    run_ranks(2, part, str(tmp_path))
-
-
-def test_what_else_programs_do(tmp_path: Path) -> None:
-    """Names, loaders, collectives, raw and single files, closures; what cannot go is refused with what to do."""
-    run_ranks(2, around, str(tmp_path))
+    joint(kind, ns, clip)
 
 
 @on_ranks(2)

@@ -1,30 +1,24 @@
 """Checkpoints of a Trainer: resuming bit for bit, ModelCheckpoint, and files that another strategy or library wrote."""
 
 import warnings
-from collections.abc import Callable
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning_cases import KINDS, MAIN, STOCK, kinds, rows, strategy
+from lightning_cases import KINDS, MAIN, STOCK, ended, kinds, rows, strategy
 from torch import Tensor, nn
 
 from shardwise.strategies.namespace import LIGHTNING
 from shardwise.testing import run_ranks
-from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights
-from tests.support.on_ranks import raises
+from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights, worst
+from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import campaign, full
 
 RANKS = 2
 EPOCHS = 3
 Whole = dict[str, Tensor]
-
-
-def callback(path: str, **arguments: Any) -> Any:
-    return LIGHTNING.load(f"callbacks.{path}")(**arguments)
 
 
 def everything(made: Any) -> Whole:
@@ -45,36 +39,17 @@ def differences(one: Whole, other: Whole, most: float = 0.0) -> list[str]:
     return [n for n, v in one.items() if not bool(((v.double() - other[n].double()).abs() <= most).all())]
 
 
-def _settings(accumulate: int = 1, epochs: int = EPOCHS, **arguments: Any) -> dict[str, Any]:
-    clip = {"gradient_clip_val": 0.05} if accumulate == 3 else {}
-    return {"max_epochs": epochs, "accumulate_grad_batches": accumulate, **clip, **arguments}
-
-
 def _saver(folder: str, **arguments: Any) -> Any:
-    return callback("ModelCheckpoint", **{"dirpath": folder, "filename": "{epoch}", "save_top_k": -1, **arguments})
+    options = {"dirpath": folder, "filename": "{epoch}", "save_top_k": -1, **arguments}
+    return LIGHTNING.load("callbacks.ModelCheckpoint")(**options)
 
 
-def _straight(kind: str, folder: str, accumulate: int, precision: str) -> Whole:
-    """All epochs, with a checkpoint after each."""
+def _fitted(kind: str, path: str | None, seed: int = 3, accumulate: int = 1, **arguments: Any) -> Whole:
+    """What a run ends with, from the checkpoint at ``path`` if there is one."""
     warnings.simplefilter("ignore")
-    made = trainer(
-        strategy(kind),
-        enable_checkpointing=True,
-        callbacks=[_saver(folder)],
-        precision=precision,
-        **_settings(accumulate),
-    )
-    made.fit(toy(schedule=True), data(5))
-    found = everything(made)
-    close(made)
-    return found
-
-
-def _resumed(kind: str, path: str, accumulate: int = 1, precision: str = "32-true", epochs: int = EPOCHS) -> Whole:
-    """The rest, in a model that starts from other weights."""
-    warnings.simplefilter("ignore")
-    made = trainer(strategy(kind), precision=precision, **_settings(accumulate, epochs))
-    made.fit(toy(schedule=True, seed=77), data(5), ckpt_path=path)
+    clip = {"gradient_clip_val": 0.05} if accumulate == 3 else {}
+    made = trainer(strategy(kind), accumulate_grad_batches=accumulate, **clip, **arguments)
+    made.fit(toy(schedule=True, seed=seed), data(5), ckpt_path=path)
     found = everything(made)
     close(made)
     return found
@@ -85,19 +60,19 @@ QUICK = [("fully_sharded", 3, "32-true")]
 FULL = [("colossalai", 3, "32-true"), ("deepspeed_2", 3, "32-true"), ("deepspeed_3", 1, "bf16-mixed")]
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize(("kind", "accumulate", "precision"), rows(RESUMES, QUICK, FULL))
 def test_a_resumed_run_equals_a_straight_one_bit_for_bit(
     kind: str, accumulate: int, precision: str, tmp_path: Path
 ) -> None:
     """Also at accumulation 3 of 5 batches: a counter of the strategy's own would be lost. And at every rank: FairScale
     and ColossalAI under Lightning saved rank 0's part of the optimizer state only."""
-    straight = run_ranks(RANKS, _straight, kind, str(tmp_path), accumulate, precision)
+    options: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate": accumulate, "precision": precision}
+    straight = _fitted(kind, None, enable_checkpointing=True, callbacks=[_saver(str(tmp_path))], **options)
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"epoch={epoch}.ckpt" for epoch in range(EPOCHS)]
-    resumed = run_ranks(RANKS, _resumed, kind, str(tmp_path / "epoch=0.ckpt"), accumulate, precision)
-    for one, other in zip(straight, resumed, strict=True):
-        assert int(one["steps"]) == EPOCHS * -(-5 // accumulate)
-        assert any("exp_avg" in name for name in one)
-        assert differences(one, other) == []
+    assert int(straight["steps"]) == EPOCHS * -(-5 // accumulate)
+    assert any("exp_avg" in name for name in straight)
+    assert differences(straight, _fitted(kind, str(tmp_path / "epoch=0.ckpt"), 77, **options)) == []
 
 
 # ---- ModelCheckpoint
@@ -123,46 +98,24 @@ def _kept(kind: str, folder: str, save_last: Any) -> dict[str, Any]:
         made.test(model, data(2, seed=4), ckpt_path=which, verbose=False)[0]["test_loss"] for which in ("best", "last")
     ]
     names = sorted(path.name for path in Path(folder).iterdir())
-    last = weights(made)
-    again = trainer(strategy(kind), max_epochs=1)
-    losses.append(
-        again.validate(toy(seed=9), data(2, seed=4), ckpt_path=saver.best_model_path, verbose=False)[0]["val_loss"]
-    )
-    found = {
-        "names": names,
-        "best": Path(saver.best_model_path).name,
-        "score": float(saver.best_model_score),
-        "losses": losses,
-        "last": max(float((last[name] - value).abs().max()) for name, value in trained.items()),
-    }
-    close(again)
-    close(made)
-    return found
-
-
-@pytest.fixture(scope="module")
-def kept_by_stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], list[dict[str, Any]]]:
-    @cache
-    def result(save_last: Any) -> list[dict[str, Any]]:
-        return run_ranks(RANKS, _kept, STOCK, str(tmp_path_factory.mktemp("stock")), save_last)
-
-    return result
+    assert worst(trained, weights(made)) == 0.0, "the last"
+    again, best = trainer(strategy(kind)), saver.best_model_path
+    assert again.validate(toy(seed=9), data(2, seed=4), ckpt_path=best, verbose=False)[0]["val_loss"] == losses[0]
+    for each in (again, made):
+        close(each)
+    return {"names": names, "best": Path(best).name, "score": float(saver.best_model_score), "losses": losses}
 
 
 @pytest.mark.parametrize(
     ("kind", "save_last"), [("deepspeed_3", "link"), *campaign(("colossalai", True), ("fully_sharded", True))]
 )
-def test_model_checkpoint_keeps_and_removes_as_under_ddp(
-    kind: str, save_last: Any, kept_by_stock: Callable[[Any], list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_model_checkpoint_keeps_and_removes_as_under_ddp(kind: str, save_last: Any, tmp_path: Path) -> None:
     """Directories instead of files: two best, the last, and nothing of those that were dropped."""
-    for found, expected in zip(
-        run_ranks(RANKS, _kept, kind, str(tmp_path), save_last), kept_by_stock(save_last), strict=True
-    ):
-        assert found["names"] == expected["names"] == ["epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"]
-        assert (found["best"], found["score"]) == (expected["best"], expected["score"]) == ("epoch=1.ckpt", 1.0)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-        assert found["losses"][0] == found["losses"][2] and found["last"] == 0.0
+    found, expected = (run_ranks(RANKS, _kept, each, str(tmp_path / each), save_last)[0] for each in (kind, STOCK))
+    losses = pytest.approx(expected["losses"], rel=1e-5)
+    names = ["epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"]
+    assert expected == {"names": names, "best": "epoch=1.ckpt", "score": 1.0, "losses": losses}
+    assert found == {**expected, "losses": losses}
 
 
 class _Remembers(Toy):
@@ -177,56 +130,41 @@ class _Remembers(Toy):
         self.own = checkpoint["own"]
 
 
-def _hooks(kind: str, folder: str) -> tuple[bool, bool, Any]:
-    warnings.simplefilter("ignore")
-    model = toy(body=_Remembers)
-    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
-    made = trainer(strategy(kind))
-    made.fit(model, data(1))
-    made.save_checkpoint(f"{folder}/one.ckpt")
-    other = toy(body=_Remembers, seed=9)
-    again = trainer(strategy(kind), max_epochs=2)
-    again.fit(other, data(1), ckpt_path=f"{folder}/one.ckpt")
-    assert again.global_step == 2
-    own = (other.own["numbers"], other.own["tensor"].tolist())
-    found = model.saved == shapes, other.loaded == shapes, own
-    close(made)
-    close(again)
-    return found
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai", of=MAIN))
 def test_hooks_see_whole_shapes_and_keep_what_they_add(kind: str, tmp_path: Path) -> None:
     """Under DeepSpeed's stage 3 ``on_save_checkpoint`` saw a sharded state."""
-    expected = (True, True, ([1, 2.5], [0, 1, 2]))
-    assert run_ranks(RANKS, _hooks, kind, str(tmp_path)) == [expected] * RANKS
-
-
-def _save_after_test(kind: str, folder: str) -> tuple[list[str], bool]:
     warnings.simplefilter("ignore")
-    model = toy()
-    made = trainer(strategy(kind), max_epochs=1)
-    made.fit(model, data(2))
-    straight = everything(made)
-    made.test(model, data(1), verbose=False)
-    made.save_checkpoint(f"{folder}/later.ckpt")
-    other = toy(seed=8)
-    evaluator = trainer(strategy(kind))
-    evaluator.validate(other, data(1), ckpt_path=f"{folder}/later.ckpt", verbose=False)
-    same = differences({n: v for n, v in straight.items() if n.startswith("net")}, weights(evaluator))
-    evaluator.save_checkpoint(f"{folder}/evaluated.ckpt")
-    third = trainer(strategy(kind))
-    third.test(toy(seed=7), data(1), ckpt_path=f"{folder}/evaluated.ckpt", verbose=False)
-    equal = differences(weights(evaluator), weights(third)) == []
-    for each in (made, evaluator, third):
+    model, other = toy(body=_Remembers), toy(body=_Remembers, seed=9)
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items()}
+    made = trainer(strategy(kind))
+    made.fit(model, data(1))
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    again = trainer(strategy(kind), max_epochs=2)
+    again.fit(other, data(1), ckpt_path=tmp_path / "one.ckpt")
+    assert again.global_step == 2 and model.saved == other.loaded == shapes
+    assert other.own["numbers"] == [1, 2.5] and other.own["tensor"].tolist() == [0, 1, 2]
+    for each in (made, again):
         close(each)
-    return same, equal
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "fully_sharded", of=MAIN))
 def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -> None:
     """DeepSpeed's engine was gone by then, and Lightning had moved the shards to the CPU."""
-    assert run_ranks(RANKS, _save_after_test, kind, str(tmp_path)) == [([], True)] * RANKS
+    warnings.simplefilter("ignore")
+    model = toy()
+    made, evaluator, third = (trainer(strategy(kind)) for _ in range(3))
+    made.fit(model, data(2))
+    straight = weights(made)
+    made.test(model, data(1), verbose=False)
+    made.save_checkpoint(tmp_path / "later.ckpt")
+    evaluator.validate(toy(seed=8), data(1), ckpt_path=tmp_path / "later.ckpt", verbose=False)
+    evaluator.save_checkpoint(tmp_path / "evaluated.ckpt")
+    third.test(toy(seed=7), data(1), ckpt_path=tmp_path / "evaluated.ckpt", verbose=False)
+    assert worst(straight, weights(evaluator)) == worst(straight, weights(third)) == 0.0
+    for each in (made, evaluator, third):
+        close(each)
 
 
 # ---- between strategies, stages and other front-ends
@@ -234,62 +172,30 @@ def test_save_after_test_and_after_evaluation_alone(kind: str, tmp_path: Path) -
 
 def _save_one_epoch(kind: str, path: str) -> None:
     warnings.simplefilter("ignore")
-    made = trainer(strategy(kind), **_settings(epochs=1))
+    made = trainer(strategy(kind))
     made.fit(toy(schedule=True), data(5))
     made.save_checkpoint(path)
     close(made)
 
 
-def _exchange(pairs: list[tuple[str, str]], folder: str) -> dict[tuple[str, str], Whole]:
-    """Each checkpoint is taken up by the second of its pair, and trained to the end."""
-    for saver in dict.fromkeys(saver for saver, _ in pairs):
-        _save_one_epoch(saver, f"{folder}/{saver}.ckpt")
-    return {(saver, taker): _resumed(taker, f"{folder}/{saver}.ckpt", epochs=2) for saver, taker in pairs}
-
-
 RING = list(zip(MAIN, (*MAIN[1:], MAIN[0]), strict=True))
-ALL_PAIRS = [(one, other) for one in (*KINDS, STOCK) for other in KINDS]
+EXCHANGES = [
+    [RING[3], (STOCK, MAIN[3])],
+    *full(RING[:3], RING[4:]),
+    *campaign([(one, other) for one in (*KINDS, STOCK) for other in KINDS]),
+]
 
 
-@pytest.fixture(scope="module")
-def straight_stock() -> list[Whole]:
-    return run_ranks(RANKS, _straight_stock)
-
-
-def _straight_stock() -> Whole:
-    warnings.simplefilter("ignore")
-    made = trainer(strategy(STOCK), **_settings(epochs=2))
-    made.fit(toy(schedule=True), data(5))
-    return everything(made)
-
-
-def _check_exchange(pairs: list[tuple[str, str]], folder: Path, expected: list[Whole]) -> None:
-    for found, straight in zip(run_ranks(RANKS, _exchange, pairs, str(folder), timeout=600), expected, strict=True):
-        for pair, ended in found.items():
-            assert differences(ended, straight, 1e-6) == [], pair
-
-
-PARTS = [slice(3, 4), *full(slice(0, 3), slice(4, 5))]
-"""Of five exchanges one is quick. What is left of those from a file is in ``test_checkpoints_go_from_each_to_each``."""
-IDS = ["one", "before it", "behind it"]
-
-
-@pytest.mark.parametrize("chosen", PARTS, ids=IDS)
-def test_checkpoints_go_from_each_strategy_to_the_next(
-    chosen: slice, straight_stock: list[Whole], tmp_path: Path
-) -> None:
-    _check_exchange(RING[chosen], tmp_path, straight_stock)
-
-
-@pytest.mark.parametrize("chosen", PARTS[:1], ids=IDS[:1])
-def test_a_file_of_stock_ddp_is_resumed_by_each(chosen: slice, straight_stock: list[Whole], tmp_path: Path) -> None:
-    """Optimizer state included, in shards."""
-    _check_exchange([(STOCK, kind) for kind in MAIN][chosen], tmp_path, straight_stock)
-
-
-@pytest.mark.campaign
-def test_checkpoints_go_from_each_to_each(straight_stock: list[Whole], tmp_path: Path) -> None:
-    _check_exchange(ALL_PAIRS, tmp_path, straight_stock)
+@on_ranks(RANKS, timeout=600.0)
+@pytest.mark.parametrize("pairs", EXCHANGES, ids=["one", "before it", "behind it", "each to each"])
+def test_checkpoints_go_from_each_strategy_to_the_next(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
+    """Each checkpoint, or file of stock ddp, is taken up by the second of its pair, and trained to the end."""
+    straight = _fitted(STOCK, None, max_epochs=2)
+    for saver in dict.fromkeys(saver for saver, _ in pairs):
+        _save_one_epoch(saver, f"{tmp_path}/{saver}.ckpt")
+    for saver, taker in pairs:
+        found = _fitted(taker, f"{tmp_path}/{saver}.ckpt", 77, max_epochs=2)
+        assert differences(found, straight, 1e-6) == [], (saver, taker)
 
 
 # ---- what does not fit
@@ -301,26 +207,17 @@ class _Larger(Toy):
         self.more = nn.Linear(3, 3)
 
 
-def _misfit(kind: str, path: str, strict: bool) -> list[float]:
-    warnings.simplefilter("ignore")
-    _save_one_epoch(kind, path)
-    model = toy(body=_Larger)
-    model.strict_loading = strict
-    made = trainer(strategy(kind))
-    before = model.more.weight.detach().clone()
-    made.test(model, data(1), ckpt_path=path, verbose=False)
-    after = weights(made)
-    close(made)
-    return [float((after["more.weight"] - before).abs().max())]
-
-
-def _strict(kind: str, path: str) -> None:
-    raises(Exception, r"more\.weight", lambda: _misfit(kind, path, True))
-    raises(Exception, r"more\.weight", lambda: trainer(strategy(kind)).fit(toy(body=_Larger), data(1), ckpt_path=path))
-
-
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("deepspeed_3", "colossalai"))
 def test_missing_names_are_an_error_unless_loading_is_not_strict(kind: str, tmp_path: Path) -> None:
     """DeepSpeed collected such errors and never raised them; ColossalAI's loader took no ``strict`` at all."""
-    run_ranks(RANKS, _strict, kind, str(tmp_path / "one.ckpt"))
-    assert run_ranks(RANKS, _misfit, kind, str(tmp_path / "two.ckpt"), False) == [[0.0]] * RANKS
+    path = str(tmp_path / "one.ckpt")
+    _save_one_epoch(kind, path)
+    raises(Exception, r"more\.weight", trainer(strategy(kind)).test, toy(body=_Larger), data(1), ckpt_path=path)
+    raises(Exception, r"more\.weight", trainer(strategy(kind)).fit, toy(body=_Larger), data(1), ckpt_path=path)
+    model = toy(body=_Larger)
+    model.strict_loading = False
+    before = model.more.weight.detach().clone()
+    made = trainer(strategy(kind))
+    made.test(model, data(1), ckpt_path=path, verbose=False)
+    assert torch.equal(ended(made).weights["more.weight"], before)

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_cases import Recipe, check_same, ended, run
+from lightning_cases import Recipe, ended, run
 from torch import Tensor
 
 from shardwise.lightning import ColossalAIStrategy
 from shardwise.strategies.colossalai import ColossalAI
 from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
-from shardwise.testing import run_ranks
 from tests.support.lightning_setup import Toy, close, data, fit, since, toy, trainer, worst
 from tests.support.on_ranks import on_ranks
 
@@ -30,26 +29,21 @@ class _Small(ColossalAI):
         return super()._plan(module).but(device_capacity_bytes=2**16)
 
 
-def _traced(margin: float) -> tuple[dict[str, Tensor], dict[str, bool]]:
-    cls = build(LIGHTNING, _Small, "strategies.ddp.DDPStrategy", "Small")
-    made = trainer(cls(chunk_size=100, gpu_margin_mem_ratio=margin), max_epochs=2)
-    model = toy()
-    made.validate(model, data(1, seed=1), verbose=False)
-    made.fit(model, data(3))
-    session = made.strategy.session
-    on_device = session.memory().by_tier.get("device", {})
-    facts = {"traced": session.memory_stats() is not None, "state moved": on_device.get("optimizer state", 0) > 0}
-    made.predict(model, data(1))
-    return ended(made).weights, facts
-
-
+@on_ranks(RANKS)
 def test_auto_places_by_the_trace_of_a_first_step_even_after_validation() -> None:
     """ColossalAI had to train a step before anything else. The numbers are those of a run without limits."""
-    expected = run_ranks(RANKS, run, "colossalai", Recipe(batches=3))[0].weights
+    expected = run("colossalai", Recipe(batches=3)).weights
+    cls = build(LIGHTNING, _Small, "strategies.ddp.DDPStrategy", "Small")
     for margin in (0.0, 1.0):
-        for found, facts in run_ranks(RANKS, _traced, margin):
-            assert facts == {"traced": True, "state moved": margin > 0}
-            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+        made = trainer(cls(chunk_size=100, gpu_margin_mem_ratio=margin), max_epochs=2)
+        model = toy()
+        made.validate(model, data(1, seed=1), verbose=False)
+        made.fit(model, data(3))
+        session = made.strategy.session
+        on_device = session.memory().by_tier.get("device", {})
+        assert session.memory_stats() is not None and (on_device.get("optimizer state", 0) > 0) == (margin > 0)
+        made.predict(model, data(1))
+        assert worst(ended(made).weights, expected) == 0.0
 
 
 class _ShowsOutputs(Toy):
@@ -134,22 +128,17 @@ class _Calls(Toy):
         WAYS[self.way](strategy.optimizer_step, optimizer, closure, self)
 
 
-def _called(way: str) -> Any:
-    model = toy(body=_Calls)
-    model.way = way
-    made = trainer(ColossalAIStrategy())
-    made.fit(model, data(3))
-    return ended(made)
-
-
+@on_ranks(RANKS)
 @pytest.mark.full
 def test_optimizer_step_takes_the_arguments_of_lightning_1_and_2() -> None:
-    expected = run_ranks(RANKS, _called, "two")
-    assert float(expected[0].weights["net.0.weight"].abs().sum()) > 0
-    for way in list(WAYS)[1:]:
-        check_same(run_ranks(RANKS, _called, way), expected, 0.0)
-    trained = run_ranks(RANKS, run, "colossalai", Recipe(batches=3, epochs=1))
-    assert torch.equal(trained[0].weights["net.0.weight"], expected[0].weights["net.0.weight"])
+    found = []
+    for way in WAYS:
+        model = toy(body=_Calls)
+        model.way = way
+        found.append(fit(ColossalAIStrategy(), model, loader=data(3)))
+        assert worst(found[0], found[-1]) == 0.0, way
+    trained = run("colossalai", Recipe(batches=3, epochs=1)).weights
+    assert torch.equal(trained["net.0.weight"], found[0]["net.0.weight"])
 
 
 # ---- steps and state

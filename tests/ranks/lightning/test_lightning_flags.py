@@ -17,7 +17,6 @@ from lightning_cases import STOCK, THREE, TWO, ended, kinds, rows, strategy
 from torch import nn
 
 from shardwise.strategies.namespace import LIGHTNING
-from shardwise.testing import run_ranks
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks
 
@@ -76,15 +75,15 @@ def _summaries(kind: str, where: str) -> tuple[list[Summary], list[Any]]:
     return seen, shown
 
 
+@on_ranks(RANKS)
 @pytest.mark.parametrize("kind", kinds("colossalai"))
 def test_model_summary_counts_whole_parameters(kind: str) -> None:
     """Under the old strategies it counted shards. Also of a model that has no memory before it is sharded."""
     frozen, numel = WIDTH * HIDDEN + HIDDEN, HIDDEN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
     for where in ("init", "configure_model"):
-        found = run_ranks(RANKS, _summaries, kind, where)
-        assert found == run_ranks(RANKS, _summaries, STOCK, where)
-        (seen, shown), (_, other) = found
-        assert len(seen) == 4 and len(shown) == 1 and other == [], "rank 0 shows it, once"
+        seen, shown = found = _summaries(kind, where)
+        assert found == _summaries(STOCK, where)
+        assert len(seen) == 4 and len(shown) == (dist.get_rank() == 0), "rank 0 shows it, once"
         for names, numels, total, trainable, size in seen:
             assert (names[0], numels[0], total, trainable) == ("net", frozen + numel, frozen + numel, numel)
             assert size == pytest.approx((frozen + numel) * 4e-6)
@@ -129,7 +128,20 @@ def test_init_module(kind: str, tmp_path: Path) -> None:
 FLOPS = {torch.float32: 1, torch.bfloat16: 2, torch.float64: 3}
 
 
-def _throughput(kind: str, precision: str, **changes: Any) -> list[float]:
+def _flops(device: torch.device, dtype: torch.dtype) -> int:
+    return FLOPS[dtype]
+
+
+FORMATS = (("32-true", 1), ("bf16-mixed", 2), ("64-true", 3))
+MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize(
+    ("kind", "precision", "flops"), rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED)
+)
+def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
+    """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""
     warnings.simplefilter("ignore")
     seen: list[float] = []
 
@@ -142,26 +154,10 @@ def _throughput(kind: str, precision: str, **changes: Any) -> list[float]:
         mock.patch.object(LIGHTNING.load_fabric("utilities.throughput"), "get_available_flops", _flops),
         mock.patch.object(LIGHTNING.load("callbacks.throughput_monitor"), "get_available_flops", _flops),
     ):
-        made = trainer(strategy(kind, **changes), precision=precision, callbacks=[Monitor(batch_size_fn=len)])
+        made = trainer(strategy(kind), precision=precision, callbacks=[Monitor(batch_size_fn=len)])
         made.fit(toy(), data(1), data(1))
         close(made)
-    return seen
-
-
-def _flops(device: torch.device, dtype: torch.dtype) -> int:
-    return FLOPS[dtype]
-
-
-FORMATS = (("32-true", 1), ("bf16-mixed", 2), ("64-true", 3))
-MEASURED = [(kind, *case) for kind, case in zip(THREE, FORMATS, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "precision", "flops"), rows(((kind, *case) for kind in THREE for case in FORMATS), MEASURED[1:2], MEASURED)
-)
-def test_throughput_is_measured_against_what_the_dtype_can_do(kind: str, precision: str, flops: int) -> None:
-    """Lightning looks the dtype up by the class of the precision plugin, and took every one of ours for fp32."""
-    assert run_ranks(RANKS, _throughput, kind, precision) == [[flops] * 3] * RANKS
+    assert seen == [flops] * 3
 
 
 EXACT = 1.0 + 2.0**-12  # no 16-bit number

@@ -2,7 +2,7 @@
 
 An interpreter of its own has Lightning after 7 s of a core, so by default none is started: the script itself runs in a
 fork of the server behind the rank pool, which has imported all of it, and so do the ranks of torchrun's agent and the
-command with which popen starts the second rank. The campaign starts whole scripts.
+command with which popen starts the second rank.
 
 ``examples/lightning_strategies.py`` as printed, on ranks that look to it as if torchrun had started them.
 """
@@ -11,15 +11,11 @@ import contextlib
 import io
 import os
 import re
-import runpy
 import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import lightning_program
@@ -32,37 +28,17 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import tests.support.lightning_setup  # noqa: F401  has the server import Lightning
 from shardwise.testing import run_ranks
 from tests.launcher_variables import without_launcher
-from tests.support.launching import Forked, fork_rank, forked, start
+from tests.support.launching import Forked, fork_rank, forked, printed, start
 from tests.support.sets import campaign, full
 
 PROGRAM = lightning_program.__file__
 SECONDS = 120.0
-RENDEZVOUS = ["--standalone", "--local-addr=127.0.0.1"]  # a machine's own name may have no address
-COMMANDS = {
-    "popen": [sys.executable, PROGRAM],
-    "spawn": [sys.executable, PROGRAM],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, "--nproc-per-node=2", PROGRAM],
-}
+LAUNCHERS = ["popen", "torchrun", "spawn"]
 SET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def method(how: str) -> str:
     return "spawn" if how == "spawn" else "popen"
-
-
-def check(directory: Path, ways: list[str], outputs: Callable[[str], tuple[Any, str]]) -> None:
-    results = {}
-    for how in ways:
-        code, output = outputs(how)
-        assert code == 0, f"{how}:\n{output}"
-        results[how] = torch.load(directory / how / "result.pt", weights_only=True)
-    for how, result in results.items():
-        assert result["loss"] < 0.6, (how, result["loss"])
-        for name, value in results[ways[0]]["state"].items():
-            assert torch.equal(value, result["state"][name]), (how, name)
-
-
-# ---- from a process that has imported everything
 
 
 def _forked(command: list[str], env: dict[str, str], cwd: str | None) -> Forked:
@@ -90,7 +66,9 @@ def _program(directory: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launchers", [["popen"], *full(["popen", "torchrun"]), *campaign(list(COMMANDS))], ids=["one", "two", "all"]
+    "launchers",
+    [LAUNCHERS[:1], *full(LAUNCHERS[:2]), *campaign(LAUNCHERS)],
+    ids=["one", "two", "all"],
 )
 def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, launchers: list[str]) -> None:
     """After spawned training the main process has the trained model: it writes the weights."""
@@ -99,43 +77,21 @@ def test_popen_spawn_and_torchruns_agent_give_the_same_weights(tmp_path: Path, l
         (tmp_path / how).mkdir()
         running[how] = start(forked(_program, str(tmp_path / how), how))
 
-    def ended(how: str) -> tuple[Any, str]:
-        running[how].join(SECONDS)
-        return running[how].exitcode, (tmp_path / how / "output").read_text("utf-8", "replace")
-
     try:
-        check(tmp_path, launchers, ended)
+        results = {}
+        for how in launchers:
+            running[how].join(SECONDS)
+            assert running[how].exitcode == 0, (tmp_path / how / "output").read_text("utf-8", "replace")
+            results[how] = torch.load(tmp_path / how / "result.pt", weights_only=True)
+        for how, result in results.items():
+            assert result["loss"] < 0.6, (how, result["loss"])
+            for name, value in results[launchers[0]]["state"].items():
+                assert torch.equal(value, result["state"][name]), (how, name)
     finally:
         for process in running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
-
-
-# ---- whole scripts
-
-
-@pytest.mark.campaign
-def test_scripts_give_the_same_weights_under_every_launcher(tmp_path: Path) -> None:
-    environment = without_launcher(os.environ) | SET
-    running = {}
-    for how, command in COMMANDS.items():
-        (tmp_path / how).mkdir()
-        running[how] = subprocess.Popen(
-            [*command, str(tmp_path / how), method(how)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,
-        )
-
-    def ended(how: str) -> tuple[Any, str]:
-        output, _ = running[how].communicate(timeout=SECONDS)
-        return running[how].returncode, output
-
-    check(tmp_path, list(COMMANDS), ended)
 
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_strategies.py"
@@ -146,17 +102,13 @@ def _run(strategy: str, folder: str) -> str:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     launched |= {"TORCHELASTIC_RUN_ID": "example", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    arguments = [str(EXAMPLE), "--strategy", strategy, "--directory", folder, "--epochs", "2"]
-    out = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, launched))
-        stack.enter_context(mock.patch.object(sys, "argv", arguments))
-        stack.enter_context(contextlib.redirect_stdout(out))
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return out.getvalue()
+    arguments = ["--strategy", strategy, "--directory", folder, "--epochs", "2"]
+    with (
+        mock.patch.dict(os.environ, launched),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        return printed(EXAMPLE, *arguments)[0]
 
 
 @pytest.mark.parametrize("strategy", [*campaign("colossalai", "deepspeed"), "ddp_fully_sharded"])

@@ -104,7 +104,6 @@ def plans_by_name() -> tuple[dict[str, Callable[[nn.Module], Plan]], dict[str, C
     """In fp64, and with bf16 over fp32."""
     policy = ModuleWrapPolicy({Block})
     grid = init_device_mesh("cpu", (2, 1))
-    strategies = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
     plans: dict[str, Callable[[nn.Module], Plan]] = {
         "ddp": lambda model: plan_of_ddp(bucket_cap_mb=1, find_unused_parameters=True, static_graph=True),
         "ddp over a mesh": lambda model: plan_of_ddp(device_mesh=init_device_mesh("cpu", (2,))),
@@ -116,7 +115,7 @@ def plans_by_name() -> tuple[dict[str, Callable[[nn.Module], Plan]], dict[str, C
         "host": lambda model: plan_of_fully_shard(model, offload_policy=CPUOffloadPolicy()),
         "replicas": lambda model: plan_of_fully_shard(model, grid),
     }
-    for each in strategies:
+    for each in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
         plans[each.name] = lambda model, each=each: plan_of_fsdp(model, sharding_strategy=each)
     hybrid = ShardingStrategy.HYBRID_SHARD
     plans["hybrid"] = lambda model: plan_of_fsdp(model, sharding_strategy=hybrid, device_mesh=grid)
@@ -329,26 +328,20 @@ def ours_full(session: Session) -> dict[str, Any]:
 
 def refused(session: Session, plain: nn.Module) -> None:
     module, optimizer, use = session.module, session.optimizer, "shardwise.pytorch.state_dict"
-    lacking = ours_full(session)
+    give, take = ours.get_optimizer_state_dict, ours.set_optimizer_state_dict
+    lacking, fresh = ours_full(session), sharded(3, count=0)
     lacking["state"].pop("0.weight")
-    fresh = sharded(3, count=0)
     assert_refused(
         (lambda: theirs.get_optimizer_state_dict(module, optimizer), use),
         (lambda: theirs.get_state_dict(module, optimizer), use),
         (lambda: theirs.set_model_state_dict(module, module.state_dict(), options=FULL), use),
-        (
-            lambda: ours.set_optimizer_state_dict(module, optimizer, lacking),
-            "no optimizer state for 0.weight (1 of 6)",
-        ),
-        (
-            lambda: ours.get_optimizer_state_dict(fresh.module, fresh.optimizer),
-            "session.checkpoints.load(directory) reads",
-        ),
+        (lambda: take(module, optimizer, lacking), "no optimizer state for 0.weight (1 of 6)"),
+        (lambda: give(fresh.module, fresh.optimizer), "session.checkpoints.load(directory) reads"),
         error=RuntimeError,
     )
     assert_refused(
         (lambda: ours.get_model_state_dict(plain), "give session.module"),
-        (lambda: ours.get_optimizer_state_dict(module, optimizer.optimizer), "give session.optimizer"),
+        (lambda: give(module, optimizer.optimizer), "give session.optimizer"),
         error=TypeError,
     )
     fresh.close()

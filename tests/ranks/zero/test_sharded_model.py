@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.core.memory.tier import Tier
-from shardwise.testing import assert_close, run_ranks
+from shardwise.testing import assert_close
 from shardwise.zero import (
     ShardedModelV2,
     ShardedOptimizerV2,
@@ -28,7 +28,7 @@ from shardwise.zero import (
 from shardwise.zero.sharded_model.utils import col_model_deepcopy
 from tests.support.models import MODELS, make_batches
 from tests.support.on_ranks import assert_refused, on_ranks, raises
-from tests.support.sets import full
+from tests.support.sets import campaign, full
 from tests.support.sharded_setup import (
     OFFLOAD,
     SCALE,
@@ -46,18 +46,6 @@ from tests.support.sharded_setup import (
 RTOL = 1e-6
 
 
-def run(names: list[str]) -> dict[str, dict[str, Tensor]]:
-    results = {}
-    for name in names:
-        setting = SETTINGS[name]
-        model = built(setting)
-        steps = make_batches(MODELS[setting.case], dist.get_world_size(), STEPS, setting.passes)
-        train(setting, steps, model)
-        results[name] = model.state_dict()
-        model.close()
-    return results
-
-
 KNOWN = list(SETTINGS)
 ODD = ["tied", "whole_tied", "offloaded_whole", "frozen", "unused", "predivided"]
 SOME = ["by_tensor", "tied", "whole_no_buckets", "reused_shard", "accumulated", "whole_accumulated"]
@@ -65,6 +53,7 @@ SOME += ["offloaded_whole", "checkpointed"]
 OTHERS = [name for name in KNOWN if name not in SOME and name != "by_layer"]  # "offloaded" is the same elsewhere
 
 
+@on_ranks(timeout=120.0)
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
@@ -72,14 +61,17 @@ OTHERS = [name for name in KNOWN if name not in SOME and name != "by_layer"]  # 
         (2, SOME),
         (3, ["zero_sized", "odd_sizes"]),
         *full((2, OTHERS), (3, ODD)),
-        *(pytest.param(ranks, KNOWN, marks=pytest.mark.campaign) for ranks in (1, 2, 3)),
+        *campaign(*((ranks, KNOWN) for ranks in (1, 2, 3))),
     ],
 )
 def test_training_equals_plain_torch(ranks: int, names: list[str]) -> None:
-    for results in run_ranks(ranks, run, names, timeout=120.0):
-        for name, state in results.items():
-            expected = plain(name, ranks)
-            assert_close({key: state[key] for key in expected}, expected, RTOL, f"{name} on {ranks} ranks")
+    for name in names:
+        setting, expected = SETTINGS[name], plain(name, ranks)
+        model = built(setting)
+        train(setting, make_batches(MODELS[setting.case], ranks, STEPS, setting.passes), model)
+        state = model.state_dict()
+        model.close()
+        assert_close({key: state[key] for key in expected}, expected, RTOL, f"{name} on {ranks} ranks")
 
 
 # ---- what the arguments do
