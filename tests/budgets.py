@@ -1,7 +1,5 @@
 """Lines of code that each part of the package may have, and how many it is meant to have in the end."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -4,8 +4,6 @@ A count only falls: lower it when words are replaced, and remove the word's row 
 may not be used at all.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

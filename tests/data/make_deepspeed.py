@@ -6,8 +6,6 @@ Needs DeepSpeed (0.19.8 was used), no GPU:
     tar --sort=name --owner=0 --group=0 -cJf deepspeed.tar.xz ds
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

@@ -7,8 +7,6 @@ Every stage, with one pass a step and two, clipped and not, under a schedule. Ne
 The recipe is here as well; what compares with these numbers imports it, for which DeepSpeed is not needed.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

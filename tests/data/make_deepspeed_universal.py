@@ -7,8 +7,6 @@ Needs DeepSpeed (its repository at 0.19.6 was used), no GPU:
     tar --sort=name --owner=0 --group=0 -cJf deepspeed_universal.tar.xz universal
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 from pathlib import Path

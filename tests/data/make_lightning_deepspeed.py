@@ -8,8 +8,6 @@ beside the weights are what Lightning hands to DeepSpeed as client state. Model,
     tar --sort=name --owner=0 --group=0 -cJf lightning_deepspeed.tar.xz ds
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

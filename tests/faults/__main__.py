@@ -8,8 +8,6 @@ are given ten hostile inputs for each kill; those that make one fail are added t
 read.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -3,8 +3,6 @@
 Each prints its last loss, which has to be plain PyTorch's. ``--write`` puts the table into ``docs/inside/porting.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable

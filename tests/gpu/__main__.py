@@ -4,8 +4,6 @@ By its path, since a package ``tests`` that something has installed would be fou
 Exit status: 0, or another where a test failed or there was none to run.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

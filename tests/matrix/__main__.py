@@ -5,8 +5,6 @@ runs the set, writes a row of the table in ``docs/versions.md`` and deletes the 
 machine is not tried. The exit status is 1 if a cell failed or none could be tried.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import functools

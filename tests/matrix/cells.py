@@ -1,7 +1,5 @@
 """Which Pythons and releases of torch are supported, as the project's files say, and which interpreters there are."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a cell does: an environment, an installation from its constraints, the short set; then all of it is deleted."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

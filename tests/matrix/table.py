@@ -1,7 +1,5 @@
 """The table of results: a row for each cell, between two markers of a page; what is not tried again is kept."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ fp64, if that is more). Losses, norms before clipping and parameters after three
 says a model that cannot be divided so.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

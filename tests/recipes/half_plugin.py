@@ -1,7 +1,5 @@
 """A plugin: ZeRO-3 or ZeRO-2 in bf16 by one argument, translated into a plan."""
 
-from __future__ import annotations
-
 import torch
 
 from shardwise.booster.plugin import ShardedPlugin

@@ -1,7 +1,5 @@
 """A backend: torch.distributed's blocking collectives over a communicator of its own, for devices of one type."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """An architecture for tensor parallelism: a model of one's own, and what of it is cut."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """A tier: what does not fit into host memory stays there after all, compressed."""
 
-from __future__ import annotations
-
 import zlib
 
 from shardwise.core.memory.disk import Medium

@@ -7,8 +7,6 @@ The benchmark of the host's time runs, and counts what a step calls.
 The computed timeline of a step: its parts add up, each bound is one, and the table of the docs comes from counts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -3,8 +3,6 @@
 And torch's attention kernels, of which those of GPUs get no numbers here: the meta device checks arguments and shapes.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

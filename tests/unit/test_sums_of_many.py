@@ -7,8 +7,6 @@ The mean of two ranks' 16-bit values, which takes another way than sums of more:
 What a rank does in a step grows with the logarithm of the number of ranks at most: counted, not timed.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import random

@@ -5,8 +5,6 @@ the others have some seconds to fail as well, and the test's error is that of th
 more than two ranks are skipped.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

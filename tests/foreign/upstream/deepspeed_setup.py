@@ -1,7 +1,5 @@
 """What every process of DeepSpeed's tests has before it imports one of them; ranks are forked from one that has it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

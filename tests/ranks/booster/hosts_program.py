@@ -1,7 +1,5 @@
 """What each of four ranks on two hosts runs: layers cut inside a host, and data or pipeline parallelism across."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -4,8 +4,6 @@ A CPU stands in for a GPU: the code that spares the host waits there is switched
 device counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import linecache

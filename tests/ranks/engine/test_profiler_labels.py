@@ -1,7 +1,5 @@
 """Labels of gathers, reductions, updates and copies to the host in a profile of a step."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What each of four ranks on two hosts runs: ZeRO-1, 2 and 3 against plain PyTorch."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Metrics of steps, and what writes them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

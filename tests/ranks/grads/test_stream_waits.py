@@ -3,8 +3,6 @@
 The note in :mod:`shardwise.core.shards.gather_order` has the argument; here it is tried.
 """
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

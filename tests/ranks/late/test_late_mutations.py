@@ -1,7 +1,5 @@
 """Where the library waits is found in its sources; a few places that are taken out are found on the late device."""
 
-from __future__ import annotations
-
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine on the late device gives what plain PyTorch gives, with every seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run as ``lightning_program.py DIRECTORY START_METHOD``, by Python itself or by torchrun.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

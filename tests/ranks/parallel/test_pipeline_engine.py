@@ -1,7 +1,5 @@
 """Engines over models in stages, against plain PyTorch in one process: fp64, pp x tp x dp, plans, tied weights."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Steps that fail on one rank of a pipeline: every rank is told what and where, and the next step is one like any
 other; batches that differ between the ranks of one model are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 What a rank of each layout holds, against its formula.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

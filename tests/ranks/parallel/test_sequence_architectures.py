@@ -1,7 +1,5 @@
 """Models of every architecture whose ranks share sequences against the same models on one rank, in fp64."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention of parts of sequences against attention of whole ones: out and every gradient, over masks of all kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any

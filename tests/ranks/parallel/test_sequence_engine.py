@@ -1,7 +1,5 @@
 """Steps of an engine whose data-parallel ranks share sequences: those of plain PyTorch with the same batches."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What ranks that share sequences send, draw and refuse, and what programs do with their model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

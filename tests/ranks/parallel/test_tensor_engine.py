@@ -1,7 +1,5 @@
 """Engines over a model whose layers are cut, against plain PyTorch in one process: fp64, every plan, dp x tp."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ architecture, with every head, are those that are whole, in fp64, with whole seq
 first head of every architecture over two ranks. Full: every head, over two or four. Campaign: over both.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

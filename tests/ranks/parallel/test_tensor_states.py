@@ -1,7 +1,5 @@
 """States of models whose layers are cut are those of the plain model: parameters, optimizer state, gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters that torch divides: refused by our engine, and updated in place by our optimizers under fully_shard."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

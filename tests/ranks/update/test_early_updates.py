@@ -1,7 +1,5 @@
 """Updates during backward: plain PyTorch's numbers, in every tier, and an error where one in place cannot serve."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

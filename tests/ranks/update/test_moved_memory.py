@@ -1,7 +1,5 @@
 """Optimizers whose step gives parameters other memory, against plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the user does to the optimizer after build: groups, state, hooks and options, against plain PyTorch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Adagrad makes its sums in its constructor (and again in a step, in newer version
 of it in a step, and one of its values is the parameter's at that time. The oracle is plain torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any

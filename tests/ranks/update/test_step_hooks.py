@@ -1,7 +1,5 @@
 """Step pre-hooks where torch runs them: before the closure, and before anything is made of gradients and rates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

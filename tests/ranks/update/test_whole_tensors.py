@@ -1,8 +1,6 @@
 """Optimizers that need a parameter's norm, rows and columns, or singular vectors: each is whole on one rank, so every
 plan gives plain PyTorch's values."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -9,8 +9,6 @@ precision and rounded: torch's take a hundred times longer backward on a CPU. Ra
 less, and have a time limit.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.abc
 import importlib.machinery

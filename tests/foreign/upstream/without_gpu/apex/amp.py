@@ -1,7 +1,5 @@
 """``apex.amp`` at ``opt_level="O2"``, in plain torch: half weights, fp32 masters, a fixed loss scale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
