@@ -32,24 +32,24 @@ REST = "base, plan, session"
 """The part of all rooms that are in no other."""
 TESTS = "tests"
 BUDGETS = {
-    REST: _of(2640, 2300, ""),
+    REST: _of(2630, 2300, ""),
     "comm, mesh": _of(3210, 3220, "comm mesh"),
     "memory, deferred, optim": _of(4560, 4390, "memory deferred optim"),
     "parallel": _of(4780, 4900, "parallel"),
-    "shards": _of(2020, 1780, "shards"),
-    "grads": _of(1540, 1650, "grads"),
-    "update, engine, checks": _of(6620, 5610, "update engine checks"),
+    "shards": _of(1960, 1780, "shards"),
+    "grads": _of(1530, 1650, "grads"),
+    "update, engine, checks": _of(6310, 5610, "update engine checks"),
     "checkpoint": _of(6860, 6900, "checkpoint"),
     "booster": _of(2650, 2500, "booster"),
     "lightning, fabric": _of(
         2500, 2550, "strategies lightning pytorch_lightning lightning_colossalai fabric lightning_fabric"
     ),
-    "deepspeed": _of(3480, 3650, "deepspeed"),
+    "deepspeed": _of(3470, 3650, "deepspeed"),
     "colossalai, zero, nn, shardformer": _of(2120, 2050, "colossalai zero nn shardformer"),
     "huggingface, pytorch, late": _of(1160, 1150, "huggingface pytorch late"),
     "compat, port": _of(490, 250, "compat"),
     "cli, testing": _of(2170, 2230, "cli testing"),
-    TESTS: _of(60100, 52000, ""),
+    TESTS: _of(52080, 52000, ""),
 }
 
 

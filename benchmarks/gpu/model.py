@@ -29,7 +29,7 @@ from benchmarks.model import GPT, batch, make_model
 from benchmarks.systems import adamw
 from benchmarks.table import replace_section
 from shardwise.core.checks import batches, guards
-from shardwise.core.engine import optimizer, pipelined
+from shardwise.core.engine import optimizer
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import zero
 from shardwise.session import build
@@ -162,7 +162,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     transport = [(name, real) for name, real in vars(AlikeProcessGroup).items() if not name.startswith("__")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(TILE_NUMEL, cpu=TILE_NUMEL["cuda"]))
-        for module in (batches, guards, optimizer, pipelined):
+        for module in (batches, guards, optimizer):
             stack.enter_context(mock.patch.object(module, "runs_ahead", lambda _device: True))
         for name, real in transport:
             stack.enter_context(mock.patch.object(AlikeProcessGroup, name, uncounted(real)))

@@ -67,8 +67,7 @@ def main(options: argparse.Namespace) -> int:
     plan = Settings(stage=options.stage, precision=options.precision, tp=options.tp).plan().but(**shares)
     model = _model(options.model)
     optimizer = make_optimizer(options.optimizer, model)
-    estimate = lambda: estimate_memory(model, optimizer, plan, options.devices, options.rank)  # noqa: E731
-    by_tier = guarded("the estimate", estimate)
+    by_tier = guarded("the estimate", lambda: estimate_memory(model, optimizer, plan, options.devices, options.rank))
     print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
     return 0
 

@@ -202,9 +202,7 @@ def plan_of_fully_shard(
     if dp_mesh_dims is not None:
         refuse("dp_mesh_dims", dp_mesh_dims, "give a mesh of data-parallel ranks; tensor parallelism is the plan's tp")
     shard_ranks = reshard_after_forward if type(reshard_after_forward) is int else None
-    if (shard_ranks is None and reshard_after_forward not in (None, True, False)) or (
-        shard_ranks is not None and shard_ranks < 1
-    ):
+    if reshard_after_forward not in (None, True, False) if shard_ranks is None else shard_ranks < 1:
         raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: give True, False or a number of ranks >= 1")
     stays = reshard_after_forward is False or shard_ranks == 1
     ranks = all_ranks() if mesh is None else mesh_of(mesh)

@@ -134,7 +134,7 @@ def _loss(reads_all: bool, model: nn.Module, batch: Batch) -> Tensor:
 
 def _case(graph: Graph) -> ModelCase:
     loss = partial(_loss, graph.loss_reads_all)
-    return ModelCase("graph", lambda dtype: GraphModule(graph), _inputs, loss, False, "a random graph")
+    return ModelCase("graph", lambda dtype: GraphModule(graph), _inputs, loss, "a random graph")
 
 
 def train_graph(graph: Graph, setting: Setting) -> Run:

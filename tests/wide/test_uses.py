@@ -117,7 +117,7 @@ def _inputs(generator: torch.Generator, dtype: torch.dtype) -> Batch:
 
 def case_of(name: str) -> ModelCase:
     use = USES[name]
-    return ModelCase(name, lambda dtype: use.build().to(dtype), _inputs, use.prepared_loss, False, "an odd use")
+    return ModelCase(name, lambda dtype: use.build().to(dtype), _inputs, use.prepared_loss, "an odd use")
 
 
 def setting_of(name: str, plan: str, directory: str = "") -> Setting:

@@ -219,4 +219,4 @@ def case_of(kind: str) -> ModelCase:
     def inputs(generator: torch.Generator, dtype: torch.dtype) -> dict[str, Any]:
         return _inputs(kind, wanted, generator, dtype)
 
-    return ModelCase(kind, build, inputs, loss_of, True, f"{kind} of transformers")
+    return ModelCase(kind, build, inputs, loss_of, f"{kind} of transformers")

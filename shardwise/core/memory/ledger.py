@@ -137,10 +137,8 @@ class Ledger:
         if self.capacity_bytes is None:
             return
         # Memory that is only cached for reuse would have been freed, as an allocator's cache.
-        total = (
-            sum(size for kind, size in self.bytes_by_kind().items() if kind not in (NON_MODEL, IDLE_ARRAYS))
-            + non_model_bytes
-        )
+        model = (size for kind, size in self.bytes_by_kind().items() if kind not in (NON_MODEL, IDLE_ARRAYS))
+        total = sum(model) + non_model_bytes
         if total_bytes > self.capacity_bytes:
             total = max(total, total_bytes)
         if total > self.capacity_bytes:

@@ -368,7 +368,7 @@ def test_passes_are_counted_anew_where_one_failed(stage: int, clears: bool) -> N
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is kept, and what goes was to go
             engine.zero_grad()
-        assert not engine.session.passes_held
+        assert not engine.session.passes.accumulated_passes()
     with warnings.catch_warnings(record=True, action="always") as told:
         make(engine, 1, 2, 3)  # all passes of the step again, as the warning says
         assert clears or any("Make all passes of the step again" in str(each.message) for each in told)

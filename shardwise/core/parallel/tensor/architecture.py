@@ -256,9 +256,8 @@ def _rules(parent: str, module: nn.Module, styles: Styles, head: nn.Module | Non
         if len(columns) != 3 or len(rows) != 1 or not hasattr(module, "head_dim"):
             raise ValueError(f"{parent} ({type(module).__name__}): {styles} is no attention that rules can say")
         query, key, value = sorted(columns, key=lambda leaf: "qkv".index(leaf[0]))
-        rules["attention"] = Attention(
-            query=query, key=key, value=value, out=rows[0], grad_allreduce=by_style[GRAD_ALLREDUCE]
-        )
+        same = by_style[GRAD_ALLREDUCE]
+        rules["attention"] = Attention(query=query, key=key, value=value, out=rows[0], grad_allreduce=same)
     elif columns and rows and not by_style[GRAD_ALLREDUCE]:
         rules["mlp"] = Mlp(columns=columns, rows=rows)
     else:
