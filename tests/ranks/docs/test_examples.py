@@ -119,11 +119,11 @@ def _losses(text: str) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("package", "name", "epochs"), [("lightning", "fabric_strategies", 5), ("ray", "ray_train", 20)]
+    ("package", "name", "epochs"), [("lightning", "fabric_strategies.py", 5), ("ray", "ray_train.py", 20)]
 )
 def test_libraries_start_their_ranks(package: str, name: str, epochs: int, tmp_path: Path) -> None:
     pytest.importorskip(package)
-    program = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    program = [sys.executable, str(EXAMPLES / name)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(program, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
     losses = _losses(done.stdout + done.stderr)

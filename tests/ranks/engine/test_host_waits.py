@@ -19,7 +19,7 @@ import torch
 
 import shardwise
 from shardwise.core.checks import batches, guards
-from shardwise.core.engine import optimizer, pipelined
+from shardwise.core.engine import optimizer
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close, run_ranks
 from tests.support import meetings_setup
@@ -60,7 +60,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside, what reading a value costs on a GPU decides."""
     yes = lambda _device: True  # noqa: E731
     with contextlib.ExitStack() as stack:
-        for module in (batches, guards, optimizer, pipelined):
+        for module in (batches, guards, optimizer):
             stack.enter_context(mock.patch.object(module, "runs_ahead", yes))
         yield
 
