@@ -38,7 +38,7 @@ BUDGETS = {
     "parallel": _of(4780, 4900, "parallel"),
     "shards": _of(1960, 1780, "shards"),
     "grads": _of(1530, 1650, "grads"),
-    "update, engine, checks": _of(6310, 5610, "update engine checks"),
+    "update, engine, checks": _of(6320, 5610, "update engine checks"),
     "checkpoint": _of(6860, 6900, "checkpoint"),
     "booster": _of(2650, 2500, "booster"),
     "lightning, fabric": _of(

@@ -58,6 +58,11 @@ class ShardState(defaultdict[Any, Any]):
         self._check(key)
         return super().get(key, default)
 
+    def update(self, *entries: Any, **named: Any) -> None:
+        """As a dict's."""
+        for key, value in dict(*entries, **named).items():
+            self[key] = value
+
     def __copy__(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return defaultdict(self.default_factory, self)
 
