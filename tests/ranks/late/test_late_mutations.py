@@ -52,7 +52,7 @@ def _named(text: str) -> Scenario:
 FOUND = {
     "core/shards/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
     "core/shards/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
-    "core/comm/compressed.py CompressedGroup._reduce: Lent(found, sent.local)": "eight_bits (2 ranks)",
+    "core/comm/compressed.py CompressedGroup._reduce: Lent(received, sent.local)": "eight_bits (2 ranks)",
     "core/comm/link.py Message.wait: self._work.wait()": "parts of sequences, ring (2 ranks)",
     "core/comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
     "core/base/device.py Later.__init__: record_event(value.device)": "later values (1 rank)",
