@@ -191,9 +191,7 @@ def call(module: ModuleType, name: str, shown: str) -> Any:
     if not callable(function):
         own = ((n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
         known = [n for n, _ in own if not n.startswith("_")]
-        raise BadInput(
-            f"{shown}: no such function; name one of {', '.join(sorted(known)) or 'its functions (it has none)'}"
-        )
+        raise BadInput(f"{shown}: no such function; it has {', '.join(sorted(known)) or 'none'}")
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

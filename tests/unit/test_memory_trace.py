@@ -308,7 +308,7 @@ def test_bad_input_is_one_line(folder: Path) -> None:
         ("traced_models.py:", "give FILE_OR_MODULE:FUNCTION"),
         ("nowhere.py:build", "nowhere.py: no such file"),
         ("broken_models.py:build", "ModuleNotFoundError: No module named 'nothing_like_this'"),
-        ("traced_models.py:builds", "no such function; name one of build, fixed"),
+        ("traced_models.py:builds", "no such function; it has build, fixed"),
         ("traced_models.py:needs", "needs arguments (size)"),
         ("traced_models.py:raises", "raised KeyError: 'no such layer'"),
         ("traced_models.py:wrong", "returned str"),
