@@ -72,7 +72,7 @@ CLUSTER = "it needs a cluster; test_choosing_page.py runs it, with stand-ins for
 MANIFEST = "it needs a cluster; tests/unit/test_site.py reads what can be read of it"
 FINETUNE = "test_examples.py runs the program, and compares the page with it"
 STARTS = "shardwise run --nproc 2 examples/finetune.py"
-EXCERPTS = ("sampler =", "model.activation", "session.backward", "losses =", "restored =", "state =")
+EXCERPTS = ("sampler =", "model.activation", "session.backward", "@torch.no_grad()", "restored =", "state =")
 
 
 def _layer() -> nn.Module:
