@@ -66,8 +66,8 @@ def main(options: argparse.Namespace) -> int:
         shares["disk"] = DiskPlan(directory="unused")
     plan = Settings(stage=options.stage, precision=options.precision, tp=options.tp).plan().but(**shares)
     model = _model(options.model)
-    given = model, make_optimizer(options.optimizer, model), plan
-    by_tier = guarded("the estimate", lambda: estimate_memory(*given, options.devices, options.rank))
+    built = model, make_optimizer(options.optimizer, model), plan
+    by_tier = guarded("the estimate", lambda: estimate_memory(*built, options.devices, options.rank))
     print(json.dumps(by_tier, indent=2) if options.json else _table(by_tier, model))
     return 0
 
