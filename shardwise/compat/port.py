@@ -54,7 +54,7 @@ def _table_of(dotted: str, tables: Sequence[AliasTable]) -> tuple[AliasTable, st
 
 
 class _Reader(ast.NodeVisitor):
-    """Collects into ``found`` the lines of each ``(name, verdict, text)`` of a parsed program."""
+    """Collects into ``uses`` the lines of each ``(name, verdict, text)`` of a parsed program."""
 
     def __init__(self, tree: ast.Module, tables: Sequence[AliasTable]) -> None:
         self.tables = tables

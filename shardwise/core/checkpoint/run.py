@@ -188,7 +188,7 @@ class EngineRun:
 
     def local_state(self) -> EngineLocalState:
         """Return the tensors of the engine that this rank holds, after updates of a failed pass have ended."""
-        self._session.values.grads.early.catch_up()  # an update hides the param groups
+        self._session.values.grads.early.catch_up()  # an update replaces param_groups while it runs
         return EngineLocalState(self._session.values, self._session.optimizers)
 
     @contextmanager
