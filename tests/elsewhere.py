@@ -20,13 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
 TESTS = (
-    "tests/unit/test_cli.py",
-    "tests/unit/test_disk.py",
-    "tests/unit/test_formats_cli.py",
-    "tests/unit/test_aliases.py",
-    "tests/unit/test_launch_matrix.py",
-    "tests/unit/test_plan.py",
-    "tests/unit/test_port.py",
+    "tests/unit/cli/test_cli.py",
+    "tests/unit/memory/test_disk.py",
+    "tests/unit/cli/test_formats_cli.py",
+    "tests/unit/compat/test_aliases.py",
+    "tests/unit/mesh/test_launch_matrix.py",
+    "tests/unit/plan/test_plan.py",
+    "tests/unit/compat/test_port.py",
     "tests/ranks/checkpoint/test_checkpoint_resume.py",
     "tests/ranks/checkpoint/test_output_files.py",
     "tests/ranks/engine/test_host_waits.py",

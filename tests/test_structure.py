@@ -1,9 +1,10 @@
 """The figures of the package's shape count what they say."""
 
+import ast
 from collections import Counter
 
 from tests.budgets import BUDGETS, complaints, counted
-from tests.sources import PACKAGE, ROOT, Source, assert_none, ours
+from tests.sources import PACKAGE, ROOT, Source, around, assert_none, ours
 from tests.structure import SEAM, code_lines, comment_lines, note_complaints, notes, private_sites, rooms
 
 TEXT = '''"""Of
@@ -79,14 +80,30 @@ def test_every_note_has_one_place_and_what_refers_to_one_finds_it() -> None:
     assert note_complaints(texts) == []
 
 
-def test_tests_are_in_the_rooms_that_they_are_of() -> None:
-    """A file beside the rooms would make them importable: ``deepspeed`` would seem to be installed."""
-    beside = list((ROOT / "tests/ranks").glob("*.py"))
-    assert not beside, f"move into a folder named as the package whose behaviour it tests: {beside}"
-    folders = {path.parent.name for path in ROOT.glob("tests/ranks/*/*.py")}
-    packages = {path.parent.name for path in (ROOT / PACKAGE).glob("**/__init__.py")}
-    unknown = folders - packages - {"docs", "late", "front_ends"}
-    assert len(folders) > 10 and not unknown, f"no package of shardwise is named so: {unknown}"
+def test_tests_are_in_folders_named_as_the_package_that_they_test() -> None:
+    """A file next to these folders would make them importable: ``deepspeed`` would seem to be installed."""
+    for part in ("unit", "ranks"):
+        files = list((ROOT / "tests" / part).glob("*.py"))
+        assert not files, f"move into a folder named as the package whose behaviour it tests: {files}"
+        folders = {path.parent.name for path in ROOT.glob(f"tests/{part}/*/*.py")}
+        packages = {path.parent.name for path in (ROOT / PACKAGE).glob("**/__init__.py")}
+        unknown = folders - packages - {"docs", "late", "front_ends", "project"}
+        assert len(folders) > 10 and not unknown, f"no package of shardwise is named so: {unknown}"
+
+
+def test_tests_import_private_names_of_their_own_package_only() -> None:
+    imports = [
+        (source.name.split(".")[2], node.module.split("."), alias.name)
+        for source in around()
+        if source.name.startswith(("tests.unit.", "tests.ranks."))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
+        for alias in node.names
+    ]
+    assert len(imports) > 500
+    assert_none(
+        [f"{folder}: {module} {name}" for folder, module, name in imports if name[0] == "_" and folder not in module]
+    )
 
 
 def test_files_of_the_tests_have_names_of_their_own() -> None:

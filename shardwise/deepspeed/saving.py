@@ -337,7 +337,7 @@ class PartRun(EngineRun):
             NotImplementedError: it is a universal checkpoint, and there are several parts.
         """
         own, model_axis = Path(self.directory(root)), self._session.mesh.joined
-        _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [_place(own, tag, latest)])
+        _, places = agree(self.gather, f"find a checkpoint in {own}", lambda: [tag_directory(own, tag, latest)])
         path: str | None = next((place for (place,) in places if place is not None), None)
         if model_axis is None:
             return path
@@ -364,7 +364,7 @@ def _tag_and_step(path: Path) -> list[Any]:
     return [path.name, None if head is None else head.step]
 
 
-def _place(root: Path, tag: str | None, latest: str) -> str | None:
+def tag_directory(root: Path, tag: str | None, latest: str) -> str | None:
     """Return the directory of ``tag``, of ``latest``, or the newest one; or ``None``."""
     tag = tag or read_name(root / latest) or read_name(root / LATEST)
     if tag:

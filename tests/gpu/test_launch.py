@@ -50,6 +50,6 @@ def test_native_collectives(pool: RankPool) -> None:
 
 @pytest.mark.gpus(1)
 def test_attention_kernels_of_a_ring() -> None:
-    from tests.unit.test_sequence_tiles import kernels_of
+    from tests.unit.parallel.test_sequence_tiles import kernels_of
 
     assert None not in kernels_of("cuda", torch.float32, 1e-3) | kernels_of("cuda", torch.bfloat16, 0.1)

@@ -18,17 +18,17 @@ from tests.matrix.table import Row, not_tried, today
 
 # What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
 SHORT_SET = (
-    "tests/unit/test_sets.py",  # processes
-    "tests/unit/test_readers.py",  # references are counted; the one door to what is private in torch
-    "tests/unit/test_chunk_layout.py",
-    "tests/unit/test_deferred.py",  # factories of tensors, modes
-    "tests/unit/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
-    "tests/unit/test_hostile_files.py",
-    "tests/unit/test_booster_signatures.py",  # annotations
-    "tests/unit/test_checked_arguments.py",
+    "tests/unit/project/test_sets.py",  # processes
+    "tests/unit/base/test_readers.py",  # references are counted; the one door to what is private in torch
+    "tests/unit/shards/test_chunk_layout.py",
+    "tests/unit/deferred/test_deferred.py",  # factories of tensors, modes
+    "tests/unit/checkpoint/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
+    "tests/unit/checkpoint/test_hostile_files.py",
+    "tests/unit/booster/test_booster_signatures.py",  # annotations
+    "tests/unit/plan/test_checked_arguments.py",
     "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
     "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
-    "tests/unit/test_deferred_interrupts.py",  # signals
+    "tests/unit/base/test_deferred_interrupts.py",  # signals
     "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
     "tests/parity/test_random_graphs.py",
     "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",

@@ -13,7 +13,20 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
+from tests.support.engine_setup import scaler
 
+M = 2**20
+
+SCALER = scaler(initial_scale=2.0**16, hysteresis=2)
+OTHER_SCALER: dict[str, float] = {
+    "initial_scale": 1024.0,
+    "min_scale": 2.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 10,
+    "hysteresis": 1,
+    "max_scale": 2.0**20,
+}
 TINY = 1e-4  # MB: about one tensor a shard
 SMALL = {"min_chunk_size_m": 1e-4, "hidden_dim": 8, "search_range_m": 0.01}
 

@@ -1,4 +1,4 @@
-"""``optimizer.type`` ``Muon``: as the optimizer trains in one process (tests/unit/test_optim_whole.py: as torch's)."""
+"""``optimizer.type`` ``Muon`` trains as the optimizer does in one process (compared in test_optim_whole.py)."""
 
 from pathlib import Path
 

@@ -347,7 +347,7 @@ def test_early_stopping_of_one_rank_stops_all(kind: str) -> None:
 
 @on_ranks(1)
 def test_callbacks_that_average_or_unfreeze_are_refused() -> None:
-    """Each of them: tests/unit/test_lightning_classes.py."""
+    """Each of them: tests/unit/lightning/test_lightning_classes.py."""
     for each, why in (
         (callback("StochasticWeightAveraging", swa_lrs=0.1), "it averages and exchanges unsharded parameters"),
         (_Unfreezes(), "it unfreezes parameters during training"),

@@ -10,7 +10,7 @@ A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with eve
 read: every gather the shard; once the masters and (from the second step on) the moments;
 written: once the shard, the masters and the moments. Also with updates during backward.
 
-What each means to the store itself is in ``tests/unit/test_disk_io.py``; here it comes from a plan, and from a
+What each means to the store itself is in ``tests/unit/memory/test_disk_io.py``; here it comes from a plan, and from a
 DeepSpeed configuration.
 """
 
