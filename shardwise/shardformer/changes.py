@@ -158,7 +158,7 @@ def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
         if type(module).__module__.startswith("transformers.")
         and type(module).__name__.endswith(RMS_NORMS)
         and hasattr(module, "variance_epsilon")
-        and not isinstance(module, _RmsNorm)
+        and not isinstance(module, FusedRmsNorm)
     ]
     for norm in norms:
         before.append((norm, "__class__", type(norm)))
@@ -169,7 +169,7 @@ def _fuse_norms(model: nn.Module, before: list[tuple[Any, str, Any]]) -> None:
         warn_user(f"enable_fused_normalization=True without effect in a {type(model).__name__}: it has no known norm")
 
 
-class _RmsNorm(nn.Module):
+class FusedRmsNorm(nn.Module):
     """The forward of an RMS norm of transformers, in one kernel if weight and input have the same dtype."""
 
     weight: Tensor
@@ -194,7 +194,7 @@ def _fused(own: type[nn.Module]) -> type[nn.Module]:
         return (_blank, (own,), vars(self)) if type(self) is _FUSED[own] else object.__reduce_ex__(self, protocol)
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
-    _FUSED[own] = type(own.__name__, (_RmsNorm, own), names)
+    _FUSED[own] = type(own.__name__, (FusedRmsNorm, own), names)
     return _FUSED[own]
 
 

@@ -97,11 +97,11 @@ def _loss(output: str) -> float | None:
 NAMES = r"(\[?rank ?\d+\]?: ?)?[\w.]*(Error|UnsupportedName|Exception|Interrupt|Failed|Hanging|Skipped)\b"
 
 
-def reason(text: str, last: bool = False, launcher: str = "ChildFailedError") -> str:
-    """The first line (or ``last``) that names an error, of a rank rather than of its ``launcher``."""
+def reason(text: str, last: bool = False) -> str:
+    """The first line (or ``last``) that names an error, of a rank rather than of its launcher."""
     lines = [line.strip().removeprefix("E ").strip() for line in text.splitlines()]
     errors = [line for line in lines if re.match(NAMES, line)]
-    own = [line for line in errors if launcher not in line]
+    own = [line for line in errors if "ChildFailedError" not in line]
     return " ".join((own or errors or lines or ["nothing was printed"])[-1 if last or not own else 0].split())[:300]
 
 

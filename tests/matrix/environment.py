@@ -25,7 +25,7 @@ SHORT_SET = (
     "tests/unit/checkpoint/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
     "tests/unit/checkpoint/test_hostile_files.py",
     "tests/unit/booster/test_booster_signatures.py",  # annotations
-    "tests/unit/plan/test_checked_arguments.py",
+    "tests/unit/booster/test_checked_arguments.py",
     "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
     "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
     "tests/unit/base/test_deferred_interrupts.py",  # signals

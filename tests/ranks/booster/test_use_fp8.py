@@ -30,7 +30,7 @@ from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.core.parallel.tensor import parts_of
 from shardwise.shardformer import GradientCheckpointConfig, ShardConfig, ShardFormer
-from shardwise.shardformer.changes import Kernels, _RmsNorm, changed_model
+from shardwise.shardformer.changes import Kernels, FusedRmsNorm, changed_model
 from shardwise.testing import assert_close
 from tests.support.hybrid_setup import LENGTH, POLICIES, VOCABULARY, Texts, made
 from tests.support.on_ranks import everywhere, on_ranks
@@ -221,7 +221,7 @@ def test_models_behind_plugins() -> None:
         boosted, optimizer, *_ = booster.boost(model, optimizer)
         if isinstance(plugin, HybridParallelPlugin):
             assert model.config._attn_implementation == "sdpa"
-        assert sum(isinstance(module, _RmsNorm) for module in model.modules()) == 9
+        assert sum(isinstance(module, FusedRmsNorm) for module in model.modules()) == 9
         found = boosted(**texts(1)).loss
         booster.backward(found, optimizer)
         optimizer.step()

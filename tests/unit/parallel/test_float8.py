@@ -236,7 +236,7 @@ T5 = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_st
 def fused(model: nn.Module) -> list[str]:
     """The names of the norms that are fused, after fusing what can be."""
     with changed_model(model, Kernels(norms=True), None):
-        return [name for name, module in model.named_modules() if isinstance(module, changes._RmsNorm)]
+        return [name for name, module in model.named_modules() if isinstance(module, changes.FusedRmsNorm)]
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
 DRIVER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests/unit")
+sys.path.insert(0, "tests/unit/project")
 from test_gpu_driver import FACTS, GOOD, STOPS, Results, part, started
 path, log = Path(sys.argv[1]), Path(sys.argv[2])
 started([part("one", GOOD, log), part("two", STOPS, log), part("three", GOOD, log)], Results(path, FACTS, fresh=False))

@@ -1,4 +1,4 @@
-"""The runners of ColossalAI's own programs and tests, on a checkout that is made up."""
+"""The names of a checkout of ColossalAI are compared with ours; the checkout of this test is made up."""
 
 import sys
 from pathlib import Path
