@@ -23,7 +23,7 @@ from shardwise.core.base.names import (
     hand_back,
     is_extra,
     keeper,
-    put_others,
+    load_entries,
     takers,
     with_load_hooks,
 )
@@ -193,7 +193,7 @@ class TorchLocalState:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 every.setdefault(id(parameter), []).append(name)
             self.names = [tuple(state_names.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
-            self.buffers_and_extra = dict(state_names.others)
+            self.buffers_and_extra = dict(state_names.buffers_and_extra)
         self._name = {id(p): names[0] for p, names in zip(self.parameters, self.names, strict=True)}
 
     # ---- names and shapes
@@ -370,7 +370,7 @@ class TorchLocalState:
             return
         modules, made = dict(self.module.named_modules()), self._made(values)
         loaded = {name: value for name, value in values.items() if name not in made}
-        put_others(modules, self.buffers_and_extra, loaded, {chain[0] for chain in made.values() if chain})
+        load_entries(modules, self.buffers_and_extra, loaded, {chain[0] for chain in made.values() if chain})
         self._check_loadable(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:

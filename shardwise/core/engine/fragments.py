@@ -156,7 +156,7 @@ class EngineLocalState:
 
     Attributes:
         names: all names of each parameter of the whole model, the saved one first.
-        others: current buffers and extra state by name.
+        buffers_and_extra: current buffers and extra state by name.
         other_shapes: state may have other shapes than parameters, since an optimizer gets unsharded tensors.
     """
 
@@ -170,9 +170,9 @@ class EngineLocalState:
             tuple(names.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
         ]
         self._own = [self.names[place] for place in self._table.place]
-        self._outlines = names.others
+        self._outlines = names.buffers_and_extra
         own = self._state_dicts.names() if self._table.names is not None else names
-        self.buffers_and_extra = dict(own.others)
+        self.buffers_and_extra = dict(own.buffers_and_extra)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
             for position, tile in enumerate(optimizer.updates.tiles):

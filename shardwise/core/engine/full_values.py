@@ -198,14 +198,14 @@ def first_owners(shards: ModelShards, values: Mapping[int, Any], what: str) -> l
 
 def full_buffers_and_extra(shards: ModelShards, state_dicts: StateDictGuard) -> Iterator[tuple[str, Any]]:
     """Yield buffers and extra state of the whole model by name. Collective."""
-    own, mesh = state_dicts.names().others, shards.mesh
+    own, mesh = state_dicts.names().buffers_and_extra, shards.mesh
     outlines = shards.partition.table.names
     if outlines is None:
         for name, value in own.items():
             yield name, value.detach() if isinstance(value, torch.Tensor) else value
         return
     posts = mesh.pipeline.exchange_object(sorted(own), "what stages have")
-    for name, outline in outlines.others.items():
+    for name, outline in outlines.buffers_and_extra.items():
         rank = next(rank for rank, post in enumerate(posts) if name in post)
         if isinstance(outline, torch.Tensor):
             value = own[name].detach().clone() if name in own else torch.empty_like(outline, device=mesh.device)

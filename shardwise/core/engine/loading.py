@@ -16,7 +16,7 @@ from shardwise.core.base.names import (
     hand_back,
     is_one_kind,
     keeper,
-    put_others,
+    load_entries,
     takers,
     with_load_hooks,
 )
@@ -60,7 +60,7 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
         names = _loadable(values)
         # A tied parameter may be given under one of its names only.
         tied = names.of_parameter.values()
-        missing += [name for name in names.others if name not in state_dict]
+        missing += [name for name in names.buffers_and_extra if name not in state_dict]
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
         known = names.order.keys() | {name for own in tied for name in own}
         unexpected += [name for name in state_dict if name not in known]
@@ -71,7 +71,7 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
                 f"{misfits}"
             )
         # The names of all stages are not those of this rank's modules.
-        own = (names if shards.partition.table.names is None else state_dicts.names()).others
+        own = (names if shards.partition.table.names is None else state_dicts.names()).buffers_and_extra
         buffers = {name: state_dict[name] for name in own if name in state_dict}
         check_buffers_and_extra(state_dicts, own, buffers)
     _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers))
@@ -103,7 +103,7 @@ def _loadable(values: Values) -> StateNames:
 def _describe(names: StateNames, state: Mapping[str, Any]) -> Description:
     """Describe the entries of a state that are loaded: of extra state only the class."""
     entries: dict[str, Mapping[str, Any]] = {}
-    for name in names.others:
+    for name in names.buffers_and_extra:
         if name in state:
             value, entry = state[name], f"{name} in the state"
             entries[entry] = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
@@ -120,7 +120,7 @@ def _name_in(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
 def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -> list[str]:
     """List entries with another shape than the model's, or another kind of numbers."""
     facts = shards.partition.table.facts
-    shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
+    shapes = {n: value.shape for n, value in names.buffers_and_extra.items() if isinstance(value, torch.Tensor)}
     dtypes: dict[str, torch.dtype] = {}
     for param, own_names in names.of_parameter.items():
         shapes |= dict.fromkeys(own_names, facts[param].whole)
@@ -138,8 +138,8 @@ def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -
 
 
 @torch.no_grad()
-def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
-    """Write the parameters, and call ``load_others`` for buffers and extra state."""
+def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_buffers: Callable[[], None]) -> None:
+    """Write the parameters, and call ``load_buffers`` for buffers and extra state."""
     table = values.shards.partition.table
     values.before_load(full_model=all(_name_in(own, state) for own in names.of_parameter.values()))
     values.before_update()
@@ -149,7 +149,7 @@ def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_othe
                 name = _name_in(own_names, state)
                 if name is not None and place in table.index:
                     writer.store(table.index[place], state[name])
-        load_others()
+        load_buffers()
         values.publish(everything=True)
 
 
@@ -208,7 +208,7 @@ def check_buffers_and_extra(
         for name in values
         if isinstance(own[name], torch.Tensor) and own[name].numel() and keeper(modules, name) is None
     ]
-    now = state_dicts.names().others if unkept else {}
+    now = state_dicts.names().buffers_and_extra if unkept else {}
     computed, differs = dict[str, list[str]](), False
     for name in unkept:
         before, again = own[name], now.get(name)
@@ -248,7 +248,7 @@ def load_buffers_and_extra(state_dicts: StateDictGuard, own: Mapping[str, Any], 
     before = {name: own[name].clone() for name in chains}
     with state_dicts.giving():
         unchanged = {name: value for name, value in values.items() if name not in chains}
-        put_others(modules, own, unchanged, {chain[0] for chain in chains.values()})
+        load_entries(modules, own, unchanged, {chain[0] for chain in chains.values()})
         lost = [name for name in hand_back(modules, values, chains) if not _same(before[name], values[name])]
     if lost:
         raise _not_restored(lost[0])

@@ -167,8 +167,9 @@ def _names(model: nn.Module, every: Sequence[nn.Parameter], staged: bool) -> Sta
     if not staged or names is None:
         return None
     # Without values of buffers, which only other ranks may have.
-    extra = {n: v.detach().to("meta") if isinstance(v, torch.Tensor) else None for n, v in names.others.items()}
-    return replace(names, others=extra)
+    own = names.buffers_and_extra.items()
+    outlines = {name: value.detach().to("meta") if isinstance(value, torch.Tensor) else None for name, value in own}
+    return replace(names, buffers_and_extra=outlines)
 
 
 def all_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
