@@ -159,7 +159,7 @@ def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas:
     layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=True)
     assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
     for chunk in layout.chunks:
-        assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
+        assert chunk.unsplit and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
         assert all(chunk.shard_numel(rank) > 0 == chunk.shard_numel(rank) % replicas for rank in range(ranks))
         ends = 0
         for slot in chunk.slots:

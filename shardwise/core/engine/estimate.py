@@ -55,7 +55,7 @@ def estimate_memory(
         state = by_tier[home.state.value]
         state["masters"] += numel * each.master_dtype.itemsize if each.master_dtype is not None else 0
         for piece in (piece for tile in each.tiles for piece in tile.pieces):
-            dims = len(facts[piece.param].shape) if each.spec.whole else 1
+            dims = len(facts[piece.param].shape) if each.spec.unsplit else 1
             once, element = state_bytes(dims, each.master_dtype or each.spec.dtype)
             state["optimizer state"] += once + (piece.end - piece.start) * element
         # Full gradients include the shard, unless a GPU moves it to the host.

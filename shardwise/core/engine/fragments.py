@@ -66,7 +66,7 @@ class Fragment:
         return self.numel * self.dtype.itemsize
 
     @property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is the entire tensor."""
         return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
 
@@ -193,7 +193,7 @@ class EngineLocalState:
         """Return the shape of every parameter and buffer by its saved name (without prefix)."""
         shapes = {}
         for place, fact in enumerate(self._table.facts):
-            shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
+            shapes[self.names[place][0]] = TensorShape(tuple(fact.full_shape), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
             if not is_extra(name, value):
                 shapes[name] = TensorShape(tuple(value.shape), value.dtype)
@@ -288,7 +288,7 @@ class EngineLocalState:
     ) -> list[tuple[Fragment, Get]]:
         """Return the fragments of elements ``[start, end)`` of this rank's part of a parameter (or of its state)."""
         fact = self._shards.layout.facts[param]
-        shape, part = tuple(fact.whole), fact.part
+        shape, part = tuple(fact.full_shape), fact.part
         if fact.earlier or (part is None and self._shards.mesh.tensor.rank > 0):
             return []
         if part is None:

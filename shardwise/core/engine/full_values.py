@@ -173,7 +173,7 @@ def _across_stages(
         with collectively(mesh.mesh_group, READING, READ_AGAIN, DiskError, shards.storage.uses_disk):
             value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != mesh.pipeline.rank:
-            value = torch.empty(table.facts[place].whole, dtype=getattr(torch, kind), device=mesh.device)
+            value = torch.empty(table.facts[place].full_shape, dtype=getattr(torch, kind), device=mesh.device)
         value = value.contiguous()
         mesh.pipeline.broadcast(value, rank)
         yield place, value

@@ -123,7 +123,7 @@ def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -
     shapes = {n: value.shape for n, value in names.buffers_and_extra.items() if isinstance(value, torch.Tensor)}
     dtypes: dict[str, torch.dtype] = {}
     for param, own_names in names.of_parameter.items():
-        shapes |= dict.fromkeys(own_names, facts[param].whole)
+        shapes |= dict.fromkeys(own_names, facts[param].full_shape)
         dtypes |= dict.fromkeys(own_names, facts[param].dtype)
     misfits = [
         f"{name}: {tuple(state[name].shape)} instead of {tuple(shape)}"

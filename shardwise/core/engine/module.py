@@ -185,7 +185,7 @@ class ShardedModule(TransparentModule):
         outlines = [
             params[table.index[place]]
             if place in table.index and fact.part is None
-            else torch.empty(fact.whole, dtype=fact.dtype, device="meta")
+            else torch.empty(fact.full_shape, dtype=fact.dtype, device="meta")
             for place, fact in enumerate(table.facts)
         ]
         return self._state_names().layout(outlines)

@@ -433,7 +433,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_norm(
         self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
     ) -> float:
-        parts = self._counting.others(self._settings, refusal) if self._counting is not None else None
+        parts = self._counting.parts(self._settings, refusal) if self._counting is not None else None
         return global_norm(self._reduced(), p, self._ask, inverse, known, parts)
 
     def _ask(self, mine: float, largest: bool) -> float:

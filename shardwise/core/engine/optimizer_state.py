@@ -116,8 +116,8 @@ class OptimizerState:
 
     def _cut(self, piece: ParamShard, full: dict[str, Any]) -> dict[str, Any]:
         fact = self._shards.layout.facts[piece.param]
-        name, shape, part, numel = fact.names[0], fact.whole, fact.part, piece.end - piece.start
-        unsplit = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].whole
+        name, shape, part, numel = fact.names[0], fact.full_shape, fact.part, piece.end - piece.start
+        unsplit = self._shards.layout.chunks[self._shards.layout.where[piece.param][0]].unsplit
         cut: dict[str, Any] = {}
         for key, value in flat(full).items():
             if not isinstance(value, torch.Tensor):
@@ -190,7 +190,7 @@ class OptimizerState:
                 if rank == pipeline.rank:
                     value = entries[place][key].to(self._mesh.device)
                 else:
-                    value = self._room(kind, table.facts[place].whole)
+                    value = self._room(kind, table.facts[place].full_shape)
                 pipeline.broadcast(value, rank)
                 entry[key] = value.cpu() if needed else None
             yield place, entry
@@ -373,7 +373,8 @@ class OptimizerState:
                 f"groups of {[len(own) for own in places]}; load it into an optimizer with the same groups"
             )
         check_modes(f"the state of a {type(self.optimizer).__name__}", theirs)
-        check_full_state(self.optimizer, full, [[self._table.facts[place].whole for place in own] for own in places])
+        facts = self._table.facts
+        check_full_state(self.optimizer, full, [[facts[place].full_shape for place in own] for own in places])
         return dict(zip((p for own in places for p in own), (n for g in theirs for n in g["params"]), strict=True))
 
     def _new(self, full: dict[str, Any], numbers: dict[int, int]) -> list[list[dict[str, Any] | None] | None]:

@@ -55,7 +55,7 @@ class Partition:
 
     Attributes:
         tp_plan: tensor parallelism of layers, or ``None``.
-        draws: synchronises random numbers of tensor-parallel ranks, or ``None``.
+        rng_alignment: synchronises random numbers of tensor-parallel ranks, or ``None``.
         staging: pipeline stages, or ``None``.
         sequences: sequence parallelism, or ``None``.
         every: all parameters of the model with their facts, until :meth:`install`.
@@ -73,13 +73,13 @@ class Partition:
         self.staging: Staging | None = None
         self.sequences: Sequences | None = None
         self.shared: SharedGradients | None = None
-        self.draws: RngAlignment | None = None
+        self.rng_alignment: RngAlignment | None = None
         self._wire = mesh.wire
         compress = plan.comm.compress is not None
         if mesh.tensor.size > 1:
             axis = Axis(mesh.tensor, compress)
             self.tp_plan = cut_model(model, axis, plan.tensor)
-            self.draws = RngAlignment(model, axis, mesh.device)
+            self.rng_alignment = RngAlignment(model, axis, mesh.device)
         facts = parameter_facts(every, model, optimizers, plan, self.tp_plan)
         wide = [fact.names[0] for fact in facts if plan.comm.compressed and fact.dtype is torch.float64]
         if wide:
@@ -142,8 +142,8 @@ class Partition:
             self.sequences.install()
         if self.tp_plan is not None:
             self.tp_plan.install()
-        if self.draws is not None:
-            self.draws.align()
+        if self.rng_alignment is not None:
+            self.rng_alignment.align()
         if self.staging is not None:
             self.staging.install()
             self.staging.forget()

@@ -114,14 +114,14 @@ class StateOffload:
 
     def _tensors(self, tiles: Sequence[UpdateTile]) -> list[torch.Tensor]:
         """Return state of more than one element, each tensor once, without tensors that were on the host before."""
-        found = dict[int, torch.Tensor]()
+        tensors = dict[int, torch.Tensor]()
         for piece in (piece for tile in tiles for piece in tile.pieces):
             for each in tensors_of([*self._optimizer.state.get(piece.value, {}).values()]):
                 if each.shape == piece.value.shape or each.numel() > 1:
-                    found[id(each)] = each
+                    tensors[id(each)] = each
         for each in self._host_before:
-            found.pop(id(each), None)
-        return list(found.values())
+            tensors.pop(id(each), None)
+        return list(tensors.values())
 
     @torch.no_grad()
     def move(self, tiles: Sequence[UpdateTile], copied: Callable[[torch.Tensor], torch.Tensor], tier: Tier) -> None:

@@ -44,7 +44,7 @@ class ParamInfo:
     """Whether an earlier pipeline stage has the parameter, too."""
 
     @property
-    def whole(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """The shape of the full parameter, as it is saved."""
         return self.shape if self.part is None else self.part.full_shape
 
@@ -96,7 +96,7 @@ class ChunkSpec:
     reshard_after_forward: bool | None
     """False: stays gathered (small tensors of ``ByTensor``, and what the plan says). True: freed after forward.
     None: the plan's budget decides."""
-    whole: bool = False
+    unsplit: bool = False
     """Each parameter lies in one rank's shard, where the optimizer gets it in its shape."""
 
     @property
@@ -433,7 +433,7 @@ def make_layout(
                 slots=tuple(slots),
                 bounds=bounds,
                 reshard_after_forward=bin_.reshard_after_forward,
-                whole=tensors,
+                unsplit=tensors,
             )
             where.update({slot.param: (spec.index, slot) for slot in slots})
             chunks.append(spec)

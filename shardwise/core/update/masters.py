@@ -94,20 +94,20 @@ class ChunkState:
             yield self.master
             return
         self._events.masters_wanted(self.chunk.spec.optimizer)
-        whole = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
+        masters = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
         if self._written:
-            self._transfer(whole, self.store, write=False)
-        yield whole
+            self._transfer(masters, self.store, write=False)
+        yield masters
         if write:
-            self._transfer(whole, self.store, write=True)
+            self._transfer(masters, self.store, write=True)
             self._written = True
 
-    def _transfer(self, whole: torch.Tensor, store: DiskStore, write: bool) -> None:
+    def _transfer(self, masters: torch.Tensor, store: DiskStore, write: bool) -> None:
         for record, span in zip(self.values, self.ranges, strict=True):
-            part = whole[span.start : span.end]
+            part = masters[span.start : span.end]
             buffer = store.buffer(part.nbytes)
             try:
-                view = buffer[: part.nbytes].view(whole.dtype)
+                view = buffer[: part.nbytes].view(masters.dtype)
                 if write:
                     view.copy_(part)
                     store.write(record, buffer).wait()
@@ -206,7 +206,7 @@ class MasterEdits:
 def take_over(
     chunk: Chunk,
     shard: torch.Tensor,
-    kept: torch.Tensor | None,
+    master: torch.Tensor | None,
     rounded: Rounded | None,
     slots: Sequence[ParamSpan] | None = None,
 ) -> bool:
@@ -215,14 +215,14 @@ def take_over(
     Args:
         chunk: the chunk.
         shard: the values that the program has left.
-        kept: the master, or the shard itself if the parameters show a rounded copy of it.
-        rounded: the rounded values of ``kept``, if they are rounded in blocks.
+        master: the master, or the shard itself if the parameters show a rounded copy of it.
+        rounded: the rounded values of ``master``, if they are rounded in blocks.
         slots: of the parameters that may have changed; ``None``: all.
 
     Returns:
         Whether any value was copied.
     """
-    if kept is None:
+    if master is None:
         return False
     here = [chunk.overlap(slot) for slot in (chunk.spec.slots if slots is None else slots)]
     spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
@@ -231,7 +231,7 @@ def take_over(
         own = [(max(start - first, 0), end - first) for start, end in spans if first < end and start < first + PART]
         if not own:
             continue
-        part = kept[first : first + PART]
+        part = master[first : first + PART]
         values = shard[first : first + PART].to(part.device)
         shows = part.to(values.dtype)
         shown = shows if rounded is None else rounded(shows)

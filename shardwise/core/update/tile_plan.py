@@ -52,7 +52,7 @@ def plan_tiles(spec: ChunkSpec, rank: int, group_of: Sequence[int], tile_numel: 
     for slot_index, slot in enumerate(spec.slots):
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         group = group_of[slot.param]
-        step = max(tile_numel, slot.numel) if spec.whole else tile_numel
+        step = max(tile_numel, slot.numel) if spec.unsplit else tile_numel
         for at in range(start, end, step):
             stop = min(at + step, end)
             piece = ShardRange(slot_index, slot.param, at - slot.start, at - shard_start, stop - shard_start)
