@@ -202,7 +202,7 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.passes.reduce_rest()
+        self.passes.reduce_unreduced()
         facade, table = self.engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
@@ -267,7 +267,7 @@ class Session:
         Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
         new optimizer.
         """
-        if self.engine.guards.given_back:
+        if self.engine.guards.unsharded:
             return
         values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
@@ -290,9 +290,9 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
-        self.engine.guards.given_back = True
+        self.engine.guards.unsharded = True
         for optimizer in self.optimizers:
-            optimizer.close(given_back=True)
+            optimizer.close(unsharded=True)
 
     # ---- memory and traffic
 

@@ -70,7 +70,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/chunk_grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
+    ("core/engine/full_values.py", "LazyGather.", "", "groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

@@ -319,14 +319,14 @@ def test_blocks_keep_all() -> None:
     each.use(3)
     outer, inner = Scope(), Scope()
     each.pool.enter_scope(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_gathered
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
     each.pool.enter_scope(inner)
     each.pool.leave_scope(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_gathered, "inside the other one everything stays"
     each.pool.leave_scope(inner)
-    assert len(each.held) == 1 and not each.pool.blocks.all_held
+    assert len(each.held) == 1 and not each.pool.blocks.all_gathered
 
 
 def test_an_update_drops_what_is_trained() -> None:

@@ -77,7 +77,7 @@ def test_budget_by_position() -> None:
                 seen.append(meter.budget_bytes())
                 others.append(session.ledger.model_bytes() - pool.reusable_bytes)
 
-        session.engine.events.unit_wanted.listen(use)
+        session.engine.events.unit_requested.listen(use)
         step(session)
     steady = int((1 << 16) * 0.9)
     assert seen == [steady - rest - other for rest, other in zip(intervals, others, strict=True)]

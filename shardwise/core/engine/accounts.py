@@ -100,7 +100,7 @@ class Accounts:
         for buffer in here:
             self._storage.ledger.charge(buffer)
 
-    def foreseen_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the bytes in the device's accounts that may not be allocated yet."""
         return max(self._expected_bytes - self.state_bytes(Tier.DEVICE)[1], 0) + self._to_come
 

@@ -95,7 +95,7 @@ class Attachment:
         methods |= {name: each for name, each in refusals_of_wrappers(model).items() if name not in own}
         # A class with its own load_state_dict, and an attribute that exists already, stay.
         if type(model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
-            methods["load_state_dict"] = self._load_whole
+            methods["load_state_dict"] = self._load_full
         own.update(methods)
         self._remove += [partial(own.pop, name, None) for name in methods]
 
@@ -110,12 +110,12 @@ class Attachment:
             f"save state_dict() of {SHARDED_MODEL}, and load it into another model"
         )
 
-    def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def _load_full(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The user's ``model.load_state_dict()``: every rank calls it, also inside ``gathered(write_back=True)``."""
         with self._shards.mesh.doing("load_state_dict() of the model"):
-            if not self._pool.blocks.all_held:
+            if not self._pool.blocks.all_gathered:
                 return load_full(self._values, state_dict, strict, assign)
-            if self._guards.state_dicts.keeps_loads:  # otherwise it raises
+            if self._guards.state_dicts.allows_loads:  # otherwise it raises
                 compare_states(self._values, state_dict)
             return nn.Module.load_state_dict(self._model, state_dict, strict, assign)
 

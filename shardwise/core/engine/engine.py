@@ -85,7 +85,7 @@ class Engine:
         self.meter: MemoryMeter | None = None
         self.accounts = Accounts(storage, model, plan.precision.buffer_dtype, foreseen=not staged)
         if ledger.capacity_bytes is not None:
-            self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.foreseen_bytes)
+            self.meter = MemoryMeter(ledger, mesh.device, plan.tiers.auto, self.accounts.reserved_bytes)
         self.pool = self._make_pool()
         if self.pool.has_transient and (graphs := [n for n, m in model.named_modules() if makes_cuda_graphs(m)]):
             raise ValueError(
@@ -103,14 +103,14 @@ class Engine:
     def _wire(self) -> None:
         """Connect events with their listeners."""
         events, early, facade, plan = self.events, self.grads.early, self.grads.facade, self.shards.plan
-        events.backward_asked.listen(partial(self.guards.check_open, "backward()"))
+        events.backward_requested.listen(partial(self.guards.check_open, "backward()"))
         if self.meter is not None:
             events.forward_began.listen(lambda trains: self.accounts.look())
-            events.unit_wanted.listen(self.meter.before_use)
+            events.unit_requested.listen(self.meter.before_use)
             events.unit_ready.listen(self.meter.after_use)
         if plan.grad.update == "backward":
-            events.backward_asked.listen(early.begin_pass)
-            events.backward_asked.listen(self.values.take_edits)  # writes since the forward pass
+            events.backward_requested.listen(early.begin_pass)
+            events.backward_requested.listen(self.values.take_edits)  # writes since the forward pass
             events.result_added.listen(early.result_added)
             events.gradients_dropped.listen(early.dropped)
         events.backward_began.listen(facade.begin_pass)
@@ -122,7 +122,7 @@ class Engine:
             order = GatherOrderCheck(pool.issued, mesh.world, mesh.replicate.rank, name_of)
             self.grads.reducer.piggybacks.append(order)
         if pool.in_order and mesh.shard.starts_together and plan.comm.overlap:
-            events.unit_wanted.listen(self._pass_by)
+            events.unit_requested.listen(self._pass_by)
 
     def _pass_ended(self) -> None:
         self.pool.trace.end_pass()
@@ -133,7 +133,7 @@ class Engine:
         pool = self.pool
         # While the order is not known, a unit that is used again is reduced again, unless it was updated.
         if pool.in_training and (pool.trace.followed or not self.grads.early.active):
-            self.grads.reducer.pass_by(unit, pool.trace.rest_of_pass())
+            self.grads.reducer.pass_by(unit, pool.trace.upcoming_in_pass())
 
     # ---- set-up
 

@@ -23,7 +23,7 @@ from shardwise.core.parallel.tensor import Part
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
 
-KEPT_NUMEL = 1 << 14
+STAGING_NUMEL = 1 << 14
 """Shards up to this number of elements use a buffer that the group keeps, one for each dtype, since creating a buffer
 takes several exchanges and a state has many small tensors."""
 
@@ -71,15 +71,15 @@ def _gather_unequal(group: Group, own: torch.Tensor, counts: Sequence[int]) -> t
 
 
 def _staging(group: Group, numel: int, dtype: torch.dtype) -> Buffer:
-    if numel > KEPT_NUMEL:
+    if numel > STAGING_NUMEL:
         return group.buffers([(numel, dtype)])[0]
     if dtype not in group.staging:
-        group.staging[dtype] = group.buffers([(KEPT_NUMEL, dtype)])[0]
+        group.staging[dtype] = group.buffers([(STAGING_NUMEL, dtype)])[0]
     group.staging[dtype].resize(numel)
     return group.staging[dtype]
 
 
-class WhenAsked:
+class LazyGather:
     """A gather that reads the peers' memory, and starts when it is waited for."""
 
     def __init__(self, start: Callable[[], Handle]) -> None:

@@ -294,7 +294,7 @@ class GradFacade:
         for state in self._states:
             for at in state.used_globally if reduced else state.used_globally | state.filled:
                 entry = self._by_index[state.spec.slots[at].param]
-                if entry.param.grad is entry.shown:  # otherwise assigned since: reduce_rest()
+                if entry.param.grad is entry.shown:  # otherwise assigned since: reduce_unreduced()
                     self._show(entry)
 
     @staticmethod
@@ -453,7 +453,7 @@ class GradFacade:
         """
         self.check_caller(index, what)
         with self._collective(index, what):
-            self._passes.reduce_due()
+            self._passes.reduce_if_due()
         if why := self._why_not(index):
             raise RuntimeError(f"{what} of {self.name(index)}.grad {why}")
 

@@ -19,7 +19,7 @@ from shardwise.core.engine.loading import load_full
 from shardwise.core.engine.values import Values
 from shardwise.core.memory.trace.stats import MemStats
 
-ASKED_BY_TORCH = "_fqn_modifiers"
+READ_BY_TORCH = "_fqn_modifiers"
 """The attribute that torch's functions for states read first; they would use wrong names."""
 
 
@@ -86,7 +86,7 @@ class ShardedModule(TransparentModule):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name == ASKED_BY_TORCH:
+        if name == READ_BY_TORCH:
             raise RuntimeError(
                 f"torch.distributed.checkpoint.state_dict does not support {type(self).__name__}: use the functions of "
                 "the same names in shardwise.pytorch.state_dict"

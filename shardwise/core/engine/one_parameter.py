@@ -67,10 +67,10 @@ class OneParameter:
 
     def value(self, own: bool = False) -> torch.Tensor:
         """Return a copy of the full value, or of this rank's shard (1-D, may be empty), on the device."""
-        return self._read() if own else self._read_whole()
+        return self._read() if own else self._read_full()
 
     @collective("reading a parameter")
-    def _read_whole(self) -> torch.Tensor:
+    def _read_full(self) -> torch.Tensor:
         return self._gather(self._read())
 
     def _read(self) -> torch.Tensor:

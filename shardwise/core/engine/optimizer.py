@@ -192,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grads, guards, norm_type = self._grads, self._values.guards, self._shards.plan.grad.norm_type
         guards.check_open(f"step() of the {type(self.optimizer).__name__}")
         if closure is None and grads.passes.unreduced:
-            grads.passes.reduce_rest()  # the hooks see the gradients of this step
+            grads.passes.reduce_unreduced()  # the hooks see the gradients of this step
         # A hook may limit gradients: an overflow from before it still skips the step, as with torch's GradScaler.
         scaled = self.scaler is not None and has_pre_hooks(self.optimizer)
         overflow = scaled and not all(bool(torch.isfinite(each).all()) for each in self._reduced())
@@ -306,15 +306,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._grads.facade.stale.note(self.index, self._states)
         self._grads.drop(self.index)
 
-    def close(self, given_back: bool = False) -> None:
+    def close(self, unsharded: bool = False) -> None:
         """Stop updates. The state of the user's optimizer stays sharded, and its own ``step`` is refused. Idempotent.
 
         Args:
-            given_back: the model's parameters have their values again.
+            unsharded: the model's parameters have their values again.
         """
         if self._early is not None:
             self._early.close()
-        self.updates.close(given_back)
+        self.updates.close(unsharded)
         vars(self.optimizer).pop("zero_grad", None)  # the class's method applies again
 
     # ---- backward passes
@@ -423,7 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Gradients that the user assigned to ``.grad`` are taken over first.
         """
-        self._grads.passes.reduce_rest()
+        self._grads.passes.reduce_unreduced()
         self._grads.facade.collect()
         return self._grads.facade.divisor(self.index)
 

@@ -152,7 +152,7 @@ class Storage:
                     self.upload_slots.copy(shard, master)
                 group.round_(shard)
 
-    def round_whole(self, chunk: Chunk) -> None:
+    def round_full(self, chunk: Chunk) -> None:
         """Quantize the shard as :meth:`round_` does, together with the peers' shards if they are on this rank."""
         group = self.by_owner(chunk.spec)
         if not chunk.resident:

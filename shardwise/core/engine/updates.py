@@ -220,9 +220,9 @@ class TileUpdates:
         """Listen to ``events``, and register state and scratch memory with ``accounts``."""
         accounts.steppers.append(self.stepper)
         if self._disk:
-            events.masters_wanted.listen(self._give_back)
+            events.masters_requested.listen(self._give_back)
             events.update_expected.listen(self._visits.read_ahead)
-        events.backward_asked.listen(self.offload_state.check)
+        events.backward_requested.listen(self.offload_state.check)
 
     def expected_bytes(self, tier: Tier) -> int:
         """Return the bytes of state in ``tier`` after a step of every parameter, measured by a step of a dummy
@@ -406,9 +406,9 @@ class TileUpdates:
                 for tile in of_chunk:
                     update([(tile, shard)])
 
-    def close(self, given_back: bool) -> None:
+    def close(self, unsharded: bool) -> None:
         """See :meth:`ShardedOptimizer.close`."""
-        self.stepper.close(given_back or all(chunk.resident for chunk in self._shards.chunks))
+        self.stepper.close(unsharded or all(chunk.resident for chunk in self._shards.chunks))
 
 
 def _for_update(tile: UpdateTile) -> AbstractContextManager[torch.Tensor]:

@@ -127,7 +127,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
                 adopt(present, value.new_zeros(()).expand(value.shape))  # of another rank's stage
     storage.commit()
     for chunk in storage.chunks:
-        storage.round_whole(chunk)
+        storage.round_full(chunk)
         chunk.adopt_params()
 
 

@@ -390,7 +390,7 @@ class Chunk:
                 return index
         return None
 
-    def take_given(self) -> None:
+    def copy_assigned_data(self) -> None:
         """Copy data that was assigned to gathered parameters into the chunk, and point them at it again.
 
         Data of another shape, dtype or device stays, and :meth:`misplaced` finds it.

@@ -342,7 +342,7 @@ def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> 
 # number of chunks, the loads of two ranks differ by at most the largest tensor. Shards of a chunk then differ in
 # length, and the group has to be able to exchange such shards (Group.uneven). Otherwise all shards of a chunk are
 # padded to the length of the longest one.
-def _place_whole(
+def _assign_to_ranks(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
 ) -> list[list[ParamSpan]]:
     """Return the slots of each shard, from 0 on. ``loads``, the bytes of each rank, are increased."""
@@ -360,11 +360,11 @@ def _place_whole(
     return [_place(facts, sorted(each), itemsize)[0] for each in by_rank]
 
 
-def _pack_whole(
+def _pack_unsplit(
     facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
 ) -> tuple[list[ParamSpan], Bounds]:
     """Return the slots of a chunk, each in one shard, and the bounds of the shards."""
-    by_rank = _place_whole(facts, params, itemsize, loads, uneven)
+    by_rank = _assign_to_ranks(facts, params, itemsize, loads, uneven)
     step = math.lcm(ALIGN_BYTES // itemsize, replicas)
     lengths = [_round_up(max(1, own[-1].end if own else 0), step) for own in by_rank]
     if not uneven:
@@ -415,7 +415,7 @@ def make_layout(
         for (dtype, trainable, optimizer), params in keyed.items():
             tensors = trainable and optimizer in unsplit
             if tensors:
-                slots, bounds = _pack_whole(facts, params, dtype.itemsize, replicate_size, loads, uneven)
+                slots, bounds = _pack_unsplit(facts, params, dtype.itemsize, replicate_size, loads, uneven)
             else:
                 slots, numel = _place(facts, params, dtype.itemsize)
                 step = math.lcm(replicate_size, ALIGN_BYTES // dtype.itemsize)

@@ -90,7 +90,7 @@ class GatherScopes:
         return bool(self.open) and any(scope.ready for scope in self.open)
 
     @property
-    def all_held(self) -> bool:
+    def all_gathered(self) -> bool:
         """Whether a scope has every unit gathered, so that nothing needs the peers."""
         return bool(self.open) and any(scope.ready and set(self._transient) <= set(scope.units) for scope in self.open)
 
@@ -112,7 +112,7 @@ class ChunkPool:
         group: the ranks that share each chunk.
         ledger: accounts of the device's memory.
         limits: how much may be gathered.
-        events: notified of units: wanted, ready, gathered, evicted.
+        events: notified of units: requested, ready, gathered, evicted.
         model_id: id of the model on ``group``.
 
     Attributes:
@@ -215,7 +215,7 @@ class ChunkPool:
     @locked
     def finish_phase(self) -> None:
         """End a pass: where the ranks agree on gathers, take part in those that other ranks still need."""
-        while self.agrees and not self.blocks.all_held and self._agree_and_gather(None):
+        while self.agrees and not self.blocks.all_gathered and self._agree_and_gather(None):
             pass
 
     def abandon_phase(self) -> None:
@@ -275,7 +275,7 @@ class ChunkPool:
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
-            self._events.unit_wanted(unit)
+            self._events.unit_requested(unit)
             if self._transient[unit]:
                 self._bring(unit)
             self._events.unit_ready(unit)
@@ -493,7 +493,7 @@ class ChunkPool:
             if not self.agrees:
                 for unit in (*needed, *ahead):
                     self._start(unit)
-            elif needed or ahead or (self.agreement.due() and not self.blocks.all_held):
+            elif needed or ahead or (self.agreement.due() and not self.blocks.all_gathered):
                 self._agree_and_gather(self._that_fit(needed, ahead))
 
     def _agree_and_gather(self, units: list[int] | None) -> bool:

@@ -93,7 +93,7 @@ class ChunkState:
         if self.store is None:
             yield self.master
             return
-        self._events.masters_wanted(self.chunk.spec.optimizer)
+        self._events.masters_requested(self.chunk.spec.optimizer)
         masters = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
         if self._written:
             self._transfer(masters, self.store, write=False)

@@ -162,12 +162,12 @@ def watch(session: Session, found: Found) -> None:
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
             # Optimizer state that is not made yet is accounted for.
-            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.foreseen_bytes()
+            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.reserved_bytes()
             assert counted == accounted, f"{accounted} accounted, {counted} are there: {ledger.bytes_by_kind()}"
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
-    session.engine.events.unit_wanted.listen(use)
+    session.engine.events.unit_requested.listen(use)
     session.engine.events.unit_ready.listen(ready)
 
 

@@ -515,7 +515,7 @@ def edited(plan: Plan) -> None:
         assert_close(session.module.state_dict(), before, 0.0, "some were written")
         assert plan.tiers.disk is None or moved["disk_write"] > 0
         with session.gathered(session.params):
-            assert session.engine.pool.blocks.all_held
+            assert session.engine.pool.blocks.all_gathered
             assert model.state_dict().keys() == before.keys()
         other = seeded(net)
         with sharded(other, adam(other), plan) as second:
