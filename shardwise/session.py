@@ -24,16 +24,16 @@ from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
-from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
+from shardwise.core.engine.memory_estimate import estimate_memory
+from shardwise.core.engine.memory_usage import MemoryReport
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
-from shardwise.core.engine.packed_weights import settle_packed
-from shardwise.core.engine.pipelined import PipelineSteps
+from shardwise.core.engine.pipeline_steps import PipelineSteps
 from shardwise.core.engine.placement import describe
+from shardwise.core.engine.quantized_weights import prepare_quantized
 from shardwise.core.engine.user_optimizer import snapshot
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
@@ -88,7 +88,7 @@ class Session:
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
-        self.engine, self.module = engine, ShardedModule(engine.values, engine.attachment, report)
+        self.engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
@@ -349,7 +349,7 @@ class Session:
                 f"use_memory_stats() needs a device capacity, and the plan has {self.ledger.capacity_bytes}: "
                 "declare one (device_capacity_bytes), and give a trace that the same plan recorded"
             )
-        self.engine.meter.use(self.engine.attachment.by_units(stats))
+        self.engine.meter.use(self.engine.model_hooks.by_units(stats))
 
     @property
     def resident(self) -> bool:
@@ -419,7 +419,7 @@ def build(
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
         with on_device(mesh.device):
-            undo.callback(settle_packed(model, mesh.device))
+            undo.callback(prepare_quantized(model, mesh.device))
             with mesh.doing("build()"):
                 engine = Engine(model, optimizers, plan, mesh)
             undo.callback(engine.close)  # its hooks and files

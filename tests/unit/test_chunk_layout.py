@@ -21,10 +21,10 @@ from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.gather import ChunkPool, Scope
 from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamInfo, make_layout, module_units, search_chunk_numel
-from shardwise.core.shards.pool import ChunkPool, Scope
 from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
-from shardwise.core.shards.source import MemorySource
+from shardwise.core.shards.shard_memory import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 from tests.support.on_ranks import raises
 

@@ -26,7 +26,7 @@ from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
-from shardwise.core.shards.source import DiskSource, ReadAhead
+from shardwise.core.shards.shard_memory import DiskSource, ReadAhead
 from tests.support.on_ranks import raises
 from tests.support.sets import campaign
 

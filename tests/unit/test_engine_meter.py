@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.tracker import AllocatorTracker
-from shardwise.core.shards import meter as meters
-from shardwise.core.shards.meter import MemoryMeter
+from shardwise.core.shards import memory_meter as meters
+from shardwise.core.shards.memory_meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from tests.support.on_ranks import on_ranks, raises

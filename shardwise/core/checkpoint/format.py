@@ -30,7 +30,7 @@ from shardwise.core.checkpoint.bounds import (
     saving,
 )
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
-from shardwise.core.engine.fragments import Fragment
+from shardwise.core.engine.checkpoint_state import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
 

@@ -30,7 +30,7 @@ from shardwise.core.base.names import (
 from shardwise.core.base.torch_internals import offset_of_part
 from shardwise.core.checkpoint.run import Ranks, Scaler
 from shardwise.core.comm import Activity
-from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
+from shardwise.core.engine.checkpoint_state import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.core.mesh.mesh import CALLS
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.optim.state_form import constructed_state
@@ -300,7 +300,7 @@ class TorchLocalState:
         optimizers: Collection[int],
     ) -> None:
         """Load parameters and optimizer state, as
-        :meth:`shardwise.core.engine.fragments.EngineLocalState.load_into` does."""
+        :meth:`shardwise.core.engine.checkpoint_state.EngineLocalState.load_into` does."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
             if name is not None:

@@ -17,11 +17,11 @@ from shardwise.core.base.tensors import SPARSE
 from shardwise.core.base.torch_internals import running_ddp
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.broken import Broken
-from shardwise.core.checks.overlaps import check_apart
+from shardwise.core.checks.shared_storage import check_no_shared_storage
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.shards.chunk import Chunk, absent_value, is_absent
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.layout import Layout
-from shardwise.core.shards.pool import ChunkPool
 
 MARK = "_is_sharded"
 READ_BY_DDP, READ_BY_DATA_PARALLEL = "_ddp_params_and_buffers_to_ignore", "_replicate_for_data_parallel"
@@ -66,7 +66,7 @@ def check_shardable(model: nn.Module) -> None:
             raise ValueError(
                 f"{name} {tuple(param.shape)} is not gathered: the model is sharded already; build a new one"
             )
-    check_apart(model)
+    check_no_shared_storage(model)
 
 
 def _check_layouts(model: nn.Module) -> None:

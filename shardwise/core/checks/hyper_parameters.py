@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
-from shardwise.core.checks.description import called, group_values
+from shardwise.core.checks.build_fingerprint import called, group_values
 from shardwise.core.checks.param_groups import ParamGroups
 from shardwise.core.comm import Description, Group, differences, digest
 from shardwise.core.mesh import Mesh

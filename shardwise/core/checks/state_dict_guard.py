@@ -17,8 +17,8 @@ from shardwise.core.base.names import StateNames
 from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.layout import Layout
-from shardwise.core.shards.pool import ChunkPool
 
 SAVE = (
     f"call it, on every rank, on {SHARDED_MODEL}, or inside its gathered() block; give the result to "

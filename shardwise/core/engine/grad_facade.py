@@ -27,11 +27,11 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.full_values import gather_parts
+from shardwise.core.engine.model_parallel_norm import in_shard, is_divided
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.norm_parts import in_shard, is_divided
+from shardwise.core.grads.backward_passes import BackwardPasses
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import each_norm
-from shardwise.core.grads.passes import BackwardPasses
 from shardwise.core.grads.reducer import StepCounts
 from shardwise.core.grads.sharded_grad import ShardedGrad
 

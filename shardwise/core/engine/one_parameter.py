@@ -19,8 +19,8 @@ from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import LOAD, READ_AGAIN, READING, READING_STATE, WRITING_STATE, gather_parts
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
-from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.engine.param_writer import ParamWriter
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.update.tiles import ParamShard
 
@@ -37,7 +37,9 @@ class OneParameter:
         index: of the parameter, in the order of the session's ``params``.
     """
 
-    def __init__(self, values: Values, grads: Gradients, optimizers: Sequence[ShardedOptimizer], index: int) -> None:
+    def __init__(
+        self, values: ParameterValues, grads: Gradients, optimizers: Sequence[ShardedOptimizer], index: int
+    ) -> None:
         self._values, self._grads, self.index = values, grads, index
         self._shards, self._guards, self._mesh = values.shards, values.guards, values.shards.mesh
         chunk_index, self._slot = self._shards.layout.where[index]
@@ -109,7 +111,7 @@ class OneParameter:
         values.make_current(f"writing {self.name}")
         values.before_update()
         with self._guards.broken.replacing(f"writing {self.name}", [PARAMETERS]):
-            with ValueWriter(self._shards.storage) as writer:
+            with ParamWriter(self._shards.storage) as writer:
                 writer.store(self.index, new, local=True)
             values.publish(everything=True)
 

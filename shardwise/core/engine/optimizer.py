@@ -17,13 +17,13 @@ from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.checks.hyper_parameters import HyperParameters
-from shardwise.core.engine.attachment import Attachment
 from shardwise.core.engine.gradients import Gradients
-from shardwise.core.engine.norm_parts import Counting
+from shardwise.core.engine.model_hooks import ModelHooks
+from shardwise.core.engine.model_parallel_norm import ModelParallelNorm
 from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.engine.user_optimizer import after_hooks, redirect
-from shardwise.core.engine.values import Values
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.norm import LateNorm, TileNorm, clip_factor, global_norm
 from shardwise.core.grads.scaler import LossScaler
@@ -45,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler: the loss scale, or ``None``.
         values: of the model.
         grads: of the model.
-        attachment: the hooks on the model.
+        model_hooks: the hooks on the model.
         events: notified of updates.
 
     Attributes:
@@ -59,19 +59,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         index: int,
         scaler: LossScaler | None,
-        values: Values,
+        values: ParameterValues,
         grads: Gradients,
-        attachment: Attachment,
+        model_hooks: ModelHooks,
         events: Events,
     ) -> None:
         # Optimizer.__init__ is not called: it would build param groups of its own.
         self.optimizer, self.index, self.scaler = optimizer, index, scaler
-        self._values, self._grads, self._attachment, self._events = values, grads, attachment, events
+        self._values, self._grads, self._model_hooks, self._events = values, grads, model_hooks, events
         shards = self._shards = values.shards
         self._mesh = shards.mesh
         self._states = [s for s in grads.states.values() if s.spec.optimizer == index]
         parts = shards.mesh.model_parallel
-        self._counting = Counting(shards, parts, grads.batches, self._states) if parts is not None else None
+        self._model_parallel_norm = (
+            ModelParallelNorm(shards, parts, grads.batches, self._states) if parts is not None else None
+        )
         self.updates = TileUpdates(optimizer, index, shards, self._states, values.guards.broken, grads.early)
         self.full_state = OptimizerState(shards, optimizer, index, self.updates)
         self._early = self.updates.early() if shards.plan.grad.update == "backward" else None
@@ -200,8 +202,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         run_pre_hooks(self.optimizer)
         with torch.enable_grad():
             value = closure() if closure is not None else None
-        if self._attachment.hooks is not None:
-            self._attachment.hooks.unwind()
+        if self._model_hooks.hooks is not None:
+            self._model_hooks.hooks.unwind()
         guards.check_sharded()
         refusal = self._refusal()
         # A scheduler that steps next should not warn that the optimizer never did.
@@ -230,7 +232,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update(factor)
         # The scale may change only now: these gradients were made with the old one.
         if self.scaler is not None and (
-            norm or self._counting is not None or any(s.used_globally for s in self._states)
+            norm or self._model_parallel_norm is not None or any(s.used_globally for s in self._states)
         ):
             self.scaler.update(overflow=False)
         self.skipped_because = None
@@ -255,7 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.updates.stepper.param_groups.check()
             self._values.take_edits(self.index)
         except Exception as error:
-            if self._counting is None:
+            if self._model_parallel_norm is None:
                 raise
             return error
         return None
@@ -433,7 +435,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _global_norm(
         self, p: float, inverse: float, known: Sequence[float] = (), refusal: Exception | None = None
     ) -> float:
-        parts = self._counting.parts(self._settings, refusal) if self._counting is not None else None
+        parts = (
+            self._model_parallel_norm.parts(self._settings, refusal) if self._model_parallel_norm is not None else None
+        )
         return global_norm(self._reduced(), p, self._ask, inverse, known, parts)
 
     def _ask(self, mine: float, largest: bool) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.base.checksum import sample_words
 from shardwise.core.base.validate import as_mapping
-from shardwise.core.checks.description import described, group_values
+from shardwise.core.checks.build_fingerprint import described, group_values
 from shardwise.core.checks.param_groups import check_modes
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import (

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.base.names import StateNames
 from shardwise.core.deferred.construction import is_deferred
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.parallel.pipeline import SharedGradients, Staging, stage_model
 from shardwise.core.parallel.sequence import Sequences, share_sequences

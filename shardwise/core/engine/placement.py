@@ -1,6 +1,6 @@
 """Where each chunk's data is kept and in which dtypes: one table, made once by a pure function of plan and layout.
 
-:class:`~shardwise.core.engine.storage.Storage` reads the table and allocates. Nothing decides after it.
+:class:`~shardwise.core.engine.allocation.Storage` reads the table and allocates. Nothing decides after it.
 """
 
 from __future__ import annotations

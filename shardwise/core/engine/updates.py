@@ -18,7 +18,7 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.torch_internals import point
 from shardwise.core.checks.broken import PARAMETERS, Broken, state_of
 from shardwise.core.comm import PeerError, collectively
-from shardwise.core.engine.accounts import Accounts
+from shardwise.core.engine.memory_usage import Accounts
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.memory.disk.errors import DiskError
@@ -26,7 +26,7 @@ from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
 from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.update.disk_tiles import BufferSizes, DiskTile, TileVisits
-from shardwise.core.update.early import EarlyObserver, EarlyUpdates
+from shardwise.core.update.optimizer_in_backward import EarlyObserver, EarlyUpdates
 from shardwise.core.update.tiles import (
     ParamShard,
     TileStepper,

@@ -22,7 +22,7 @@ from shardwise.core.base.torch_internals import point, tensor_holders, versions_
 from shardwise.core.comm import Buffer
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan
-from shardwise.core.shards.source import Arrival, ShardSource
+from shardwise.core.shards.shard_memory import Arrival, ShardSource
 
 
 def absent_value(dtype: torch.dtype) -> float | int | bool:

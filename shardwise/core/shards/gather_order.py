@@ -18,9 +18,9 @@ import torch
 
 from shardwise.core.comm import Group, ModelId, PeerError, Summary, ranks_text
 from shardwise.core.memory.ledger import Ledger
-from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.source import Arrival, SecondarySource, ShardSource
+from shardwise.core.shards.gather_buffers import ArrayPool
+from shardwise.core.shards.shard_memory import Arrival, SecondarySource, ShardSource
 
 WANTS = "what to gather"
 FITS = "whether the device has room for what others gather"

@@ -35,7 +35,7 @@ from shardwise.core.optim.nested_state import tensors_of
 from shardwise.core.optim.state_form import constructed_state
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import span_text
-from shardwise.core.update.masters import ChunkState, UploadSlots
+from shardwise.core.update.master_weights import ChunkState, UploadSlots
 from shardwise.core.update.tile_plan import TILE_NUMEL, ShardRange, TileRange
 from shardwise.plan.precision import HALF_DTYPES
 

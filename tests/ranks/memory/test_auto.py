@@ -26,7 +26,7 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace import MemStats, trace_memory
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.hooks import in_backward
+from shardwise.core.shards.gather_hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks

@@ -25,12 +25,12 @@ from shardwise.core.base.torch_internals import current_graph_task, in_transform
 from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
 from shardwise.core.memory.ledger import IDLE_ARRAYS, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
+from shardwise.core.shards.gather_buffers import ArrayPool
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
 from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
-from shardwise.core.shards.source import Arrival
+from shardwise.core.shards.shard_memory import Arrival
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -41,8 +41,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # are gathered, pinned or prefetched holds ChunkPool.lock from beginning to end, its exchange with the peers included:
 # otherwise the exchanges of two threads could be answered with each other's. The lock is re-entrant, because the ledger
 # calls back into the pool (drop_idle) when a gather needs room. The units that a thread's running modules pin belong to
-# that thread (hooks._Running). Under a declared capacity a second thread is an error (shards/meter.py), because what
-# operations allocate is counted for one thread.
+# that thread (gather_hooks._Running). Under a declared capacity a second thread is an error (memory_meter.py), because
+# what operations allocate is counted for one thread.
 # * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
 # * shardwise-gloo-worker     messages, nothing else; see [Note: Who waits for a message]

@@ -12,9 +12,9 @@ from shardwise.core.base.tensors import parts_of
 from shardwise.core.base.torch_internals import point
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.allocation import Storage
+from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.engine.partition import Partition
-from shardwise.core.engine.storage import Storage
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import absent_value
@@ -24,14 +24,14 @@ DOING = "writing parameters to disk"
 OUTCOME = "Some parameters have their new values and others do not: repair the disk and load them again."
 
 
-class ValueWriter:
+class ParamWriter:
     """Stores parameters one at a time; a context, which keeps the last chunk in memory.
 
     Leaving the context is collective if a disk is in use. A disk that fails on one rank does not interrupt the block,
     in which ranks may need each other; all of them raise at its end.
 
     Args:
-        storage: the chunks and masters to write. Call ``Values.publish`` on every rank afterwards.
+        storage: the chunks and masters to write. Call ``ParameterValues.publish`` on every rank afterwards.
 
     Raises:
         DiskError: at the end of the block, on every rank.
@@ -45,7 +45,7 @@ class ValueWriter:
         self._master: torch.Tensor | None = None
         self._failure: DiskError | None = None
 
-    def __enter__(self) -> ValueWriter:
+    def __enter__(self) -> ParamWriter:
         return self
 
     def __exit__(
@@ -111,7 +111,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
     """
     index_of = {id(param): index for index, param in enumerate(partition.params)}
     sync = plan.comm.sync_init and mesh.mesh_group.size > 1
-    with ValueWriter(storage) as writer:
+    with ParamWriter(storage) as writer:
         for names, present, value, is_parameter in initial_values(model, mesh.device):
             if sync:
                 value = value.contiguous() if value.layout is torch.strided else value

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.core.comm import LocalGroup
-from shardwise.core.engine.casts import buffer_bytes
+from shardwise.core.engine.mixed_precision import buffer_bytes
 from shardwise.core.engine.partition import parameter_facts
 from shardwise.core.engine.placement import ChunkPlacement, RankFacts, place
 from shardwise.core.grads.reducer import BucketPool

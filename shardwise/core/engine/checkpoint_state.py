@@ -18,9 +18,9 @@ import torch
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
 from shardwise.core.engine.full_values import state_names, stored_dtype
-from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
+from shardwise.core.engine.load_state_dict import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -160,7 +160,7 @@ class EngineLocalState:
         other_shapes: state may have other shapes than parameters, since an optimizer gets unsharded tensors.
     """
 
-    def __init__(self, values: Values, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(self, values: ParameterValues, optimizers: Sequence[ShardedOptimizer]) -> None:
         self._values, self._shards, self.optimizers = values, values.shards, tuple(optimizers)
         self._state_dicts = values.guards.state_dicts
         values.guards.check()
@@ -323,7 +323,7 @@ class EngineLocalState:
         optimizers: Collection[int],
     ) -> None:
         """Load this rank's shards, masters and optimizer state, in place if possible, so that an interrupt leaves them
-        half-changed (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
+        half-changed (``EngineRun.replaced``). Call ``ParameterValues.publish(everything=True)`` afterwards.
 
         Args:
             fill: reads values.
@@ -393,7 +393,7 @@ class EngineLocalState:
         optimizer.updates.replace(position, states)
 
     def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
-        """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
+        """See :func:`~shardwise.core.engine.load_state_dict.check_buffers_and_extra`."""
         own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
         check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
@@ -404,7 +404,7 @@ class EngineLocalState:
         load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""
+        """See :func:`~shardwise.core.engine.load_state_dict.run_load_hooks`. Collective."""
         run_load_hooks(self._values, missing, unexpected)
 
 

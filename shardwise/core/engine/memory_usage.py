@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.core.engine.casts import buffer_bytes
-from shardwise.core.engine.storage import Storage
+from shardwise.core.engine.allocation import Storage
+from shardwise.core.engine.mixed_precision import buffer_bytes
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace.tracker import sizes_of
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.update.tiles import TileStepper
 
 

@@ -39,7 +39,7 @@ Rounded = Callable[[torch.Tensor], torch.Tensor]
 # small updates; a state in another tier, since the update runs where the state is; a shard on a disk; updates during
 # backward, which still reads the parameters. In these cases there are masters, in fp32 or in the parameters' own dtype
 # (engine/placement.py). Between steps a parameter is its rounded master: code that writes one of them has to write the
-# other. What a program writes to a parameter alone is detected before the next update (update/masters.py).
+# other. What a program writes to a parameter alone is detected before the next update (update/master_weights.py).
 class ChunkState:
     """The masters of one chunk, which the optimizer updates.
 

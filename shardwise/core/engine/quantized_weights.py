@@ -30,7 +30,7 @@ REPACKS = "support_avx512bf16_for_cpu"
 """An attribute of layers that repack their weight when they are evaluated on a CPU."""
 
 
-def check_packed(model: nn.Module) -> None:
+def check_quantized(model: nn.Module) -> None:
     """Check the packed weights before anything changes.
 
     Raises:
@@ -51,7 +51,7 @@ def check_packed(model: nn.Module) -> None:
             )
 
 
-def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def prepare_quantized(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """Stop layers from replacing their parameters. Return a function that undoes it.
 
     Args:

@@ -25,8 +25,8 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
-from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
-from shardwise.core.update.masters import ChunkState, UploadSlots
+from shardwise.core.shards.shard_memory import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
+from shardwise.core.update.master_weights import ChunkState, UploadSlots
 from shardwise.plan import Plan
 
 PLAIN = nn.Parameter, DeferredParameter

@@ -20,9 +20,9 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import PeerError
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.shards.hooks import in_backward
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.shards.gather_hooks import in_backward
+from shardwise.core.shards.memory_meter import MemoryMeter
 from shardwise.plan.precision import HALF_DTYPES
 
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small

@@ -21,10 +21,10 @@ from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool, Scope
-from shardwise.core.shards.source import Arrival
-from shardwise.core.update.masters import MasterEdits, take_over
+from shardwise.core.shards.gather import ChunkPool, Scope
+from shardwise.core.shards.memory_meter import MemoryMeter
+from shardwise.core.shards.shard_memory import Arrival
+from shardwise.core.update.master_weights import MasterEdits, take_over
 
 
 # [Note: Between two fences]
@@ -34,7 +34,7 @@ from shardwise.core.update.masters import MasterEdits, take_over
 # read ahead; a fence, after which all ranks have written; renew resident arrays; drop gathered copies; invalidate older
 # graphs. From then on, writes to parameters are the program's (edits.accept). See [Note: Fences]. If gathers read the
 # peers' memory, resident arrays are renewed at their first use (LazyGather), at the latest in the next before_update().
-class Values:
+class ParameterValues:
     """The parameter values of one model.
 
     Args:

@@ -30,7 +30,7 @@ def is_divided(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, mark, False) is True for mark in MARKS)
 
 
-class Counting:
+class ModelParallelNorm:
     """The part of this rank's gradients that counts.
 
     Args:

@@ -23,13 +23,13 @@ from shardwise.core.base.names import (
 from shardwise.core.base.torch_internals import incompatible_keys
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.broken import PARAMETERS
-from shardwise.core.checks.description import described
+from shardwise.core.checks.build_fingerprint import described
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import state_names
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.values import Values
-from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.engine.param_writer import ParamWriter
+from shardwise.core.engine.parameters import ParameterValues
 
 LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
@@ -39,7 +39,7 @@ LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 # in no file; the usual cause is a state that only one rank has read. So before the first value is written they compare
 # names, shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If
 # one rank rejects its state, all of them raise.
-def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
 
     Nothing changes if one of these is raised.
@@ -82,7 +82,7 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
     return incompatible_keys(missing, unexpected)
 
 
-def compare_states(values: Values, state_dict: Mapping[str, Any]) -> None:
+def compare_states(values: ParameterValues, state_dict: Mapping[str, Any]) -> None:
     """Compare the ranks' states before a module itself loads one into gathered parameters. Collective.
 
     Raises:
@@ -93,7 +93,7 @@ def compare_states(values: Values, state_dict: Mapping[str, Any]) -> None:
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
-def _loadable(values: Values) -> StateNames:
+def _loadable(values: ParameterValues) -> StateNames:
     """Return the names that a state may have. A parameter that a hook of the model does not save (a frozen backbone) is
     loaded under its name in the model, as by plain torch."""
     names, facts = state_names(values.shards, values.guards.state_dicts), values.shards.partition.table.facts
@@ -138,13 +138,15 @@ def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -
 
 
 @torch.no_grad()
-def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_buffers: Callable[[], None]) -> None:
+def _load(
+    values: ParameterValues, state: Mapping[str, Any], names: StateNames, load_buffers: Callable[[], None]
+) -> None:
     """Write the parameters, and call ``load_buffers`` for buffers and extra state."""
     table = values.shards.partition.table
     values.before_load(full_model=all(_name_in(own, state) for own in names.of_parameter.values()))
     values.before_update()
     with values.guards.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
-        with ValueWriter(values.shards.storage) as writer:
+        with ParamWriter(values.shards.storage) as writer:
             for place, own_names in names.of_parameter.items():
                 name = _name_in(own_names, state)
                 if name is not None and place in table.index:
@@ -153,7 +155,7 @@ def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_buff
         values.publish(everything=True)
 
 
-def run_load_hooks(values: Values, missing: list[str], unexpected: list[str]) -> None:
+def run_load_hooks(values: ParameterValues, missing: list[str], unexpected: list[str]) -> None:
     """Call the modules' ``register_load_state_dict_post_hook`` hooks as torch does: children before parents, each with
     the lists of names, which it may change. Collective.
 
