@@ -26,8 +26,7 @@ from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
 from shardwise.core.engine.engine import Engine
 from shardwise.core.engine.full_values import full_gradients, full_values
-from shardwise.core.engine.memory_estimate import estimate_memory
-from shardwise.core.engine.memory_usage import MemoryReport
+from shardwise.core.engine.memory_usage import MemoryReport, estimate_memory
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of

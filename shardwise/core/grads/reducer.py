@@ -33,8 +33,7 @@ from shardwise.core.base.sizes import size_classes
 from shardwise.core.base.torch_internals import labelled
 from shardwise.core.checks.hyper_parameters import Piggyback
 from shardwise.core.comm import Buffer, Group, Handle, ModelId
-from shardwise.core.grads.chunk_grads import ChunkGrads, Reduction, gradient_bytes
-from shardwise.core.grads.offload import GradOffload
+from shardwise.core.grads.chunk_grads import ChunkGrads, GradOffload, Reduction, gradient_bytes
 from shardwise.core.memory.ledger import Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
