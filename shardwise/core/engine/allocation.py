@@ -159,7 +159,7 @@ class Storage:
             self.round_(chunk)
         elif group is not None:
             for rank in range(group.size):
-                group.round_(group.slice_of(chunk.exchange.local, rank))
+                group.round_(group.slice_of(chunk.source.exchange.local, rank))
 
     def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
         group, table = self.mesh.shard, self.placement.chunks

@@ -346,7 +346,7 @@ class EngineLocalState:
             return
         if chunk.resident and not chunk.spec.trainable:  # never gathered: each rank has the full array
             for slot, name in named:
-                fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
+                fill(name, 0, chunk.source.exchange.local[slot.start : slot.end], facts[slot.param].part)
             return
         masters = state.opened(write=True) if state is not None else nullcontext()
         with chunk.opened(write=True) as shard, masters as master:

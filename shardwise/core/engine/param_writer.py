@@ -93,7 +93,7 @@ class ParamWriter:
         start, end = chunk.overlap(slot)
         part = flat[start - slot.start : end - slot.start] if start < end else flat[:0]
         if chunk.resident:
-            chunk.exchange.local[slot.start : slot.end].copy_(flat)
+            chunk.source.exchange.local[slot.start : slot.end].copy_(flat)
         elif self._shard is not None and start < end:
             self._shard[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
         if self._master is not None and start < end:

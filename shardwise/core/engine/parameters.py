@@ -227,7 +227,7 @@ class ParameterValues:
             for chunk in chunks:
                 # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
                 if chunk.resident and not chunk.spec.trainable and group.size > 1:
-                    chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
+                    chunk.source.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
             outcome = "Some parameters were written and some were not: repair the disk and load a state."
             doing = "writing changed parameters to disk"
             with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
@@ -286,9 +286,9 @@ class ParameterValues:
         for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
             over = storage.compressed.get(chunk.spec.index) or group
             if group.one_sided_gather and self.renews_late(chunk):
-                pending: Arrival = LazyGather(partial(over.all_gather_in_place, chunk.exchange))
+                pending: Arrival = LazyGather(partial(over.all_gather_in_place, chunk.source.exchange))
             else:
-                pending = over.all_gather_in_place(chunk.exchange)
+                pending = over.all_gather_in_place(chunk.source.exchange)
             self.pool.renew_later(chunk, pending)
         if not self.shards.plan.comm.gather_on_use:
             self.pool.settle()

@@ -433,7 +433,7 @@ class Reducer:
     def begin_in(self, agreement: GatherAgreement) -> None:
         """Begin reductions where the ranks agree on gathers, and at the end of a pass."""
         self._in_agreements = self.overlap
-        agreement.carry(self)
+        agreement.reductions = self
 
     @property
     def ready(self) -> int:

@@ -310,9 +310,8 @@ class ChunkPool:
         absent, soon = not self._counts(unit), self._soon()
         # Also for a prefetched unit: it counts from here on, and makes room for the next ones.
         self._make_room(unit, soon)
-        with ordinary_tensors():
-            self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
-            self._complete(unit)
+        self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
+        self._complete(unit)
         self._trim_idle()
         for chunk in [c for u in soon if not self._counts(u) for c in self._transient[u]] if self._reads_disks else ():
             chunk.source.prepare()

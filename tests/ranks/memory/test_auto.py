@@ -175,7 +175,7 @@ def model_data(session: Session) -> int:
     """Bytes of model data on the device, from the tensors themselves."""
     engine = session.engine
     tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
-    tensors += [chunk.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
+    tensors += [chunk.source.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
     tensors += engine.grads.reducer._buckets.arrays()
     for grads in engine.grads.reducer.states:
