@@ -123,7 +123,7 @@ def refusals_of_wrappers(model: nn.Module) -> dict[str, Any]:
 # [Note: Identities and their objects]
 # Modules and parameters are compared by ``id``, which takes microseconds; names would take a walk through the model. An
 # ``id`` belongs to an object only while the object lives. So every object that is identified by its ``id`` is kept
-# alive here (``_held``, ``_known``), and no later object can have the same ``id``.
+# alive here (``_kept_alive``, ``_known``), and no later object can have the same ``id``.
 class Structure:
     """The modules of ``model`` and the places of its parameters.
 

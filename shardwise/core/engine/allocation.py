@@ -89,7 +89,7 @@ class Storage:
             waiting = [each for each in table if each.keeps_new_shard]
             self.new_shards = {c.spec.index: self._arena.take(c.shard_numel, c.spec.dtype) for c in waiting}
             self.chunks = self._make_chunks(params)
-            with self._all_reserve():
+            with self.disk_access("reserving disk space", REMEDY):
                 self.states = {each.spec.index: self._make_state(each) for each in table if is_trained(each.spec)}
         except BaseException:
             # Remove the file of a build that failed.
@@ -101,7 +101,7 @@ class Storage:
     # ---- the disk
 
     def _open_store(self) -> None:
-        with collectively(self.mesh.mesh_group, "creating the disk file", REMEDY, DiskError, self.uses_disk):
+        with self.disk_access("creating the disk file", REMEDY):
             if self._disk_plan is not None and self.placement.on_disk:
                 allocate = partial(host_block, pin_for=self._pin_for) if self._pin_for is not None else None
                 self.store = DiskStore(self._disk_plan, self.mesh.mesh_group.rank, allocate=allocate)
@@ -117,8 +117,12 @@ class Storage:
             return own
         return any(post[0] for post in self.mesh.mesh_group.exchange([float(own)], "whether anything is on a disk"))
 
-    def _all_reserve(self) -> AbstractContextManager[None]:
-        return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
+    def disk_access(self, doing: str, outcome: str, group: Group | None = None) -> AbstractContextManager[None]:
+        """Return a context for access to disks: if the disk of one rank of ``group`` (``None``: all) fails, all raise.
+
+        Collective over these ranks if any rank uses a disk; see :func:`collectively`.
+        """
+        return collectively(group or self.mesh.mesh_group, doing, outcome, DiskError, self.uses_disk)
 
     def commit(self, optimizer: int | None = None) -> None:
         """Commit the writes to the disk: of the records of one optimizer, or of all."""
@@ -167,7 +171,7 @@ class Storage:
         disk = self.placement.disk_buffers
         ahead = ReadAhead(disk.shard_bytes, disk.gathers, disk.renewals)
         chunks = []
-        with self._all_reserve():
+        with self.disk_access("reserving disk space", REMEDY):
             for each in table:
                 spec = each.spec
                 if each.memory == "disk":

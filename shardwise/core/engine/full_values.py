@@ -14,10 +14,9 @@ import torch
 from shardwise.core.base.names import StateNames
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.checks.state_dict_guard import StateDictGuard
-from shardwise.core.comm import Buffer, Group, Handle, collectively
+from shardwise.core.comm import Buffer, Group, Handle
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.shards.chunk import Chunk
@@ -123,7 +122,7 @@ def each_parameter(
         index, span = where[param]
         gather: Callable[[], T] | None = None
         if index not in loaded or mesh.tensor.size > 1:
-            with collectively(mesh.stage_group, doing, READ_AGAIN, DiskError, shards.storage.uses_disk):
+            with shards.storage.disk_access(doing, READ_AGAIN, mesh.stage_group):
                 gather = load(index) if index not in loaded else None
         if gather is not None:
             loaded[index] = gather()
@@ -170,7 +169,7 @@ def _across_stages(
     kinds = {index: str(dtype).removeprefix("torch.") for index, dtype in dtypes.items()}
     for place, rank, kind in first_owners(shards, kinds, "what stages have"):
         # The ranks of a stage agree on what they read; the other stages learn of it here.
-        with collectively(mesh.mesh_group, READING, READ_AGAIN, DiskError, shards.storage.uses_disk):
+        with shards.storage.disk_access(READING, READ_AGAIN):
             value = next(own)[1] if table.index.get(place) in dtypes else None
         if value is None or rank != mesh.pipeline.rank:
             value = torch.empty(table.facts[place].full_shape, dtype=getattr(torch, kind), device=mesh.device)

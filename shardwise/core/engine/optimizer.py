@@ -148,11 +148,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the user's own optimizer. Step this one instead."""
         return self.optimizer
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The model's parameters in the groups, in order."""
-        return [param for group in self.param_groups for param in group["params"]]
-
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
@@ -316,7 +311,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._early is not None:
             self._early.close()
-        self.updates.close(unsharded)
+        self.updates.stepper.close(unsharded or all(chunk.resident for chunk in self._shards.chunks))
         vars(self.optimizer).pop("zero_grad", None)  # the class's method applies again
 
     # ---- backward passes

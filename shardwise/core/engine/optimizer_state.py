@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from shardwise.core.engine.full_values import (
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.updates import TileUpdates
 from shardwise.core.grads.scaler import LossScaler
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.optim.nested_state import flat, misfits, nested, tensors_of
 from shardwise.core.optim.state_form import check_full_state, constructed_state, makes_state_at_once
 from shardwise.core.optim.whole_tensors import counted
@@ -75,15 +73,12 @@ class OptimizerState:
 
     def adopt(self) -> None:
         """Shard the state that the optimizer had before the build (Adagrad, a resumed run)."""
-        with self._all_write("Repair the disk and build again."):
+        with self._shards.storage.disk_access(WRITING_STATE, "Repair the disk and build again."):
             for position, tile in enumerate(self._updates.tiles):
                 if any(piece.param in self._prior for piece in tile.pieces):
                     self._updates.replace(position, self._completed(position, self._prior_of(position)))
         self._shards.storage.commit()
         self._prior = {}
-
-    def _all_write(self, outcome: str) -> AbstractContextManager[None]:
-        return collectively(self._mesh.mesh_group, WRITING_STATE, outcome, DiskError, self._updates.uses_disk)
 
     def _prior_of(self, position: int) -> list[dict[str, Any] | None]:
         """Return the earlier state of a tile's parameters; ``None`` on the meta device if the optimizer's constructor
@@ -177,9 +172,8 @@ class OptimizerState:
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each parameter's state by place, from the stages that have it. Collective."""
         table, pipeline = self._table, self._mesh.pipeline
-        uses_disk = self._shards.storage.uses_disk
         # A stage agrees on each read; the other stages learn of failures here.
-        with collectively(self._mesh.mesh_group, READING_STATE, READ_AGAIN, DiskError, uses_disk):
+        with self._shards.storage.disk_access(READING_STATE, READ_AGAIN):
             entries = dict(own)
         for place, rank, kinds in first_owners(self._shards, described, "optimizer state"):
             entry: dict[str, Any] = {}
@@ -337,7 +331,7 @@ class OptimizerState:
             if trial is not None and "scaler" in full:
                 trial.load_state_dict(full["scaler"])
             new = self._new(full, numbers)
-        with self._updates.replacing_state(), self._all_write(LOAD):
+        with self._updates.replacing_state(), self._shards.storage.disk_access(WRITING_STATE, LOAD):
             self.optimizer.state.clear()
             for position, states in enumerate(new):
                 self._updates.replace(position, self._own(full, numbers, position) if states is None else states)

@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.core.base.tensors import parts_of
 from shardwise.core.base.torch_internals import point
-from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
 from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.mixed_precision import dtype_of_buffer
@@ -54,7 +53,7 @@ class ParamWriter:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        with collectively(self._storage.mesh.mesh_group, DOING, OUTCOME, DiskError, self._storage.uses_disk):
+        with self._storage.disk_access(DOING, OUTCOME):
             self._open(None)
             if self._failure is not None:
                 raise self._failure

@@ -19,7 +19,6 @@ from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import LazyGather, gather_chunk
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.gather import ChunkPool, Scope
 from shardwise.core.shards.memory_meter import MemoryMeter
@@ -220,8 +219,8 @@ class ParameterValues:
     def _keep(self, chunks: Sequence[Chunk]) -> None:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
-        self.shards.mesh.shard.fence("before an update")
-        mesh, storage, group = self.shards.mesh, self.shards.storage, self.shards.mesh.shard
+        storage, group = self.shards.storage, self.shards.mesh.shard
+        group.fence("before an update")
         # Parts that were broken before stay so, since most blocks do not load the full model.
         with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             for chunk in chunks:
@@ -229,8 +228,7 @@ class ParameterValues:
                 if chunk.resident and not chunk.spec.trainable and group.size > 1:
                     chunk.source.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
             outcome = "Some parameters were written and some were not: repair the disk and load a state."
-            doing = "writing changed parameters to disk"
-            with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
+            with storage.disk_access("writing changed parameters to disk", outcome):
                 for chunk in chunks:
                     with chunk.opened(write=True) as shard:
                         if chunk.full is not None and not chunk.resident:

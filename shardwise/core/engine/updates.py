@@ -251,7 +251,7 @@ class TileUpdates:
         """Reserve buffers for the state of the largest tile, when the size of the optimizer's state is known."""
         disk, store = self._shards.plan.tiers.disk, self._shards.storage.store
         if element_bytes > self._roomy and disk is not None and store is not None:
-            largest = max(each.tile.end - each.tile.start for each in self._disk.values())
+            largest = max(each.tile.numel for each in self._disk.values())
             # Each key's tensors begin on a cache line.
             self._sizes.state_bytes = largest * element_bytes + 4096
             store.reserve(disk.state_buffers, self._sizes.state_bytes)
@@ -405,10 +405,6 @@ class TileUpdates:
             with _for_update(of_chunk[0]) as shard:
                 for tile in of_chunk:
                     update([(tile, shard)])
-
-    def close(self, unsharded: bool) -> None:
-        """See :meth:`ShardedOptimizer.close`."""
-        self.stepper.close(unsharded or all(chunk.resident for chunk in self._shards.chunks))
 
 
 def _for_update(tile: UpdateTile) -> AbstractContextManager[torch.Tensor]:

@@ -216,7 +216,7 @@ class DiskTile:
         self._bring_in()
         keys = dict.fromkeys((entry.key, entry.dtype) for entry in entries)
         room: dict[tuple[str, torch.dtype], int] = {}
-        numel, at = self.tile.end - self.tile.start, 0
+        numel, at = self.tile.numel, 0
         for key, dtype in keys:
             room[key, dtype] = at
             at += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES

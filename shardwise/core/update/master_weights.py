@@ -81,7 +81,7 @@ class ChunkState:
         name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
         for r in ranges:
             what = f"master weights of {name}, elements {r.start} to {r.end}"
-            self.values.append(store.create(what, (r.end - r.start) * itemsize, owner=owner))
+            self.values.append(store.create(what, r.numel * itemsize, owner=owner))
 
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
@@ -62,27 +61,13 @@ class ParamShard(ShardRange):
 
 
 @dataclass(frozen=True, eq=False)
-class UpdateTile:
-    """Neighbouring pieces of one chunk and one param group; they span ``[start, end)`` of the shard."""
+class UpdateTile(TileRange):
+    """Neighbouring pieces of one chunk, with their values."""
 
+    pieces: tuple[ParamShard, ...]
     chunk: Chunk
     grads: ChunkGrads
     state: ChunkState
-    group: int
-    pieces: tuple[ParamShard, ...]
-
-    @cached_property
-    def start(self) -> int:
-        return self.pieces[0].start
-
-    @cached_property
-    def end(self) -> int:
-        return self.pieces[-1].end
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the shard that the tile spans."""
-        return self.end - self.start
 
 
 class PendingTile(NamedTuple):
@@ -179,7 +164,7 @@ def make_tiles(grads: ChunkGrads, state: ChunkState, ranges: Sequence[TileRange]
             own, shape = values[piece.start : piece.end], chunk.spec.slots[piece.slot].shape
             own = own.view(shape) if chunk.spec.unsplit and len(shape) > 1 else own
             pieces.append(ParamShard(**vars(piece), value=nn.Parameter(own, requires_grad=True)))
-        tiles.append(UpdateTile(chunk, grads, state, span.group, tuple(pieces)))
+        tiles.append(UpdateTile(span.group, tuple(pieces), chunk, grads, state))
     return tiles
 
 
