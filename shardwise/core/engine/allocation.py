@@ -286,10 +286,6 @@ class Storage:
                 total += state.chunk.shard_numel * state.dtype.itemsize
         return total
 
-    def new_shard_bytes(self, tier: Tier) -> int:
-        """Return the bytes of :attr:`new_shards` in ``tier``."""
-        return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
-
     def close(self) -> None:
         """Close the file on the disk."""
         if self.store is not None:

@@ -175,8 +175,8 @@ class EngineLocalState:
         self.buffers_and_extra = dict(own.buffers_and_extra)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
-            for position, tile in enumerate(optimizer.updates.tiles):
-                self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
+            for chunk, positions in optimizer.updates.positions.items():
+                self._positions[chunk] = [(optimizer, position) for position in positions]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -394,14 +394,16 @@ class EngineLocalState:
 
     def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """See :func:`~shardwise.core.engine.load_state_dict.check_buffers_and_extra`."""
+        self._check_buffers_and_extra(values)
+
+    def _check_buffers_and_extra(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
         own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
-        check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
+        return own, check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
     @torch.no_grad()
     def load_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
-        own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
-        load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
+        load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, *self._check_buffers_and_extra(values))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
         """See :func:`~shardwise.core.engine.load_state_dict.run_load_hooks`. Collective."""

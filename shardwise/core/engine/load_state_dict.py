@@ -73,8 +73,8 @@ def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bo
         # The names of all stages are not those of this rank's modules.
         own = (names if shards.partition.table.names is None else state_dicts.names()).buffers_and_extra
         buffers = {name: state_dict[name] for name in own if name in state_dict}
-        check_buffers_and_extra(state_dicts, own, buffers)
-    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers))
+        computed = check_buffers_and_extra(state_dicts, own, buffers)
+    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers, computed))
     complete = not missing
     run_load_hooks(values, missing, unexpected)
     if complete:
@@ -235,22 +235,24 @@ def _not_restored(name: str) -> ValueError:
 
 
 @torch.no_grad()
-def load_buffers_and_extra(state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def load_buffers_and_extra(
+    state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any], computed: dict[str, list[str]]
+) -> None:
     """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
 
     Args:
         state_dicts: of the model.
         own: the model's buffers and extra state now, by saved name.
         values: those to load.
+        computed: the result of :func:`check_buffers_and_extra` for them.
 
     Raises:
         ValueError: no module has restored a computed tensor.
     """
-    modules, chains = dict(state_dicts.model.named_modules()), check_buffers_and_extra(state_dicts, own, values)
-    before = {name: own[name].clone() for name in chains}
+    modules, before = dict(state_dicts.model.named_modules()), {name: own[name].clone() for name in computed}
     with state_dicts.giving():
-        unchanged = {name: value for name, value in values.items() if name not in chains}
-        load_entries(modules, own, unchanged, {chain[0] for chain in chains.values()})
-        lost = [name for name in hand_back(modules, values, chains) if not _same(before[name], values[name])]
+        unchanged = {name: value for name, value in values.items() if name not in computed}
+        load_entries(modules, own, unchanged, {chain[0] for chain in computed.values()})
+        lost = [name for name in hand_back(modules, values, computed) if not _same(before[name], values[name])]
     if lost:
         raise _not_restored(lost[0])

@@ -142,7 +142,7 @@ class Accounts:
             "optimizer state": state,
             "buffers": sum(sizes_of(each for each in buffers if (each.device == self._device) is there).values()),
             "update scratch": self._scratch_bytes(tier),
-            "updated parameters": storage.new_shard_bytes(tier),
+            "updated parameters": sum(each.nbytes for each in storage.new_shards.values()) if tier is Tier.HOST else 0,
         }
         return {kind: size for kind, size in kinds.items() if size}
 

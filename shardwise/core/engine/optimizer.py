@@ -106,7 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return [*limit, *grads.facade.settings.get(index, ())]
 
         groups, broken = self.updates.stepper.param_groups, self._values.guards.broken
-        settings = HyperParameters(self.optimizer, groups, index, self._mesh, calls, made_of, broken)
+        settings = HyperParameters(groups, index, self._mesh, calls, made_of, broken)
         grads.reducer.piggybacks.append(settings)
         return settings
 

@@ -191,9 +191,6 @@ class OptimizerState:
 
     def _own_entries(self, described: _Described, needed: bool) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the full state of this rank's parameters by place."""
-        positions: dict[int, list[int]] = {}
-        for position, tile in enumerate(self._updates.tiles):
-            positions.setdefault(tile.chunk.spec.index, []).append(position)
         specs, where = self._shards.layout.chunks, self._shards.layout.where
         trained = {spec.index for spec in specs if spec.trainable and spec.optimizer == self.index}
         own = [param for param, (index, _) in enumerate(where) if index in trained]
@@ -203,7 +200,7 @@ class OptimizerState:
             entries = (described.get(slot.param, {}) for slot in chunk.spec.slots)
             kinds = {key: value for entry in entries for key, value in entry.items() if isinstance(value, str)}
             dtypes = {key: getattr(torch, kind) for key, kind in sorted(kinds.items())}
-            return partial(self._gather, chunk, self._read(chunk, positions.get(index, []), dtypes), needed)
+            return partial(self._gather, chunk, self._read(chunk, dtypes), needed)
 
         for param, span, full in each_parameter(self._shards, own, READING_STATE, load):
             entry = described.get(param)
@@ -295,10 +292,10 @@ class OptimizerState:
                     entry[key] = ["tensor", value.tolist(), str(value.dtype)]
         return "", entries
 
-    def _read(self, chunk: Chunk, positions: Sequence[int], dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    def _read(self, chunk: Chunk, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Return this rank's shard of one chunk's element-wise state by key; zero for parameters without state."""
         shards = {key: torch.zeros(chunk.shard_numel, dtype=dtype, device="cpu") for key, dtype in dtypes.items()}
-        for position in positions:
+        for position in self._updates.positions.get(chunk.spec.index, ()):
             with self._updates.opened(position):
                 for piece in self._updates.tiles[position].pieces:
                     state = flat(self.optimizer.state.get(piece.value, {}))

@@ -61,7 +61,8 @@ def prepare_quantized(model: nn.Module, device: torch.device) -> Callable[[], No
     undo = ExitStack()
     for module in model.modules():
         if REPACKS in vars(module):
-            _pack_as_saved(module)
+            if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+                module._save_to_state_dict({}, "", False)  # undoes the repacking of a layer that was evaluated
             undo.callback(setattr, module, REPACKS, getattr(module, REPACKS))
             setattr(module, REPACKS, False)
         bias, dtype = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
@@ -74,13 +75,6 @@ def prepare_quantized(model: nn.Module, device: torch.device) -> Callable[[], No
             if type(param) is not nn.Parameter and param.device.type != device.type:
                 _move(param, device)
     return undo.close
-
-
-def _pack_as_saved(module: nn.Module) -> None:
-    """Undo the repacking of a layer that was evaluated; saving it does."""
-    state = getattr(getattr(module, "weight", None), "quant_state", None)
-    if getattr(state, "packing_format_for_cpu", False):
-        module._save_to_state_dict({}, "", False)
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:

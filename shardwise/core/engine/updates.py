@@ -162,6 +162,7 @@ class TileUpdates:
 
     Attributes:
         tiles: all of them, in the order of updates.
+        positions: in ``tiles``, by chunk index.
         stepper: makes the updates.
         uses_disk: whether any rank has parameters or state of this optimizer on a disk.
         offload_state: moves masters and state to host memory for a while.
@@ -180,7 +181,7 @@ class TileUpdates:
         self._shards, self._broken, self._observer = shards, broken, early
         storage, plan = shards.storage, shards.plan
         self.optimizer, self._index, self._grads = optimizer, index, grads
-        self.tiles: list[UpdateTile] = []
+        self.tiles, self.positions = list[UpdateTile](), dict[int, range]()
         self._disk: dict[int, DiskTile] = {}
         """Tiles on a disk by position among all tiles."""
         placement = storage.placement
@@ -191,6 +192,8 @@ class TileUpdates:
         for each in grads:
             state = shards.states[each.spec.index]
             tiles = make_tiles(each, state, placement.chunks[each.spec.index].tiles)
+            if tiles:
+                self.positions[each.spec.index] = range(len(self.tiles), len(self.tiles) + len(tiles))
             if state.store is not None:
                 for at, (tile, record) in enumerate(zip(tiles, state.values, strict=True), len(self.tiles)):
                     self._disk[at] = DiskTile(tile, state.store, record, optimizer, self._sizes, self._make_room)
@@ -282,13 +285,11 @@ class TileUpdates:
         """
         storage, early, self.moved = self._shards.storage, self._updates_early, True
         grads_of = {each.spec.index: each for each in self._grads}
-        by_chunk: dict[int, list[UpdateTile]] = {}
-        for tile in self.tiles:
-            if tile.state.tier is Tier.HOST:
-                by_chunk.setdefault(tile.chunk.spec.index, []).append(tile)
         moved = 0
-        for index, own in by_chunk.items():
-            state, grads = self._shards.states[index], grads_of[index]
+        for index, positions in self.positions.items():
+            own, state, grads = [self.tiles[at] for at in positions], self._shards.states[index], grads_of[index]
+            if state.tier is not Tier.HOST:
+                continue
             entries = [self.optimizer.state.get(piece.value, {}) for tile in own for piece in tile.pieces]
             itemsize = (state.dtype or state.chunk.spec.dtype).itemsize + grads.accumulate_dtype.itemsize
             size = state.chunk.shard_numel * itemsize + sum(value.nbytes for value in tensors_of(entries))
@@ -319,13 +320,11 @@ class TileUpdates:
 
     def early(self) -> EarlyUpdates:
         """Create the updates during backward; of parameters on a disk only if their state is there, too."""
-        by_chunk: dict[int, list[DiskTile]] = {}
-        for each in self._disk.values():
-            by_chunk.setdefault(each.tile.chunk.spec.index, []).append(each)
+        on_disk = {index: [self._disk[at] for at in own if at in self._disk] for index, own in self.positions.items()}
         return EarlyUpdates(
             self.stepper,
             self._in_memory,
-            by_chunk,
+            {index: tiles for index, tiles in on_disk.items() if tiles},
             self._visits,
             self._shards.storage.new_shards,
             self._shards.plan.grad.norm_type,

@@ -9,7 +9,7 @@ of the result run while the data is in cache.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,11 +83,6 @@ class PendingTile(NamedTuple):
     active: Sequence[ParamShard]
     reduced: torch.Tensor
     shard: torch.Tensor | None
-
-
-def _bytes_of(entries: Sequence[dict[str, Any]]) -> int:
-    # Another thread may be updating.
-    return sum(value.nbytes for value in tensors_of([list(entry.values()) for entry in entries]))
 
 
 def _by_state_keys(active: Sequence[ParamShard], entries: Sequence[dict[str, Any]]) -> Iterable[Sequence[ParamShard]]:
@@ -241,6 +236,10 @@ def run_post_hooks(optimizer: torch.optim.Optimizer) -> None:
         hook(optimizer, (), {})
 
 
+def _memory_of(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.dtype, value.device, value.shape, value.stride()
+
+
 @contextmanager
 def same_memory(name: str, values: Sequence[torch.Tensor], named: Callable[[int], str]) -> Iterator[None]:
     """Copy back assignments of a step: ``p.data = p.data - lr * p.grad`` gives a parameter other memory.
@@ -262,7 +261,7 @@ def same_memory(name: str, values: Sequence[torch.Tensor], named: Callable[[int]
     try:
         yield
     finally:
-        moved = [at for at, own in enumerate(originals) if not _in_same_memory(values[at], own)]
+        moved = [at for at, own in enumerate(originals) if _memory_of(values[at]) != _memory_of(own)]
         # Copies first: parameters may have exchanged memory, or have theirs in another order.
         assigned = {at: plain(values[at]).clone() for at in moved}
         for at, new in assigned.items():
@@ -276,11 +275,6 @@ def same_memory(name: str, values: Sequence[torch.Tensor], named: Callable[[int]
             f"{name}.step() gives {named(at)} values of shape {shape} where it was given {tuple(originals[at].shape)} "
             "of it: leave the shape as it is"
         )
-
-
-def _in_same_memory(value: torch.Tensor, own: torch.Tensor) -> bool:
-    same = value.data_ptr() == own.data_ptr() and value.dtype is own.dtype and value.device == own.device
-    return same and value.shape == own.shape and value.stride() == own.stride()
 
 
 # See [Note: Masters apart from parameters] for the values of a tile.
@@ -305,14 +299,14 @@ class TileStepper:
         self._state_dtypes: dict[torch.dtype, dict[str, torch.dtype]] = {}
         self._generation = 0
         """Number of events that may have changed the size of the state."""
-        self._counted: tuple[int, dict[Tier, int]] = (-1, {})
+        self._counted = -1, Counter[Tier]()
         self.param_groups = ParamGroups(optimizer)
         self._bare = BareStep(optimizer)
         self._fused: set[int] = set()
         """Groups for which shardwise chose torch's fused kernel."""
         self._readable: bool | None = None
         """Whether the stepper is closed."""
-        self.foreign = is_foreign(optimizer)
+        self.foreign, self._ours = is_foreign(optimizer), type(optimizer).__module__.startswith(OURS)
         self._may_move = self.foreign or not self._bare.module.startswith(OF_TORCH_OR_OURS)
         """Whether its step may assign other memory to parameters."""
         self.norm: TileNorm | None = None
@@ -395,7 +389,8 @@ class TileStepper:
         group = self._group_for(groups, first.group, value)
         parts = [each.reduced[each.active[0].start : each.active[-1].end] for each in pending]
         elsewhere = parts[0].dtype != value.dtype or parts[0].device != value.device
-        copied = elsewhere or factor != 1.0 or not self._only_reads(group)
+        only_reads = self._ours or (bool(group.get("fused")) and not self.foreign)
+        copied = elsewhere or factor != 1.0 or not only_reads
         if copied:
             # Not in place: peers may still read exchange memory. The cast comes first: scaling in 16 bits would round
             # the gradient twice.
@@ -441,11 +436,6 @@ class TileStepper:
                 self.slots.copy(shard, value)
         elif to:
             copy_each(to, values)
-
-    def _only_reads(self, group: dict[str, Any]) -> bool:
-        """Return whether the optimizer is known not to write to the gradients of ``group``."""
-        module = type(self.optimizer).__module__
-        return module.startswith(OURS) or (bool(group.get("fused")) and not is_foreign(self.optimizer))
 
     def _call(self, group: dict[str, Any], active: Sequence[ParamShard]) -> None:
         before = {key: value for key, value in group.items() if key != "params"}
@@ -525,15 +515,13 @@ class TileStepper:
         generation, counted = self._counted
         if generation != self._generation:
             generation = self._generation  # read before counting: another thread may be updating
-            counted = self._count_state()
+            counted = Counter[Tier]()
+            for tile in self.tiles:
+                # Lists: another thread may be updating.
+                entries = [list(entry.values()) for entry in self._entries(tile.pieces)]
+                counted[tile.state.tier] += sum(value.nbytes for value in tensors_of(entries))
             self._counted = generation, counted
-        return counted.get(tier, 0)
-
-    def _count_state(self) -> dict[Tier, int]:
-        counted: dict[Tier, int] = {}
-        for tile in self.tiles:
-            counted[tile.state.tier] = counted.get(tile.state.tier, 0) + _bytes_of(self._entries(tile.pieces))
-        return counted
+        return counted[tier]
 
     @contextmanager
     def groups(self) -> Iterator[list[dict[str, Any]]]:
