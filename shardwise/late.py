@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.base.attributes import TransparentModule, attribute_of
-from shardwise.core.engine.attachment import weakly
+from shardwise.core.engine.model_hooks import weakly
 from shardwise.session import Session, ShardedOptimizer, sharded_of
 
 __all__ = [

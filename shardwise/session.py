@@ -24,16 +24,15 @@ from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt
 from shardwise.core.deferred.record import is_recording, recorders
-from shardwise.core.engine.accounts import MemoryReport
 from shardwise.core.engine.engine import Engine
-from shardwise.core.engine.estimate import estimate_memory
 from shardwise.core.engine.full_values import full_gradients, full_values
+from shardwise.core.engine.memory_usage import MemoryReport, estimate_memory
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.one_parameter import OneParameter
 from shardwise.core.engine.optimizer import ShardedOptimizer, sharded_of
-from shardwise.core.engine.packed_weights import settle_packed
-from shardwise.core.engine.pipelined import PipelineSteps
+from shardwise.core.engine.pipeline_steps import PipelineSteps
 from shardwise.core.engine.placement import describe
+from shardwise.core.engine.quantized_weights import prepare_quantized
 from shardwise.core.engine.user_optimizer import snapshot
 from shardwise.core.grads.scaler import LossScaler
 from shardwise.core.memory.trace.stats import MemStats
@@ -88,7 +87,7 @@ class Session:
 
     def __init__(self, engine: Engine, optimizers: Sequence[ShardedOptimizer]) -> None:
         report = partial(engine.accounts.report, engine.pool, engine.grads.reducer)
-        self.engine, self.module = engine, ShardedModule(engine.values, engine.attachment, report)
+        self.engine, self.module = engine, ShardedModule(engine.values, engine.model_hooks, report)
         self.optimizers = tuple(optimizers)
         self.optimizer = self.optimizers[0] if self.optimizers else None
         shards = self._shards = engine.shards
@@ -202,7 +201,7 @@ class Session:
                 f"full_gradients() with update={self.plan.grad.update!r}: gradients are used as soon as they are "
                 "reduced, and not kept; use update='step' to read them"
             )
-        self.passes.reduce_rest()
+        self.passes.reduce_unreduced()
         facade, table = self.engine.grads.facade, self._shards.partition.table
         facade.collect()
         # -1: of parameters that no optimizer holds, which carry loss scale and weights as well.
@@ -267,7 +266,7 @@ class Session:
         Parameters with fp32 masters get the values of the masters. The optimizer's state stays sharded, so create a
         new optimizer.
         """
-        if self.engine.guards.given_back:
+        if self.engine.guards.unsharded:
             return
         values: dict[int, torch.Tensor] = {}
         partition = self._shards.partition
@@ -290,9 +289,9 @@ class Session:
             adopt(param, values.pop(index))
             for follower in self._shards.chunks[self._shards.layout.where[index][0]].followers_of(index):
                 point(follower, param)
-        self.engine.guards.given_back = True
+        self.engine.guards.unsharded = True
         for optimizer in self.optimizers:
-            optimizer.close(given_back=True)
+            optimizer.close(unsharded=True)
 
     # ---- memory and traffic
 
@@ -349,7 +348,7 @@ class Session:
                 f"use_memory_stats() needs a device capacity, and the plan has {self.ledger.capacity_bytes}: "
                 "declare one (device_capacity_bytes), and give a trace that the same plan recorded"
             )
-        self.engine.meter.use(self.engine.attachment.by_units(stats))
+        self.engine.meter.use(self.engine.model_hooks.by_units(stats))
 
     @property
     def resident(self) -> bool:
@@ -419,7 +418,7 @@ def build(
             mesh = Mesh.create(plan.mesh, device or default_device(), plan.comm)
             undo.callback(mesh.close)
         with on_device(mesh.device):
-            undo.callback(settle_packed(model, mesh.device))
+            undo.callback(prepare_quantized(model, mesh.device))
             with mesh.doing("build()"):
                 engine = Engine(model, optimizers, plan, mesh)
             undo.callback(engine.close)  # its hooks and files

@@ -50,8 +50,8 @@ BELOW_SESSION = {f"core.{name}" for name in ("engine", "update", "grads", "check
 MAX_FILE, MAX_CODE, MAX_FUNCTION, MAX_PARAMETERS = 900, 600, 60, 8
 MAX_ATTRIBUTES = 20
 # Classes whose methods set more, and how many; both may only go down.
-MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.passes:BackwardPasses": 21}
-MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.pool:ChunkPool": 38}
+MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.backward_passes:BackwardPasses": 21}
+MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.gather:ChunkPool": 38}
 MANY_ATTRIBUTES["deepspeed.engine:DeepSpeedEngine"] = 24
 # Modules of core/ that import each other, if imports for annotations count. Entries may only go.
 CYCLES = {("core.comm.shared", "core.comm.shared_buffer"), ("core.memory.disk.file", "core.memory.disk.io")}
@@ -361,7 +361,7 @@ def test_exceptions_are_still_needed() -> None:
     assert MANY_ATTRIBUTES.keys() <= {name for source in ours() for name, _ in many_attributes(source)}
 
 
-KNOWN = ("plan", "core.shards.layout", "core.shards.pool", "core.engine", "testing", "cli.main")
+KNOWN = ("plan", "core.shards.layout", "core.shards.gather", "core.engine", "testing", "cli.main")
 MODULES = frozenset(f"{PACKAGE}.{name}" for name in KNOWN)
 
 
@@ -372,7 +372,7 @@ def _source(name: str, text: str) -> Source:
 MANY = [str(number) for number in range(21)]
 BAD: list[tuple[Checker, Source, str]] = [
     (check_layers, _source("plan", "from shardwise.core.engine import x"), "not below"),
-    (check_layers, _source("core.comm.x", "from shardwise.core.shards import pool"), "not below"),
+    (check_layers, _source("core.comm.x", "from shardwise.core.shards import gather"), "not below"),
     (check_layers, _source("core.engine", "def f():\n    from shardwise import testing"), "only tests"),
     (check_layers, _source("novelty", ""), "no row"),
     (check_attributes, _source("plan", f"class A:\n def f(self):\n  self.a{' = self.a'.join(MANY)} = 0"), "21"),
@@ -385,10 +385,14 @@ BAD: list[tuple[Checker, Source, str]] = [
     (check_sizes, _source("plan", "def f(a, b, c, d, e, f, g, *, h, i): pass"), "9 parameters"),
     (check_state, _source("plan", "def f():\n global x\n x = 1"), "global x"),
     (check_state, _source("plan", "import os\nx = os.environ['A']"), "environment"),
-    (check_devices, _source("core.shards.pool", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
-    (check_devices, _source("core.shards.pool", "tensor.record_stream(stream)"), "record_stream"),
-    (check_devices, _source("core.shards.pool", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
-    (check_devices, _source("core.shards.pool", "import torch\ntorch.empty(3, pin_memory=pin)"), "empty(pin_memory=)"),
+    (check_devices, _source("core.shards.gather", "import torch\nx = torch.cuda.current_stream()"), "current_stream"),
+    (check_devices, _source("core.shards.gather", "tensor.record_stream(stream)"), "record_stream"),
+    (check_devices, _source("core.shards.gather", "a.copy_(b, non_blocking=True)"), "copy_(non_blocking=)"),
+    (
+        check_devices,
+        _source("core.shards.gather", "import torch\ntorch.empty(3, pin_memory=pin)"),
+        "empty(pin_memory=)",
+    ),
     (check_docstrings, _source("plan", "'doc'\ndef f(): pass"), "f has no docstring"),
     (check_raises, _source("plan", "raise ValueError('bad')"), "ValueError"),
     (check_raises, _source("plan", "raise NotImplementedError(f'soon')"), "NotImplementedError"),
@@ -402,9 +406,9 @@ def test_checker_finds(checker: Checker, source: Source, expected: str) -> None:
 
 
 GOOD: list[tuple[Checker, Source]] = [
-    (check_layers, _source("core.engine", "from shardwise.core.shards.pool import P\nimport torch")),
+    (check_layers, _source("core.engine", "from shardwise.core.shards.gather import P\nimport torch")),
     (check_layers, _source("core.engine", "from shardwise import plan")),
-    (check_layers, _source("core.shards.pool", "from shardwise.core.shards import layout")),
+    (check_layers, _source("core.shards.gather", "from shardwise.core.shards import layout")),
     (check_layers, _source("testing", "from shardwise.cli import main")),
     (check_front_ends, _source("zero.x", "from shardwise.session import A\nfrom shardwise.core.mesh import Mesh")),
     (check_front_ends, _source("session", "def f(session):\n    return session.engine.pool.peak")),

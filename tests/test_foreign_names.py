@@ -17,7 +17,7 @@ FOREIGN = re.compile(
 FOREIGN_ALLOWED = {
     "core.checkpoint.formats": "files of other libraries",
     "core.checkpoint.settings": "attributes under which models keep what such files have beside tensors",
-    "core.engine.packed_weights": "an attribute that tells weights which are not packed yet",
+    "core.engine.quantized_weights": "an attribute that tells weights which are not packed yet",
     "core.optim.state_form": "the name of a class in checkpoints",
     "core.base.warnings": "packages whose frames are no user's program",
     "core.parallel.sequence": "attention and masks of the models that it divides",
@@ -68,7 +68,7 @@ def test_exceptions_are_still_needed() -> None:
 def test_the_checker() -> None:
     for module, text, expected in (
         ("core.engine", "def f(x):\n    return x.deepspeed_scale", "core.engine:2 names deepspeed"),
-        ("core.shards.pool", "from transformers import x", "names transformers"),
+        ("core.shards.gather", "from transformers import x", "names transformers"),
         ("plan", "raise ValueError(f'{x}: use GeminiPlugin')", "names Gemini"),
         ("core.engine", "'Source: DeepSpeed.'\nx = 1  # as peft does\ny = accelerator", ""),
         ("sequence.attention", "from transformers import masking_utils", ""),

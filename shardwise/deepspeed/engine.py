@@ -236,7 +236,7 @@ class DeepSpeedEngine(ModeOfModule):
         Args:
             bucket_size: no effect.
         """
-        self.session.passes.reduce_rest()
+        self.session.passes.reduce_unreduced()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context whose passes are reduced together at its end; stages 2 and 3 still reduce each pass."""

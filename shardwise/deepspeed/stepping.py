@@ -93,7 +93,7 @@ class PassesApart:
         unsharded = self._session.plan.shard.reduce == "last"
         with self._entered("coalesce_grad_reduction"), self._session.no_sync() if unsharded else nullcontext():
             yield
-        self._session.passes.reduce_rest()
+        self._session.passes.reduce_unreduced()
 
     @contextmanager
     def _entered(self, name: str) -> Iterator[None]:

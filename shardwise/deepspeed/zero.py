@@ -250,7 +250,7 @@ class GatheredParameters:
         for session, own in shares:
             if session.resident:  # parameters of other sessions were compared on entering
                 session.compare(own)
-            session.values.take_given()
+            session.values.accept_assigned_data()
             for param in own:
                 _overwrite(param, functools.partial(session.mesh.world.broadcast, src=rank))
         for param in self._alone(shares):

@@ -333,7 +333,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
         limit = float(max_norm) if self.sync_gradients or not owners else math.inf
         if optimizer is None:
             for each in owners:
-                each.passes.reduce_rest()
+                each.passes.reduce_unreduced()
             norm: Tensor | None = super().clip_grad_norm_(parameters, limit, norm_type)
             return norm
         return torch.tensor(optimizer.clip_grad_by_norm(limit, float(norm_type)), device=self.device)
@@ -353,7 +353,7 @@ class ShardwiseAccelerator(Accelerator):  # type: ignore[misc]
             return
         if optimizer is None:
             for each in owners:
-                each.passes.reduce_rest()
+                each.passes.reduce_unreduced()
             super().clip_grad_value_(parameters, clip_value)
         else:
             optimizer.clip_grad_by_value(float(clip_value))

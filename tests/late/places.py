@@ -51,11 +51,11 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/offload.py", "", "", DISK),
-    ("core/update/masters.py", "ChunkState.", "", DISK),
+    ("core/update/master_weights.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
-    ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),
-    ("core/shards/source.py", "DiskSource.", "self.store.write", DISK),
-    ("core/shards/source.py", "_FromDisk.", "", DISK),
+    ("core/shards/shard_memory.py", "DiskSource.", "reading.wait", DISK),
+    ("core/shards/shard_memory.py", "DiskSource.", "self.store.write", DISK),
+    ("core/shards/shard_memory.py", "_FromDisk.", "", DISK),
     ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (1)", MESSAGES),
     ("core/comm/compressed.py", "CompressedGroup._reduce", "steps.wait_for_first() (2)", BEGINS),
     ("core/comm/compressed.py", "_Steps.finished", "", SEEN),
@@ -70,7 +70,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/parallel/sequence/ring.py", "_Homeward.home", "wire.settle", SENT),
     ("core/grads/chunk_grads.py", "ChunkGrads.reduced", "self.land() (2)", DROPPED),
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
-    ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
+    ("core/engine/full_values.py", "LazyGather.", "", "groups in shared memory, which have no device but the CPU"),
 )
 """What is no place: beginnings of file and function, a part of the text, and why."""
 

@@ -16,7 +16,7 @@ from shardwise.core.comm import DONE, Buffer, Group
 from shardwise.core.engine import optimizer as optimizer_module
 from shardwise.core.engine import placement
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.testing import run_ranks
@@ -92,8 +92,8 @@ def no_masters(*_: Any) -> None:
     pass
 
 
-@broken(Values, "publish")
-def replicas_drift(real: Any, values: Values, *args: Any, **how: Any) -> None:
+@broken(ParameterValues, "publish")
+def replicas_drift(real: Any, values: ParameterValues, *args: Any, **how: Any) -> None:
     """Rank 1's parameters move away in the last bit, which no tolerance would show."""
     real(values, *args, **how)
     for chunk in values.shards.chunks:

@@ -22,8 +22,8 @@ from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.pool import ChunkPool
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.testing import run_ranks
 from tests.parity.batches import Batches, selected
 from tests.parity.covering import Row

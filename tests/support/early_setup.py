@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.plan import Plan, TierPlan, on_device, zero
 from shardwise.session import Session
 from tests.support.engine_setup import one_mesh, sharded

@@ -66,7 +66,7 @@ def _unsharded(session: Session) -> dict[str, Tensor]:
 
 
 def _as_in_a_trace(session: Session) -> dict[str, Tensor]:
-    session.engine.attachment.hooks._on_trace()  # what a graph that is traced calls
+    session.engine.model_hooks.hooks._on_trace()  # what a graph that is traced calls
     return on_host(session.model.named_parameters())
 
 

@@ -16,7 +16,7 @@ from shardwise.core.checkpoint import Checkpointer
 from shardwise.core.grads.norm import LateNorm
 from shardwise.core.memory.host import host_block
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.source import SecondarySource
+from shardwise.core.shards.shard_memory import SecondarySource
 from shardwise.plan import ByNumel, Plan, on_device, replicated, zero
 from shardwise.session import Session, build
 from shardwise.testing import PlainRecipe, PlainRun, train_plain

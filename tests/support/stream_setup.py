@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.core.comm import Buffer, Group, GroupMaker, Handle, NativeGroup
 from shardwise.core.comm.control import Control
-from shardwise.core.grads.passes import BackwardPasses
+from shardwise.core.grads.backward_passes import BackwardPasses
 from shardwise.plan import Plan
 from shardwise.session import Session
 from tests.support.engine_setup import adam, data, one_mesh, plain_steps, seeded, sharded

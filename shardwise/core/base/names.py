@@ -22,17 +22,17 @@ class StateNames:
     Attributes:
         order: all names, in order.
         of_parameter: names by parameter index (several for a tied parameter).
-        others: buffers and extra state by name.
+        buffers_and_extra: buffers and extra state by name.
     """
 
     order: Mapping[str, None]
     of_parameter: Mapping[int, Sequence[str]]
-    others: Mapping[str, Any]
+    buffers_and_extra: Mapping[str, Any]
 
     def layout(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return parameters (of the full shape, gathered or not), buffers and extra state by name."""
-        tensors = dict(self.others) | {name: params[i] for i, names in self.of_parameter.items() for name in names}
-        return {name: tensors[name] for name in self.order}
+        full = {name: params[index] for index, names in self.of_parameter.items() for name in names}
+        return {name: full[name] if name in full else self.buffers_and_extra[name] for name in self.order}
 
     @classmethod
     def read(cls, model: nn.Module, params: Sequence[nn.Parameter]) -> StateNames:
@@ -126,7 +126,7 @@ def hand_back(
     """Load computed entries into the modules that made them, each together with its other ``values``.
 
     Args:
-        modules, values: see :func:`put_others`.
+        modules, values: see :func:`load_entries`.
         made: names of computed entries, each with its :func:`takers`.
 
     Returns:
@@ -146,7 +146,7 @@ def hand_back(
     return list(left)
 
 
-def put_others(
+def load_entries(
     modules: Mapping[str, nn.Module], own: Mapping[str, Any], values: Mapping[str, Any], later: Collection[str] = ()
 ) -> None:
     """Load buffers, extra state, and other entries that modules save by a ``state_dict()`` of their own.

@@ -4,8 +4,8 @@
 saves and loads a model or an optimizer alone in formats that other libraries read
 (:mod:`shardwise.core.checkpoint.formats`).
 
-Tensors are global and have names. :class:`~shardwise.core.engine.fragments.EngineLocalState` says which part of a
-tensor this rank holds, in which tier, and loads it. Only ``run`` and ``dcp_state`` look further into an engine.
+Tensors are global and have names. :class:`~shardwise.core.engine.checkpoint_state.EngineLocalState` says which part of
+a tensor this rank holds, in which tier, and loads it. Only ``run`` and ``dcp_state`` look further into an engine.
 
 * ``session``, ``portable``: the public operations; ``snapshot``: asynchronous saves.
 * ``write``: what a rank saves, and the steps of a save. ``format``: the manifest and the files of pieces.

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checkpoint.formats.dcp import flattened
 from shardwise.core.comm import collectively
-from shardwise.core.engine.fragments import EngineLocalState
+from shardwise.core.engine.checkpoint_state import EngineLocalState
 from shardwise.core.engine.module import ShardedModule
 from shardwise.core.engine.optimizer import ShardedOptimizer
 

@@ -30,7 +30,7 @@ from shardwise.core.checkpoint.bounds import (
     saving,
 )
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
-from shardwise.core.engine.fragments import Fragment
+from shardwise.core.engine.checkpoint_state import Fragment
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
 
@@ -407,12 +407,12 @@ class PieceLayout:
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self.fragments = tuple(fragments)
-        tensors = [(_key(each), each.dtype, each.shape if each.whole else (each.numel,)) for each in fragments]
+        tensors = [(_key(each), each.dtype, each.shape if each.is_full else (each.numel,)) for each in fragments]
         self.header, self.offsets, self.nbytes = safetensors_header(tensors, {"format": "pt"}, "a file of pieces", 4096)
 
 
 def _key(fragment: Fragment) -> str:
-    return fragment.name if fragment.whole else f"{fragment.name}[{fragment.start}:{fragment.start + fragment.numel}]"
+    return fragment.name if fragment.is_full else f"{fragment.name}[{fragment.start}:{fragment.start + fragment.numel}]"
 
 
 class _PieceWriter:

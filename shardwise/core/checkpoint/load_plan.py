@@ -21,7 +21,7 @@ from shardwise.core.checkpoint.formats.optimizer_state import group_options, mat
 from shardwise.core.checkpoint.run import LocalState, RunOptimizer
 from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 from shardwise.core.checks.param_groups import same_value
-from shardwise.core.engine.fragments import Stored
+from shardwise.core.engine.checkpoint_state import Stored
 from shardwise.core.optim.state_form import SavedForm, StateForm, options_for
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import full_runs, read_part
@@ -204,7 +204,7 @@ class LoadPlan:
         return None if stored is None or self.part == "optimizer" else f"model/{stored}"
 
     def fill(self, name: str, start: int, out: torch.Tensor, part: Part | None = None) -> None:
-        """See :class:`shardwise.core.engine.fragments.Fill`."""
+        """See :class:`shardwise.core.engine.checkpoint_state.Fill`."""
         dtype = self.infos[name].dtype
         replaced: Mapping[str, int] = getattr(self.source, "replaced", {})
         if name in replaced and part is not None:

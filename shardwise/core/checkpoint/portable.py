@@ -26,7 +26,7 @@ from shardwise.core.checkpoint.run import LocalState, Ranks, Run
 from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
 from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
-from shardwise.core.engine.fragments import Fragment, FragmentPlan
+from shardwise.core.engine.checkpoint_state import Fragment, FragmentPlan
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 
 Write = Callable[[CheckpointSource], object]

@@ -16,9 +16,9 @@ from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.comm import Activity, Members, destroy, let_go_with, timeout_s
 from shardwise.core.comm.control import Control
 from shardwise.core.comm.members import make_room
-from shardwise.core.engine.fragments import EngineLocalState, Fill, FragmentBlock, FragmentPlan, TensorShape
+from shardwise.core.engine.checkpoint_state import EngineLocalState, Fill, FragmentBlock, FragmentPlan, TensorShape
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.mesh import Mesh
 
 
@@ -26,7 +26,7 @@ class Trained(Protocol):
     """The parts of an engine's session that are saved."""
 
     @property
-    def values(self) -> Values: ...
+    def values(self) -> ParameterValues: ...
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]: ...
     @property
@@ -58,7 +58,7 @@ class RunOptimizer(Protocol):
 
 class LocalState(Protocol):
     """The part of every global tensor that one rank holds; see
-    :class:`shardwise.core.engine.fragments.EngineLocalState`."""
+    :class:`shardwise.core.engine.checkpoint_state.EngineLocalState`."""
 
     names: list[tuple[str, ...]]
     buffers_and_extra: dict[str, Any]
@@ -232,7 +232,7 @@ class TrainedOnly(EngineLocalState):
         left_out: names of the parameters that are not saved.
     """
 
-    def __init__(self, values: Values, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(self, values: ParameterValues, optimizers: Sequence[ShardedOptimizer]) -> None:
         super().__init__(values, optimizers)
         self.left_out = set()
         shards = values.shards

@@ -23,14 +23,14 @@ from shardwise.core.base.names import (
     hand_back,
     is_extra,
     keeper,
-    put_others,
+    load_entries,
     takers,
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import offset_of_part
 from shardwise.core.checkpoint.run import Ranks, Scaler
 from shardwise.core.comm import Activity
-from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
+from shardwise.core.engine.checkpoint_state import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.core.mesh.mesh import CALLS
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.optim.state_form import constructed_state
@@ -193,7 +193,7 @@ class TorchLocalState:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 every.setdefault(id(parameter), []).append(name)
             self.names = [tuple(state_names.of_parameter.get(i, every[id(p)])) for i, p in enumerate(own)]
-            self.buffers_and_extra = dict(state_names.others)
+            self.buffers_and_extra = dict(state_names.buffers_and_extra)
         self._name = {id(p): names[0] for p, names in zip(self.parameters, self.names, strict=True)}
 
     # ---- names and shapes
@@ -300,7 +300,7 @@ class TorchLocalState:
         optimizers: Collection[int],
     ) -> None:
         """Load parameters and optimizer state, as
-        :meth:`shardwise.core.engine.fragments.EngineLocalState.load_into` does."""
+        :meth:`shardwise.core.engine.checkpoint_state.EngineLocalState.load_into` does."""
         for parameter, names in zip(self.parameters, self.names, strict=True):
             name = stored(names[0])
             if name is not None:
@@ -370,7 +370,7 @@ class TorchLocalState:
             return
         modules, made = dict(self.module.named_modules()), self._made(values)
         loaded = {name: value for name, value in values.items() if name not in made}
-        put_others(modules, self.buffers_and_extra, loaded, {chain[0] for chain in made.values() if chain})
+        load_entries(modules, self.buffers_and_extra, loaded, {chain[0] for chain in made.values() if chain})
         self._check_loadable(values, hand_back(modules, values, made))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:

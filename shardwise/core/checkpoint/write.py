@@ -32,7 +32,7 @@ from shardwise.core.checkpoint.run import LocalState, Run, RunOptimizer
 from shardwise.core.checkpoint.schedulers import scheduler_class
 from shardwise.core.checkpoint.settings import saved_settings
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
-from shardwise.core.engine.fragments import Fragment, TensorShape, split
+from shardwise.core.engine.checkpoint_state import Fragment, TensorShape, split
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut

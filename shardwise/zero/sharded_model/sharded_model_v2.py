@@ -150,7 +150,7 @@ class ShardedModelV2(ModelFront):
         session = build(self.module, optimizer, plan, self._own_mesh())
         self.__dict__["_session"] = session
         if self.arguments.reuse_fp16_shard:
-            session.events.backward_asked.listen(self._refuse_accumulation)
+            session.events.backward_requested.listen(self._refuse_accumulation)
         return session
 
     def _own_mesh(self) -> Mesh:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.checks import description
+from shardwise.core.checks import build_fingerprint
 from shardwise.core.comm import PeerError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import ByModule, DiskPlan, MeshPlan, Plan, replicated, zero
@@ -217,7 +217,7 @@ def test_what_may_differ(tmp_path: object) -> None:
 
 @on_ranks(2)
 def test_versions_are_compared() -> None:
-    with mock.patch.object(description, "__version__", f"0.{dist.get_rank()}"):
+    with mock.patch.object(build_fingerprint, "__version__", f"0.{dist.get_rank()}"):
         message = told(lambda: build(net(), None, zero(2)), ValueError)
     assert "version of shardwise of the installation is '0.1' on rank 1 and '0.0' on rank 0" in message
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import Buffer
 from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.deferred import deferred_init
-from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.engine.param_writer import ParamWriter
 from shardwise.plan import Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes
@@ -98,14 +98,14 @@ class Building:
 def watch_building(plan: Plan, how: str, depth: int, train: bool) -> Building:
     """Looks whenever a whole value is about to be cut up."""
     making: list[int] = []
-    store, trained = ValueWriter.store, 0
+    store, trained = ParamWriter.store, 0
 
-    def watched(self: ValueWriter, index: int, value: Tensor) -> None:
+    def watched(self: ParamWriter, index: int, value: Tensor) -> None:
         making.append(own_bytes())
         store(self, index, value)
 
     before = own_bytes()
-    with mock.patch.object(ValueWriter, "store", watched):
+    with mock.patch.object(ParamWriter, "store", watched):
         torch.manual_seed(0)
         context: Any = deferred_init() if how == "deferred" else torch.device("meta")
         with context:

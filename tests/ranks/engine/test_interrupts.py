@@ -15,8 +15,8 @@ from torch import nn
 
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.core.engine.optimizer_state import OptimizerState
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.updates import StateOffload
-from shardwise.core.engine.values import Values
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
 from shardwise.testing import run_ranks
@@ -213,7 +213,7 @@ def around_files(plan: Plan, directory: str) -> None:
         like = values(session)
         backward(session, 1)
         session.optimizers[0].step()
-        with pytest.raises(KeyboardInterrupt), before(Values, "publish"):
+        with pytest.raises(KeyboardInterrupt), before(ParameterValues, "publish"):
             session.module.load_state_dict(saved[0])
         with pytest.raises(KeyboardInterrupt), before(OptimizerState, "distribute"):
             session.optimizers[0].load_state_dict(saved[1])

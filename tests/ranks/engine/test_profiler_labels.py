@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from shardwise.core.grads import offload
+from shardwise.core.grads import chunk_grads
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import sharded
@@ -33,7 +33,7 @@ def labels(plan: Plan, to_host: bool = False) -> set[str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with contextlib.ExitStack() as stack:
         if to_host:
-            stack.enter_context(mock.patch.multiple(offload, **AT_ONCE))
+            stack.enter_context(mock.patch.multiple(chunk_grads, **AT_ONCE))
         session = stack.enter_context(sharded(model, optimizer, plan))
 
         def step() -> None:

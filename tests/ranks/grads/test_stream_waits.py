@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.comm import Handle, NativeGroup
 from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
 from shardwise.plan import Plan, zero
 from shardwise.testing import assert_close, run_ranks
 from tests.support.engine_setup import Breaks, adam, data, one_mesh, plain_steps, seeded, sharded

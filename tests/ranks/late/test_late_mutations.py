@@ -51,7 +51,9 @@ def _named(text: str) -> Scenario:
 
 FOUND = {
     "core/shards/chunk.py Chunk.arrive: self.pending.wait()": "written after forward (1 rank)",
-    "core/shards/source.py MemorySource.gather: behind_current(out.device, self._uploads)": "early_host (2 ranks)",
+    "core/shards/shard_memory.py MemorySource.gather: behind_current(out.device, self._uploads)": (
+        "early_host (2 ranks)"
+    ),
     "core/comm/compressed.py CompressedGroup._reduce: Lent(received, sent.local)": "eight_bits (2 ranks)",
     "core/comm/link.py Message.wait: self._work.wait()": "parts of sequences, ring (2 ranks)",
     "core/comm/native.py _Launched.wait: work.wait()": "axis of parts (2 ranks)",
@@ -61,8 +63,10 @@ FOUND = {
     "core/base/device.py SideCopy.__init__: stream.record_event()": "side copies (1 rank)",
     "core/base/device.py SideCopy.wait: recorded(self._out, reader)": "side copies (1 rank)",
     "core/base/device.py _unlock: locked_by.synchronize(device)": "locked memory (1 rank)",
-    "core/engine/values.py Values.settle: self.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
-    "core/shards/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
+    "core/engine/parameters.py ParameterValues.settle: self.pool.settle()": (
+        "renewed, state in the compute dtype (2 ranks)"
+    ),
+    "core/shards/gather.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
 """Places, and the quickest scenario that finds each: one of every kind."""
 

@@ -26,7 +26,7 @@ from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
 from shardwise.core.memory.trace import MemStats, trace_memory
 from shardwise.core.mesh import Mesh
-from shardwise.core.shards.hooks import in_backward
+from shardwise.core.shards.gather_hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from shardwise.testing import assert_close, run_ranks
@@ -162,12 +162,12 @@ def watch(session: Session, found: Found) -> None:
     def ready(unit: int) -> None:
         if ledger.capacity_bytes is not None:
             # Optimizer state that is not made yet is accounted for.
-            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.foreseen_bytes()
+            counted, accounted = model_data(session), ledger.model_bytes() - session.engine.accounts.reserved_bytes()
             assert counted == accounted, f"{accounted} accounted, {counted} are there: {ledger.bytes_by_kind()}"
             held = sum(ledger.bytes_by_kind().values())
             assert held <= ledger.capacity_bytes, f"{held} of {ledger.capacity_bytes}: {ledger.bytes_by_kind()}"
 
-    session.engine.events.unit_wanted.listen(use)
+    session.engine.events.unit_requested.listen(use)
     session.engine.events.unit_ready.listen(ready)
 
 
@@ -175,7 +175,7 @@ def model_data(session: Session) -> int:
     """Bytes of model data on the device, from the tensors themselves."""
     engine = session.engine
     tensors = [chunk.full for chunk in engine.shards.chunks if chunk.full is not None]
-    tensors += [chunk.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
+    tensors += [chunk.source.exchange.local for chunk in engine.shards.chunks if chunk.source.tier is Tier.DEVICE]
     tensors += [array for idle in engine.pool.arrays._idle.values() for array in idle]
     tensors += engine.grads.reducer._buckets.arrays()
     for grads in engine.grads.reducer.states:

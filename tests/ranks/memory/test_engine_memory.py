@@ -45,7 +45,7 @@ def mapped_bytes(session: Session) -> int:
     """Memory of peers that this rank sees: it is theirs, and counted there."""
     peers: dict[int, int] = {}
     engine = session.engine
-    buffers = [chunk.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
+    buffers = [chunk.source.exchange for chunk in engine.shards.chunks] + engine.grads.reducer._buckets._buffers
     buffers += [state.buffer for state in engine.grads.reducer.states if state.buffer is not None]
     for buffer in buffers:
         if isinstance(buffer, MappedBuffer):  # one array, of which a part is this rank's

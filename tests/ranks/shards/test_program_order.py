@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.comm import NativeGroup, PeerError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.shards import prefetch
+from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.gather_order import GatherLog
 from shardwise.plan import ByNumel, ByTensor, ParamGroupPlan, Plan, on_device, zero
 from shardwise.session import Session, Settings, build, shard
@@ -95,14 +96,14 @@ def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
 
 def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tensor]]:
     """Rank 1 holds a parameter of another layer in each step, so that it stays; what was gathered by step."""
-    model, issued, note = seeded(lambda: chain(LAYERS)), list[list[int]](), GatherLog.note
+    model, issued, gather = seeded(lambda: chain(LAYERS)), list[list[int]](), GatherLog.gather
 
-    def noting(of: GatherLog, unit: int) -> None:
-        issued[-1].append(unit)
-        note(of, unit)
+    def noting(of: GatherLog, chunk: Chunk, *args: Any) -> Any:
+        issued[-1].append(chunk.spec.index)
+        return gather(of, chunk, *args)
 
     held: list[Tensor] = []
-    with mock.patch.object(GatherLog, "note", noting), sharded(model, adam(model), plan) as session:
+    with mock.patch.object(GatherLog, "gather", noting), sharded(model, adam(model), plan) as session:
         for step in range(steps):
             issued.append([])
             if session.mesh.rank:
@@ -515,7 +516,7 @@ def edited(plan: Plan) -> None:
         assert_close(session.module.state_dict(), before, 0.0, "some were written")
         assert plan.tiers.disk is None or moved["disk_write"] > 0
         with session.gathered(session.params):
-            assert session.engine.pool.blocks.all_held
+            assert session.engine.pool.blocks.all_gathered
             assert model.state_dict().keys() == before.keys()
         other = seeded(net)
         with sharded(other, adam(other), plan) as second:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.core.grads import reducer as patience
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.mesh import Mesh
-from shardwise.core.update.early import EarlyObserver
+from shardwise.core.update.optimizer_in_backward import EarlyObserver
 from shardwise.core.update.tiles import TileStepper
 from shardwise.plan import ByTensor, zero
 from shardwise.session import Session

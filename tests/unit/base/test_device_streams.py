@@ -13,9 +13,9 @@ from shardwise.core.grads.chunk_grads import GradRing
 from shardwise.core.memory.disk.store import BufferPool
 from shardwise.core.memory.host import HostArena, host_block
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.source import MemorySource
+from shardwise.core.shards.shard_memory import MemorySource
 from shardwise.core.update.disk_tiles import TileVisits
-from shardwise.core.update.early import EarlyUpdates
+from shardwise.core.update.optimizer_in_backward import EarlyUpdates
 from shardwise.core.update.tiles import TileStepper
 from tests.support.cuda_setup import FakeArray, FakeCuda, Stream
 

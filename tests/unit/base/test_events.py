@@ -79,7 +79,7 @@ def of(heard: list[tuple[str, tuple[object, ...]]], *names: str) -> list[str]:
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_a_sharded_step_tells_all_of_it(update: str) -> None:
     for heard in run_ranks(2, told, zero(3).but(update=update)):
-        phases = ("forward_began", "forward_ended", "backward_asked", "backward_began", "backward_ended")
+        phases = ("forward_began", "forward_ended", "backward_requested", "backward_began", "backward_ended")
         steps = ("update_began", "update_ended")
         assert of(heard, *phases, *steps) == [*phases, *steps]
         assert heard[0] == ("forward_began", (True,))
@@ -89,7 +89,7 @@ def test_a_sharded_step_tells_all_of_it(update: str) -> None:
         for began, ended in (("gather_began", "gather_ended"), ("reduction_began", "result_added")):
             assert sorted(given[began]) == sorted(given[ended]), (began, heard)
         assert set(given["gather_began"]) == set(given["evicted"])  # an update leaves nothing that it has made old
-        assert given["unit_wanted"] == given["unit_ready"]
+        assert given["unit_requested"] == given["unit_ready"]
         assert of(heard, "gradients_dropped", "update_ended")[-2:] == ["update_ended", "gradients_dropped"]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.checks.overlaps import check_apart
+from shardwise.core.checks.shared_storage import check_no_shared_storage
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import replicated
 from shardwise.session import build
@@ -89,7 +89,7 @@ APART: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_memory_is_refused_with_both_names(name: str) -> None:
     make, *words = SHARED[name]
-    raised = raises(ValueError, "before sharding", lambda: check_apart(make()))
+    raised = raises(ValueError, "before sharding", lambda: check_no_shared_storage(make()))
     assert all(word in raised for word in words), raised
 
 
@@ -100,7 +100,7 @@ def test_it_is_refused_before_there_are_values(name: str) -> None:
     for early in (torch.device("meta"), *([] if of_attribute else [deferred_init()])):
         with early:
             model = SHARED[name][0]()
-        raises(ValueError, "before sharding", check_apart, model)
+        raises(ValueError, "before sharding", check_no_shared_storage, model)
 
 
 ACCEPTED = {**APART, **{name: case.factory for name, case in MODELS.items()}}
@@ -112,7 +112,7 @@ def test_what_shares_no_memory_is_accepted(name: str) -> None:
     with deferred_init():
         later = ACCEPTED[name]()
     for model in (ACCEPTED[name](), later):
-        assert check_apart(model) is None  # type: ignore[func-returns-value]
+        assert check_no_shared_storage(model) is None  # type: ignore[func-returns-value]
 
 
 def test_build_leaves_a_refused_model_as_it_was() -> None:

@@ -24,8 +24,8 @@ from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
-from shardwise.core.shards.source import DiskSource, ReadAhead
 from tests.support.disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
+from shardwise.core.shards.shard_memory import DiskSource, ReadAhead
 from tests.support.on_ranks import raises
 from tests.support.program_setup import forked_python, python
 from tests.support.sets import campaign

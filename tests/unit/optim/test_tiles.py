@@ -24,7 +24,7 @@ from shardwise.core.optim.lamb import FusedLAMB, Lamb
 from shardwise.core.shards.layout import ParamInfo, make_layout
 from shardwise.core.update import tiles as update_tiles
 from shardwise.core.update.tile_plan import TILE_NUMEL, plan_tiles
-from shardwise.core.update.tiles import NEVER, WHOLE, BareStep, PendingTile, TileStepper, needs_whole_tensors
+from shardwise.core.update.tiles import NEVER, WHOLE_TENSORS, BareStep, PendingTile, TileStepper, needs_whole_tensors
 from shardwise.plan import ByNumel, Plan, zero
 from shardwise.session import build
 from tests.support.on_ranks import raises
@@ -270,7 +270,7 @@ def element_wise() -> list[type[torch.optim.Optimizer]]:
     found = [getattr(torch.optim, name) for name in torch.optim.__all__ if name != "Optimizer"]
     classes = [c for c in found if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
     own: list[type[torch.optim.Optimizer]] = [CPUAdam, HybridAdam, FusedAdam]
-    return [c for c in classes if c.__name__.lower() not in (*NEVER, *WHOLE)] + own
+    return [c for c in classes if c.__name__.lower() not in (*NEVER, *WHOLE_TENSORS)] + own
 
 
 def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:

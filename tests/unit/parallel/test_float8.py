@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import T5Config
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.core.engine.casts import cast_floats, map_tensors
+from shardwise.core.engine.mixed_precision import cast_floats, map_tensors
 from shardwise.core.parallel import float8
 from shardwise.core.parallel.float8 import GRADIENTS, VALUES, Scaled, linear, multiply_in_8_bits, product, scaled
 from shardwise.shardformer import ShardConfig, changes

@@ -21,10 +21,10 @@ from shardwise.core.comm import Buffer, LocalGroup
 from shardwise.core.memory.ledger import DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.chunk import Chunk
+from shardwise.core.shards.gather import ChunkPool, Scope
 from shardwise.core.shards.layout import ALIGN_BYTES, Layout, ParamInfo, make_layout, module_units, search_chunk_numel
-from shardwise.core.shards.pool import ChunkPool, Scope
 from shardwise.core.shards.prefetch import GatherLimits, Trace, choose_victim, next_units
-from shardwise.core.shards.source import MemorySource
+from shardwise.core.shards.shard_memory import MemorySource
 from shardwise.plan import ByModule, ByNumel, BySearch, ByTensor, Packing
 from tests.support.on_ranks import raises
 
@@ -159,7 +159,7 @@ def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas:
     layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=True)
     assert sorted(slot.param for chunk in layout.chunks for slot in chunk.slots) == list(range(len(sizes)))
     for chunk in layout.chunks:
-        assert chunk.whole and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
+        assert chunk.unsplit and len(chunk.bounds) == ranks + 1 and chunk.bounds[0] == 0
         assert all(chunk.shard_numel(rank) > 0 == chunk.shard_numel(rank) % replicas for rank in range(ranks))
         ends = 0
         for slot in chunk.slots:
@@ -319,14 +319,14 @@ def test_blocks_keep_all() -> None:
     each.use(3)
     outer, inner = Scope(), Scope()
     each.pool.enter_scope(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_gathered
     each.use(0, 1)
     assert each.held == [0, 1, 2, 3, 4]
     each.pool.enter_scope(inner)
     each.pool.leave_scope(outer)
-    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_held, "inside the other one everything stays"
+    assert each.held == [0, 1, 2, 3, 4] and each.pool.blocks.all_gathered, "inside the other one everything stays"
     each.pool.leave_scope(inner)
-    assert len(each.held) == 1 and not each.pool.blocks.all_held
+    assert len(each.held) == 1 and not each.pool.blocks.all_gathered
 
 
 def test_an_update_drops_what_is_trained() -> None:

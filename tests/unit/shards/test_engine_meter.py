@@ -13,8 +13,8 @@ from torch import nn
 
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.tracker import AllocatorTracker
-from shardwise.core.shards import meter as meters
-from shardwise.core.shards.meter import MemoryMeter
+from shardwise.core.shards import memory_meter as meters
+from shardwise.core.shards.memory_meter import MemoryMeter
 from shardwise.plan import AutoPlan, TierPlan, on_device, zero
 from shardwise.session import Session, build
 from tests.support.cuda_setup import FakeCuda
@@ -77,7 +77,7 @@ def test_budget_by_position() -> None:
                 seen.append(meter.budget_bytes())
                 others.append(session.ledger.model_bytes() - pool.reusable_bytes)
 
-        session.engine.events.unit_wanted.listen(use)
+        session.engine.events.unit_requested.listen(use)
         step(session)
     steady = int((1 << 16) * 0.9)
     assert seen == [steady - rest - other for rest, other in zip(intervals, others, strict=True)]

@@ -39,7 +39,7 @@ from shardwise.core.checkpoint.format import (
 )
 from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
-from shardwise.core.engine.fragments import Fragment, split
+from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor import Part as TensorPart
 from shardwise.core.parallel.tensor.order import read_logical, read_part

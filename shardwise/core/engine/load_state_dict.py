@@ -16,20 +16,20 @@ from shardwise.core.base.names import (
     hand_back,
     is_one_kind,
     keeper,
-    put_others,
+    load_entries,
     takers,
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import incompatible_keys
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.broken import PARAMETERS
-from shardwise.core.checks.description import described
+from shardwise.core.checks.build_fingerprint import described
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Description, collectively
 from shardwise.core.engine.full_values import state_names
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.engine.values import Values
-from shardwise.core.engine.writer import ValueWriter
+from shardwise.core.engine.param_writer import ParamWriter
+from shardwise.core.engine.parameters import ParameterValues
 
 LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 
@@ -39,7 +39,7 @@ LOADING, UNCHANGED = "loading the model", "Nothing has changed."
 # in no file; the usual cause is a state that only one rank has read. So before the first value is written they compare
 # names, shapes, dtypes and a sample of the values of parameters. Buffers and extra state may differ between ranks. If
 # one rank rejects its state, all of them raise.
-def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def load_full(values: ParameterValues, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a full state, fp32 masters included; every rank gives it and keeps its part. Collective.
 
     Nothing changes if one of these is raised.
@@ -60,7 +60,7 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
         names = _loadable(values)
         # A tied parameter may be given under one of its names only.
         tied = names.of_parameter.values()
-        missing += [name for name in names.others if name not in state_dict]
+        missing += [name for name in names.buffers_and_extra if name not in state_dict]
         missing += [name for own in tied if not any(each in state_dict for each in own) for name in own]
         known = names.order.keys() | {name for own in tied for name in own}
         unexpected += [name for name in state_dict if name not in known]
@@ -71,10 +71,10 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
                 f"{misfits}"
             )
         # The names of all stages are not those of this rank's modules.
-        own = (names if shards.partition.table.names is None else state_dicts.names()).others
+        own = (names if shards.partition.table.names is None else state_dicts.names()).buffers_and_extra
         buffers = {name: state_dict[name] for name in own if name in state_dict}
-        check_buffers_and_extra(state_dicts, own, buffers)
-    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers))
+        computed = check_buffers_and_extra(state_dicts, own, buffers)
+    _load(values, state_dict, names, lambda: load_buffers_and_extra(state_dicts, own, buffers, computed))
     complete = not missing
     run_load_hooks(values, missing, unexpected)
     if complete:
@@ -82,7 +82,7 @@ def load_full(values: Values, state_dict: Mapping[str, Any], strict: bool = True
     return incompatible_keys(missing, unexpected)
 
 
-def compare_states(values: Values, state_dict: Mapping[str, Any]) -> None:
+def compare_states(values: ParameterValues, state_dict: Mapping[str, Any]) -> None:
     """Compare the ranks' states before a module itself loads one into gathered parameters. Collective.
 
     Raises:
@@ -93,7 +93,7 @@ def compare_states(values: Values, state_dict: Mapping[str, Any]) -> None:
         as_mapping("state_dict", state_dict, "what state_dict() of the model returned, values by name")
 
 
-def _loadable(values: Values) -> StateNames:
+def _loadable(values: ParameterValues) -> StateNames:
     """Return the names that a state may have. A parameter that a hook of the model does not save (a frozen backbone) is
     loaded under its name in the model, as by plain torch."""
     names, facts = state_names(values.shards, values.guards.state_dicts), values.shards.partition.table.facts
@@ -103,7 +103,7 @@ def _loadable(values: Values) -> StateNames:
 def _describe(names: StateNames, state: Mapping[str, Any]) -> Description:
     """Describe the entries of a state that are loaded: of extra state only the class."""
     entries: dict[str, Mapping[str, Any]] = {}
-    for name in names.others:
+    for name in names.buffers_and_extra:
         if name in state:
             value, entry = state[name], f"{name} in the state"
             entries[entry] = described(value) if isinstance(value, torch.Tensor) else {"class": type(value).__name__}
@@ -120,10 +120,10 @@ def _name_in(own_names: Sequence[str], state: Mapping[str, Any]) -> str | None:
 def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -> list[str]:
     """List entries with another shape than the model's, or another kind of numbers."""
     facts = shards.partition.table.facts
-    shapes = {n: value.shape for n, value in names.others.items() if isinstance(value, torch.Tensor)}
+    shapes = {n: value.shape for n, value in names.buffers_and_extra.items() if isinstance(value, torch.Tensor)}
     dtypes: dict[str, torch.dtype] = {}
     for param, own_names in names.of_parameter.items():
-        shapes |= dict.fromkeys(own_names, facts[param].whole)
+        shapes |= dict.fromkeys(own_names, facts[param].full_shape)
         dtypes |= dict.fromkeys(own_names, facts[param].dtype)
     misfits = [
         f"{name}: {tuple(state[name].shape)} instead of {tuple(shape)}"
@@ -138,22 +138,24 @@ def _misfits(shards: ModelShards, names: StateNames, state: Mapping[str, Any]) -
 
 
 @torch.no_grad()
-def _load(values: Values, state: Mapping[str, Any], names: StateNames, load_others: Callable[[], None]) -> None:
-    """Write the parameters, and call ``load_others`` for buffers and extra state."""
+def _load(
+    values: ParameterValues, state: Mapping[str, Any], names: StateNames, load_buffers: Callable[[], None]
+) -> None:
+    """Write the parameters, and call ``load_buffers`` for buffers and extra state."""
     table = values.shards.partition.table
     values.before_load(full_model=all(_name_in(own, state) for own in names.of_parameter.values()))
     values.before_update()
     with values.guards.broken.replacing("loading a state", [PARAMETERS], partly=[PARAMETERS]):
-        with ValueWriter(values.shards.storage) as writer:
+        with ParamWriter(values.shards.storage) as writer:
             for place, own_names in names.of_parameter.items():
                 name = _name_in(own_names, state)
                 if name is not None and place in table.index:
                     writer.store(table.index[place], state[name])
-        load_others()
+        load_buffers()
         values.publish(everything=True)
 
 
-def run_load_hooks(values: Values, missing: list[str], unexpected: list[str]) -> None:
+def run_load_hooks(values: ParameterValues, missing: list[str], unexpected: list[str]) -> None:
     """Call the modules' ``register_load_state_dict_post_hook`` hooks as torch does: children before parents, each with
     the lists of names, which it may change. Collective.
 
@@ -208,7 +210,7 @@ def check_buffers_and_extra(
         for name in values
         if isinstance(own[name], torch.Tensor) and own[name].numel() and keeper(modules, name) is None
     ]
-    now = state_dicts.names().others if unkept else {}
+    now = state_dicts.names().buffers_and_extra if unkept else {}
     computed, differs = dict[str, list[str]](), False
     for name in unkept:
         before, again = own[name], now.get(name)
@@ -233,22 +235,24 @@ def _not_restored(name: str) -> ValueError:
 
 
 @torch.no_grad()
-def load_buffers_and_extra(state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def load_buffers_and_extra(
+    state_dicts: StateDictGuard, own: Mapping[str, Any], values: Mapping[str, Any], computed: dict[str, list[str]]
+) -> None:
     """Load tensors of the same shapes (cast), extra state, and what modules restore themselves.
 
     Args:
         state_dicts: of the model.
         own: the model's buffers and extra state now, by saved name.
         values: those to load.
+        computed: the result of :func:`check_buffers_and_extra` for them.
 
     Raises:
         ValueError: no module has restored a computed tensor.
     """
-    modules, chains = dict(state_dicts.model.named_modules()), check_buffers_and_extra(state_dicts, own, values)
-    before = {name: own[name].clone() for name in chains}
+    modules, before = dict(state_dicts.model.named_modules()), {name: own[name].clone() for name in computed}
     with state_dicts.giving():
-        unchanged = {name: value for name, value in values.items() if name not in chains}
-        put_others(modules, own, unchanged, {chain[0] for chain in chains.values()})
-        lost = [name for name in hand_back(modules, values, chains) if not _same(before[name], values[name])]
+        unchanged = {name: value for name, value in values.items() if name not in computed}
+        load_entries(modules, own, unchanged, {chain[0] for chain in computed.values()})
+        lost = [name for name in hand_back(modules, values, computed) if not _same(before[name], values[name])]
     if lost:
         raise _not_restored(lost[0])

@@ -25,8 +25,8 @@ from shardwise.core.memory.tier import Tier
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import Chunk
 from shardwise.core.shards.layout import ChunkSpec, Layout
-from shardwise.core.shards.source import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
-from shardwise.core.update.masters import ChunkState, UploadSlots
+from shardwise.core.shards.shard_memory import DiskSource, MemorySource, ReadAhead, SecondarySource, ShardSource
+from shardwise.core.update.master_weights import ChunkState, UploadSlots
 from shardwise.plan import Plan
 
 PLAIN = nn.Parameter, DeferredParameter
@@ -89,7 +89,7 @@ class Storage:
             waiting = [each for each in table if each.keeps_new_shard]
             self.new_shards = {c.spec.index: self._arena.take(c.shard_numel, c.spec.dtype) for c in waiting}
             self.chunks = self._make_chunks(params)
-            with self._all_reserve():
+            with self.disk_access("reserving disk space", REMEDY):
                 self.states = {each.spec.index: self._make_state(each) for each in table if is_trained(each.spec)}
         except BaseException:
             # Remove the file of a build that failed.
@@ -101,7 +101,7 @@ class Storage:
     # ---- the disk
 
     def _open_store(self) -> None:
-        with collectively(self.mesh.mesh_group, "creating the disk file", REMEDY, DiskError, self.uses_disk):
+        with self.disk_access("creating the disk file", REMEDY):
             if self._disk_plan is not None and self.placement.on_disk:
                 allocate = partial(host_block, pin_for=self._pin_for) if self._pin_for is not None else None
                 self.store = DiskStore(self._disk_plan, self.mesh.mesh_group.rank, allocate=allocate)
@@ -117,8 +117,12 @@ class Storage:
             return own
         return any(post[0] for post in self.mesh.mesh_group.exchange([float(own)], "whether anything is on a disk"))
 
-    def _all_reserve(self) -> AbstractContextManager[None]:
-        return collectively(self.mesh.mesh_group, "reserving disk space", REMEDY, DiskError, self.uses_disk)
+    def disk_access(self, doing: str, outcome: str, group: Group | None = None) -> AbstractContextManager[None]:
+        """Return a context for access to disks: if the disk of one rank of ``group`` (``None``: all) fails, all raise.
+
+        Collective over these ranks if any rank uses a disk; see :func:`collectively`.
+        """
+        return collectively(group or self.mesh.mesh_group, doing, outcome, DiskError, self.uses_disk)
 
     def commit(self, optimizer: int | None = None) -> None:
         """Commit the writes to the disk: of the records of one optimizer, or of all."""
@@ -152,14 +156,14 @@ class Storage:
                     self.upload_slots.copy(shard, master)
                 group.round_(shard)
 
-    def round_whole(self, chunk: Chunk) -> None:
+    def round_full(self, chunk: Chunk) -> None:
         """Quantize the shard as :meth:`round_` does, together with the peers' shards if they are on this rank."""
         group = self.by_owner(chunk.spec)
         if not chunk.resident:
             self.round_(chunk)
         elif group is not None:
             for rank in range(group.size):
-                group.round_(group.slice_of(chunk.exchange.local, rank))
+                group.round_(group.slice_of(chunk.source.exchange.local, rank))
 
     def _make_chunks(self, params: Sequence[nn.Parameter]) -> list[Chunk]:
         group, table = self.mesh.shard, self.placement.chunks
@@ -167,7 +171,7 @@ class Storage:
         disk = self.placement.disk_buffers
         ahead = ReadAhead(disk.shard_bytes, disk.gathers, disk.renewals)
         chunks = []
-        with self._all_reserve():
+        with self.disk_access("reserving disk space", REMEDY):
             for each in table:
                 spec = each.spec
                 if each.memory == "disk":
@@ -281,10 +285,6 @@ class Storage:
             if state.tier is tier and state.dtype is not None:
                 total += state.chunk.shard_numel * state.dtype.itemsize
         return total
-
-    def new_shard_bytes(self, tier: Tier) -> int:
-        """Return the bytes of :attr:`new_shards` in ``tier``."""
-        return sum(memory.nbytes for memory in self.new_shards.values()) if tier is Tier.HOST else 0
 
     def close(self) -> None:
         """Close the file on the disk."""

@@ -43,7 +43,7 @@ class _Span:
         return self.is_parameter and self.tensor.requires_grad
 
 
-def check_apart(model: nn.Module) -> None:
+def check_no_shared_storage(model: nn.Module) -> None:
     """Check that no two parameters share an element, and that no buffer or other attribute of a module shares one with
     a trainable parameter.
 

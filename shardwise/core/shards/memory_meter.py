@@ -17,8 +17,8 @@ from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.core.memory.ledger import NON_MODEL, Ledger
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
 from shardwise.core.memory.trace.tracker import make_tracker
-from shardwise.core.shards.hooks import in_backward
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.shards.gather_hooks import in_backward
 from shardwise.plan import AutoPlan
 
 
@@ -29,19 +29,19 @@ class MemoryMeter:
         ledger: accounts of the device's memory; the measured memory becomes one of them.
         device: the device.
         auto: placement by measured memory; ``None`` to measure only.
-        foreseen_bytes: returns the bytes of model data in the accounts that are not allocated yet.
+        reserved_bytes: returns the bytes of model data in the accounts that are not allocated yet.
 
     Attributes:
         stats: the last step that was recorded completely, or ``None``.
     """
 
     def __init__(
-        self, ledger: Ledger, device: torch.device, auto: AutoPlan | None, foreseen_bytes: Callable[[], int]
+        self, ledger: Ledger, device: torch.device, auto: AutoPlan | None, reserved_bytes: Callable[[], int]
     ) -> None:
         self._ledger, self._device, self._auto = ledger, device, auto
         # An allocator does not count foreseen bytes.
-        self._foreseen_bytes = foreseen_bytes
-        self._tracker = make_tracker(device, lambda: ledger.model_bytes() - foreseen_bytes())
+        self._reserved_bytes = reserved_bytes
+        self._tracker = make_tracker(device, lambda: ledger.model_bytes() - reserved_bytes())
         ledger.measure_non_model(self._tracker)
         self.stats: MemStats | None = None
         self._matches = False
@@ -100,7 +100,7 @@ class MemoryMeter:
                 # Passes that ended well have been measured; this peak is of a pass that failed, or older.
                 self._tracker.take_peak()
             if self._ledger.capacity_bytes is not None:
-                self._tracker.begin_pass(self._ledger.capacity_bytes - self._foreseen_bytes())
+                self._tracker.begin_pass(self._ledger.capacity_bytes - self._reserved_bytes())
         self._tracker.__enter__()
         self._depth += 1
 
@@ -126,7 +126,7 @@ class MemoryMeter:
         else:
             live = self._tracker.take_peak() if self._always else self._tracker.live_bytes
         highest = self._tracker.highest_bytes
-        self._ledger.check_peak(live, when, highest + self._foreseen_bytes() if highest and self._depth else 0)
+        self._ledger.check_peak(live, when, highest + self._reserved_bytes() if highest and self._depth else 0)
 
     def leave_all(self) -> None:
         """End all passes, after a forward pass that was interrupted without running its hooks."""

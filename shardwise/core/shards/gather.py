@@ -25,12 +25,12 @@ from shardwise.core.base.torch_internals import current_graph_task, in_transform
 from shardwise.core.comm import DONE, NO_MODEL, Group, ModelId, PeerError
 from shardwise.core.memory.ledger import IDLE_ARRAYS, DeviceMemoryError, Ledger
 from shardwise.core.memory.tier import Tier
-from shardwise.core.shards.arrays import ArrayPool
 from shardwise.core.shards.chunk import Chunk, Residency
+from shardwise.core.shards.gather_buffers import ArrayPool
 from shardwise.core.shards.gather_order import GatherAgreement, GatherLog
 from shardwise.core.shards.layout import UnitSpec
 from shardwise.core.shards.prefetch import AHEAD_BYTES, GatherLimits, Trace, choose_victim, next_units
-from shardwise.core.shards.source import Arrival
+from shardwise.core.shards.shard_memory import Arrival
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -41,8 +41,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 # are gathered, pinned or prefetched holds ChunkPool.lock from beginning to end, its exchange with the peers included:
 # otherwise the exchanges of two threads could be answered with each other's. The lock is re-entrant, because the ledger
 # calls back into the pool (drop_idle) when a gather needs room. The units that a thread's running modules pin belong to
-# that thread (hooks._Running). Under a declared capacity a second thread is an error (shards/meter.py), because what
-# operations allocate is counted for one thread.
+# that thread (gather_hooks._Running). Under a declared capacity a second thread is an error (memory_meter.py), because
+# what operations allocate is counted for one thread.
 # * shardwise-update          masters, state, new parameters; see [Note: Updates during backward]
 # * shardwise-disk            requests and checksums; shardwise-disk-io reads and writes; see [Note: Threads of a store]
 # * shardwise-gloo-worker     messages, nothing else; see [Note: Who waits for a message]
@@ -90,7 +90,7 @@ class GatherScopes:
         return bool(self.open) and any(scope.ready for scope in self.open)
 
     @property
-    def all_held(self) -> bool:
+    def all_gathered(self) -> bool:
         """Whether a scope has every unit gathered, so that nothing needs the peers."""
         return bool(self.open) and any(scope.ready and set(self._transient) <= set(scope.units) for scope in self.open)
 
@@ -112,7 +112,7 @@ class ChunkPool:
         group: the ranks that share each chunk.
         ledger: accounts of the device's memory.
         limits: how much may be gathered.
-        events: notified of units: wanted, ready, gathered, evicted.
+        events: notified of units: requested, ready, gathered, evicted.
         model_id: id of the model on ``group``.
 
     Attributes:
@@ -215,7 +215,7 @@ class ChunkPool:
     @locked
     def finish_phase(self) -> None:
         """End a pass: where the ranks agree on gathers, take part in those that other ranks still need."""
-        while self.agrees and not self.blocks.all_held and self._agree_and_gather(None):
+        while self.agrees and not self.blocks.all_gathered and self._agree_and_gather(None):
             pass
 
     def abandon_phase(self) -> None:
@@ -275,7 +275,7 @@ class ChunkPool:
             if unit in self._renewing:
                 self._renew(unit)
             self.trace.use(unit)
-            self._events.unit_wanted(unit)
+            self._events.unit_requested(unit)
             if self._transient[unit]:
                 self._bring(unit)
             self._events.unit_ready(unit)
@@ -310,9 +310,8 @@ class ChunkPool:
         absent, soon = not self._counts(unit), self._soon()
         # Also for a prefetched unit: it counts from here on, and makes room for the next ones.
         self._make_room(unit, soon)
-        with ordinary_tensors():
-            self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
-            self._complete(unit)
+        self._gather([unit] if absent else [], self._fitting(unit, soon) if absent or looks else [])
+        self._complete(unit)
         self._trim_idle()
         for chunk in [c for u in soon if not self._counts(u) for c in self._transient[u]] if self._reads_disks else ():
             chunk.source.prepare()
@@ -493,7 +492,7 @@ class ChunkPool:
             if not self.agrees:
                 for unit in (*needed, *ahead):
                     self._start(unit)
-            elif needed or ahead or (self.agreement.due() and not self.blocks.all_held):
+            elif needed or ahead or (self.agreement.due() and not self.blocks.all_gathered):
                 self._agree_and_gather(self._that_fit(needed, ahead))
 
     def _agree_and_gather(self, units: list[int] | None) -> bool:

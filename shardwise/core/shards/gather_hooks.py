@@ -36,7 +36,7 @@ from shardwise.core.base.torch_internals import (
 )
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
 
 # ---- torch.compile
 

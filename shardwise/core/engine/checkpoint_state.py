@@ -18,9 +18,9 @@ import torch
 from shardwise.core.base.names import is_extra
 from shardwise.core.engine import optimizer_state
 from shardwise.core.engine.full_values import state_names, stored_dtype
-from shardwise.core.engine.loading import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
+from shardwise.core.engine.load_state_dict import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks
 from shardwise.core.engine.optimizer import ShardedOptimizer
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.optim.nested_state import flat, nested
 from shardwise.core.parallel.tensor import Part
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
@@ -66,7 +66,7 @@ class Fragment:
         return self.numel * self.dtype.itemsize
 
     @property
-    def whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is the entire tensor."""
         return self.cut is None and self.start == 0 and self.numel == torch.Size(self.shape).numel()
 
@@ -156,11 +156,11 @@ class EngineLocalState:
 
     Attributes:
         names: all names of each parameter of the whole model, the saved one first.
-        others: current buffers and extra state by name.
+        buffers_and_extra: current buffers and extra state by name.
         other_shapes: state may have other shapes than parameters, since an optimizer gets unsharded tensors.
     """
 
-    def __init__(self, values: Values, optimizers: Sequence[ShardedOptimizer]) -> None:
+    def __init__(self, values: ParameterValues, optimizers: Sequence[ShardedOptimizer]) -> None:
         self._values, self._shards, self.optimizers = values, values.shards, tuple(optimizers)
         self._state_dicts = values.guards.state_dicts
         values.guards.check()
@@ -170,13 +170,13 @@ class EngineLocalState:
             tuple(names.of_parameter.get(place, fact.names)) for place, fact in enumerate(self._table.facts)
         ]
         self._own = [self.names[place] for place in self._table.place]
-        self._outlines = names.others
+        self._outlines = names.buffers_and_extra
         own = self._state_dicts.names() if self._table.names is not None else names
-        self.buffers_and_extra = dict(own.others)
+        self.buffers_and_extra = dict(own.buffers_and_extra)
         self._positions: dict[int, list[tuple[ShardedOptimizer, int]]] = {}
         for optimizer in self.optimizers:
-            for position, tile in enumerate(optimizer.updates.tiles):
-                self._positions.setdefault(tile.chunk.spec.index, []).append((optimizer, position))
+            for chunk, positions in optimizer.updates.positions.items():
+                self._positions[chunk] = [(optimizer, position) for position in positions]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -193,7 +193,7 @@ class EngineLocalState:
         """Return the shape of every parameter and buffer by its saved name (without prefix)."""
         shapes = {}
         for place, fact in enumerate(self._table.facts):
-            shapes[self.names[place][0]] = TensorShape(tuple(fact.whole), self._stored_dtype(place, fact))
+            shapes[self.names[place][0]] = TensorShape(tuple(fact.full_shape), self._stored_dtype(place, fact))
         for name, value in self._outlines.items():
             if not is_extra(name, value):
                 shapes[name] = TensorShape(tuple(value.shape), value.dtype)
@@ -288,7 +288,7 @@ class EngineLocalState:
     ) -> list[tuple[Fragment, Get]]:
         """Return the fragments of elements ``[start, end)`` of this rank's part of a parameter (or of its state)."""
         fact = self._shards.layout.facts[param]
-        shape, part = tuple(fact.whole), fact.part
+        shape, part = tuple(fact.full_shape), fact.part
         if fact.earlier or (part is None and self._shards.mesh.tensor.rank > 0):
             return []
         if part is None:
@@ -323,7 +323,7 @@ class EngineLocalState:
         optimizers: Collection[int],
     ) -> None:
         """Load this rank's shards, masters and optimizer state, in place if possible, so that an interrupt leaves them
-        half-changed (``EngineRun.replaced``). Call ``Values.publish(everything=True)`` afterwards.
+        half-changed (``EngineRun.replaced``). Call ``ParameterValues.publish(everything=True)`` afterwards.
 
         Args:
             fill: reads values.
@@ -346,7 +346,7 @@ class EngineLocalState:
             return
         if chunk.resident and not chunk.spec.trainable:  # never gathered: each rank has the full array
             for slot, name in named:
-                fill(name, 0, chunk.exchange.local[slot.start : slot.end], facts[slot.param].part)
+                fill(name, 0, chunk.source.exchange.local[slot.start : slot.end], facts[slot.param].part)
             return
         masters = state.opened(write=True) if state is not None else nullcontext()
         with chunk.opened(write=True) as shard, masters as master:
@@ -393,18 +393,20 @@ class EngineLocalState:
         optimizer.updates.replace(position, states)
 
     def check_buffers_and_extra(self, values: dict[str, Any]) -> None:
-        """See :func:`~shardwise.core.engine.loading.check_buffers_and_extra`."""
+        """See :func:`~shardwise.core.engine.load_state_dict.check_buffers_and_extra`."""
+        self._check_buffers_and_extra(values)
+
+    def _check_buffers_and_extra(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
         own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
-        check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
+        return own, check_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
 
     @torch.no_grad()
     def load_buffers_and_extra(self, values: dict[str, Any]) -> None:
         """Load buffers (tensors of the same shape, cast) and extra state, by name."""
-        own = {name: value for name, value in values.items() if name in self.buffers_and_extra}
-        load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, own)
+        load_buffers_and_extra(self._state_dicts, self.buffers_and_extra, *self._check_buffers_and_extra(values))
 
     def loaded(self, missing: list[str], unexpected: list[str]) -> None:
-        """See :func:`~shardwise.core.engine.loading.run_load_hooks`. Collective."""
+        """See :func:`~shardwise.core.engine.load_state_dict.run_load_hooks`. Collective."""
         run_load_hooks(self._values, missing, unexpected)
 
 

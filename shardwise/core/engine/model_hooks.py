@@ -15,13 +15,13 @@ from shardwise.core.base.events import Events
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.checks.guards import refusals_of_wrappers
-from shardwise.core.engine.casts import cast_floats, map_tensors
 from shardwise.core.engine.gradients import Gradients
-from shardwise.core.engine.loading import compare_states, load_full
-from shardwise.core.engine.values import Values
+from shardwise.core.engine.load_state_dict import compare_states, load_full
+from shardwise.core.engine.mixed_precision import cast_floats, map_tensors
+from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
-from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_hooks
+from shardwise.core.shards.gather_hooks import GatherHooks, outside_transforms, trace_hooks
 
 
 # [Note: Order of the hooks around a forward pass]
@@ -30,7 +30,7 @@ from shardwise.core.shards.hooks import GatherHooks, outside_transforms, trace_h
 # the gathering hooks release first; then the ranks finish their gathers together, and the engine checks for writes to
 # gathered copies. The last hook of a parameter takes the gradient: earlier hooks of the user see it, later ones are
 # refused (GradFacade.take).
-class Attachment:
+class ModelHooks:
     """The hooks on one model.
 
     Args:
@@ -42,7 +42,7 @@ class Attachment:
         hooks: those that gather, or ``None`` if nothing is gathered.
     """
 
-    def __init__(self, values: Values, grads: Gradients, events: Events) -> None:
+    def __init__(self, values: ParameterValues, grads: Gradients, events: Events) -> None:
         self._values, self._grads, self._events = values, grads, events
         self._shards, self._pool, self._guards, self._meter = values.shards, values.pool, values.guards, values.meter
         self._model = values.shards.model
@@ -95,7 +95,7 @@ class Attachment:
         methods |= {name: each for name, each in refusals_of_wrappers(model).items() if name not in own}
         # A class with its own load_state_dict, and an attribute that exists already, stay.
         if type(model).load_state_dict is nn.Module.load_state_dict and "load_state_dict" not in own:
-            methods["load_state_dict"] = self._load_whole
+            methods["load_state_dict"] = self._load_full
         own.update(methods)
         self._remove += [partial(own.pop, name, None) for name in methods]
 
@@ -110,12 +110,12 @@ class Attachment:
             f"save state_dict() of {SHARDED_MODEL}, and load it into another model"
         )
 
-    def _load_whole(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def _load_full(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The user's ``model.load_state_dict()``: every rank calls it, also inside ``gathered(write_back=True)``."""
         with self._shards.mesh.doing("load_state_dict() of the model"):
-            if not self._pool.blocks.all_held:
+            if not self._pool.blocks.all_gathered:
                 return load_full(self._values, state_dict, strict, assign)
-            if self._guards.state_dicts.keeps_loads:  # otherwise it raises
+            if self._guards.state_dicts.allows_loads:  # otherwise it raises
                 compare_states(self._values, state_dict)
             return nn.Module.load_state_dict(self._model, state_dict, strict, assign)
 

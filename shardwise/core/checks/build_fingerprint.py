@@ -100,7 +100,7 @@ def _parameters(
     subjects: dict[str, Mapping[str, Any]] = {}
     for param, fact in every:
         about: dict[str, Any] = {
-            "shape": list(fact.whole),
+            "shape": list(fact.full_shape),
             "dtype": str(param.dtype),
             "requires_grad": fact.trainable,
             "holder": "no optimizer" if fact.optimizer < 0 else called(fact.optimizer, fact.group),

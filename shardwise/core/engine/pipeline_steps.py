@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise.core.checks.batches import TEXT_LENGTH, SameBatches, differing
 from shardwise.core.comm import collectively
-from shardwise.core.engine.casts import map_tensors
 from shardwise.core.engine.gradients import Arrived, Gradients
+from shardwise.core.engine.mixed_precision import map_tensors
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.engine.optimizer import ShardedOptimizer
 from shardwise.core.parallel.pipeline import (

@@ -106,8 +106,8 @@ class MemorySource(ShardSource):
         # From device memory: the group's stream. From host memory to a GPU: an upload stream, behind the compute
         # stream's present work, which may have used the memory before. With several ranks the collective begins while
         # the upload stream is current, so it waits for the upload; the compute stream waits for neither until the
-        # handle is waited for. Uploads read shards that the CPU writes at the next update: Values.before_update has the
-        # host wait for the device first.
+        # handle is waited for. Uploads read shards that the CPU writes at the next update, before which the host waits
+        # for the device (ParameterValues.before_update).
         local, group = self.exchange.local, self._over or group
         if local.device == out.device:
             return group.all_gather(out, self.exchange)

@@ -20,9 +20,9 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import PeerError
 from shardwise.core.grads.reducer import Reducer
 from shardwise.core.memory.ledger import DeviceMemoryError
-from shardwise.core.shards.hooks import in_backward
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool
+from shardwise.core.shards.gather import ChunkPool
+from shardwise.core.shards.gather_hooks import in_backward
+from shardwise.core.shards.memory_meter import MemoryMeter
 from shardwise.plan.precision import HALF_DTYPES
 
 TOKEN_UNIT = 1024.0  # token weights are counted in this unit, a power of two, to keep scaled fp16 losses small
@@ -113,7 +113,7 @@ class BackwardPasses:
 
     def _begin(self) -> None:
         """Make all checks that may refuse the pass, then begin it."""
-        self._events.backward_asked()
+        self._events.backward_requested()
         self._before = self.accumulated_passes()
         self._events.backward_began()
 
@@ -268,7 +268,7 @@ class BackwardPasses:
         self._expected = None
         self._events.backward_ended()
 
-    def reduce_rest(self) -> None:
+    def reduce_unreduced(self) -> None:
         """Reduce the gradients of passes under :meth:`no_sync` that no other pass followed. Collective.
 
         Raises:
@@ -286,10 +286,10 @@ class BackwardPasses:
             self._failed = self.unreduced = False
             self._events.backward_ended()
 
-    def reduce_due(self) -> None:
+    def reduce_if_due(self) -> None:
         """Reduce gradients before they are used, unless the program itself asked for :meth:`no_sync`. Collective."""
         if self.due and self.unreduced and not self.running:
-            self.reduce_rest()
+            self.reduce_unreduced()
 
     def backward(self, loss: torch.Tensor, tokens: float | None, loss_scale: float, retain_graph: bool) -> None:
         """Make the backward pass of ``loss`` times ``loss_scale``; see :meth:`weighed`."""

@@ -30,7 +30,7 @@ REPACKS = "support_avx512bf16_for_cpu"
 """An attribute of layers that repack their weight when they are evaluated on a CPU."""
 
 
-def check_packed(model: nn.Module) -> None:
+def check_quantized(model: nn.Module) -> None:
     """Check the packed weights before anything changes.
 
     Raises:
@@ -51,7 +51,7 @@ def check_packed(model: nn.Module) -> None:
             )
 
 
-def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
+def prepare_quantized(model: nn.Module, device: torch.device) -> Callable[[], None]:
     """Stop layers from replacing their parameters. Return a function that undoes it.
 
     Args:
@@ -61,7 +61,8 @@ def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
     undo = ExitStack()
     for module in model.modules():
         if REPACKS in vars(module):
-            _pack_as_saved(module)
+            if getattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu", False):
+                module._save_to_state_dict({}, "", False)  # undoes the repacking of a layer that was evaluated
             undo.callback(setattr, module, REPACKS, getattr(module, REPACKS))
             setattr(module, REPACKS, False)
         bias, dtype = getattr(module, "bias", None), getattr(module, "compute_dtype", None)
@@ -74,13 +75,6 @@ def settle_packed(model: nn.Module, device: torch.device) -> Callable[[], None]:
             if type(param) is not nn.Parameter and param.device.type != device.type:
                 _move(param, device)
     return undo.close
-
-
-def _pack_as_saved(module: nn.Module) -> None:
-    """Undo the repacking of a layer that was evaluated; saving it does."""
-    state = getattr(getattr(module, "weight", None), "quant_state", None)
-    if getattr(state, "packing_format_for_cpu", False):
-        module._save_to_state_dict({}, "", False)
 
 
 def _move(param: nn.Parameter, device: torch.device) -> None:

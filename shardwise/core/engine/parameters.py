@@ -16,15 +16,14 @@ from shardwise.core.base.device import synchronize
 from shardwise.core.checks.broken import PARAMETERS
 from shardwise.core.checks.guards import Guards
 from shardwise.core.comm import Description, collectively
-from shardwise.core.engine.full_values import WhenAsked, gather_chunk
+from shardwise.core.engine.full_values import LazyGather, gather_chunk
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.model_shards import ModelShards
-from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.shards.chunk import Chunk
-from shardwise.core.shards.meter import MemoryMeter
-from shardwise.core.shards.pool import ChunkPool, Scope
-from shardwise.core.shards.source import Arrival
-from shardwise.core.update.masters import MasterEdits, take_over
+from shardwise.core.shards.gather import ChunkPool, Scope
+from shardwise.core.shards.memory_meter import MemoryMeter
+from shardwise.core.shards.shard_memory import Arrival
+from shardwise.core.update.master_weights import MasterEdits, take_over
 
 
 # [Note: Between two fences]
@@ -33,8 +32,8 @@ from shardwise.core.update.masters import MasterEdits, take_over
 # which the CPU will write. publish() makes the written values current, in this order: commit the disk; drop what was
 # read ahead; a fence, after which all ranks have written; renew resident arrays; drop gathered copies; invalidate older
 # graphs. From then on, writes to parameters are the program's (edits.accept). See [Note: Fences]. If gathers read the
-# peers' memory, resident arrays are renewed at their first use (WhenAsked), at the latest in the next before_update().
-class Values:
+# peers' memory, resident arrays are renewed at their first use (LazyGather), at the latest in the next before_update().
+class ParameterValues:
     """The parameter values of one model.
 
     Args:
@@ -78,7 +77,7 @@ class Values:
         """
         if not self._writing or not self.pool.blocks.any_open:
             return
-        self._take_assigned()
+        self._copy_assigned_data()
         self.guards.check_edits()
         units = None if None in self._writing else frozenset[int]().union(*filter(None, self._writing))
         chunks = self._chunks_of(units)
@@ -123,7 +122,7 @@ class Values:
         state_dicts = guards.state_dicts
         among = None if places is None else self._units_of(places)
         own = [chunk for chunk in self.shards.chunks if among is None or chunk.spec.unit in among]
-        scope, opened, keeps_loads, writing = Scope(), False, state_dicts.keeps_loads, self._writing
+        scope, opened, allows_loads, writing = Scope(), False, state_dicts.allows_loads, self._writing
         try:
             with mesh.doing("gathered()"):
                 pool.enter_scope(scope, among)
@@ -132,23 +131,23 @@ class Values:
                 if self.shards.plan.comm.gather_on_use:
                     mesh.shard.fence()  # no rank writes while a peer's renewal reads
             opened = True
-            state_dicts.keeps_loads = write_back
+            state_dicts.allows_loads = write_back
             self._writing = (*writing, among) if write_back else writing
             try:
                 yield
             except RuntimeError as error:
                 self._note_dtype(error)
                 raise
-            if guards.given_back:  # inside the block
+            if guards.unsharded:  # inside the block
                 return
             if write_back:
-                self._take_assigned()
+                self._copy_assigned_data()
             guards.check_edits()
             if write_back:
                 with mesh.doing("gathered(write_back=True)"):
                     self._keep(self._chunks_of(among))
         finally:
-            state_dicts.keeps_loads, self._writing = keeps_loads, writing
+            state_dicts.allows_loads, self._writing = allows_loads, writing
             pool.leave_scope(scope)
             if opened:
                 if write_back:
@@ -189,19 +188,19 @@ class Values:
                 "shard(), and average that copy."
             )
 
-    def _take_assigned(self) -> None:
+    def _copy_assigned_data(self) -> None:
         """Treat ``parameter.data = values`` in the block as a write (``vector_to_parameters`` does it)."""
         for chunk in self._in_blocks():
-            chunk.take_given()
+            chunk.copy_assigned_data()
 
-    def take_given(self) -> None:
+    def accept_assigned_data(self) -> None:
         """Treat assignments ``parameter.data = values`` in ``gathered()`` as writes. Collective.
 
         Raises:
             RuntimeError: on every rank, if one rank assigned data of another shape, dtype or device.
         """
-        self.guards.check_open("take_given()")
-        self._take_assigned()
+        self.guards.check_open("accept_assigned_data()")
+        self._copy_assigned_data()
         wrong = any(chunk.misplaced() is not None for chunk in self.shards.chunks)
         posts = self.shards.mesh.world.exchange([float(wrong)], "whether parameters were given data of another kind")
         if any(post[0] for post in posts):
@@ -220,17 +219,16 @@ class Values:
     def _keep(self, chunks: Sequence[Chunk]) -> None:
         self.guards.check_open("write_back()")
         self._early.check_current("taking over gathered parameters")
-        self.shards.mesh.shard.fence("before an update")
-        mesh, storage, group = self.shards.mesh, self.shards.storage, self.shards.mesh.shard
+        storage, group = self.shards.storage, self.shards.mesh.shard
+        group.fence("before an update")
         # Parts that were broken before stay so, since most blocks do not load the full model.
         with self.guards.broken.replacing("gathered(write_back=True)", [PARAMETERS], partly=[PARAMETERS]):
             for chunk in chunks:
                 # Frozen resident arrays are never renewed, so each rank's part goes to all ranks now.
                 if chunk.resident and not chunk.spec.trainable and group.size > 1:
-                    chunk.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
+                    chunk.source.exchange.local.copy_(gather_chunk(group, chunk.spec, chunk.shard))
             outcome = "Some parameters were written and some were not: repair the disk and load a state."
-            doing = "writing changed parameters to disk"
-            with collectively(mesh.mesh_group, doing, outcome, DiskError, storage.uses_disk):
+            with storage.disk_access("writing changed parameters to disk", outcome):
                 for chunk in chunks:
                     with chunk.opened(write=True) as shard:
                         if chunk.full is not None and not chunk.resident:
@@ -286,9 +284,9 @@ class Values:
         for chunk in [chunk for chunk in updated if chunk.resident and group.size > 1]:
             over = storage.compressed.get(chunk.spec.index) or group
             if group.one_sided_gather and self.renews_late(chunk):
-                pending: Arrival = WhenAsked(partial(over.all_gather_in_place, chunk.exchange))
+                pending: Arrival = LazyGather(partial(over.all_gather_in_place, chunk.source.exchange))
             else:
-                pending = over.all_gather_in_place(chunk.exchange)
+                pending = over.all_gather_in_place(chunk.source.exchange)
             self.pool.renew_later(chunk, pending)
         if not self.shards.plan.comm.gather_on_use:
             self.pool.settle()

@@ -39,7 +39,7 @@ Rounded = Callable[[torch.Tensor], torch.Tensor]
 # small updates; a state in another tier, since the update runs where the state is; a shard on a disk; updates during
 # backward, which still reads the parameters. In these cases there are masters, in fp32 or in the parameters' own dtype
 # (engine/placement.py). Between steps a parameter is its rounded master: code that writes one of them has to write the
-# other. What a program writes to a parameter alone is detected before the next update (update/masters.py).
+# other. What a program writes to a parameter alone is detected before the next update (update/master_weights.py).
 class ChunkState:
     """The masters of one chunk, which the optimizer updates.
 
@@ -81,7 +81,7 @@ class ChunkState:
         name, owner = f"chunk {self.chunk.spec.index}", self.chunk.spec.optimizer
         for r in ranges:
             what = f"master weights of {name}, elements {r.start} to {r.end}"
-            self.values.append(store.create(what, (r.end - r.start) * itemsize, owner=owner))
+            self.values.append(store.create(what, r.numel * itemsize, owner=owner))
 
     @contextmanager
     def opened(self, write: bool = False) -> Iterator[torch.Tensor | None]:
@@ -93,21 +93,21 @@ class ChunkState:
         if self.store is None:
             yield self.master
             return
-        self._events.masters_wanted(self.chunk.spec.optimizer)
-        whole = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
+        self._events.masters_requested(self.chunk.spec.optimizer)
+        masters = torch.zeros(self.chunk.shard_numel, dtype=self.dtype, device="cpu")
         if self._written:
-            self._transfer(whole, self.store, write=False)
-        yield whole
+            self._transfer(masters, self.store, write=False)
+        yield masters
         if write:
-            self._transfer(whole, self.store, write=True)
+            self._transfer(masters, self.store, write=True)
             self._written = True
 
-    def _transfer(self, whole: torch.Tensor, store: DiskStore, write: bool) -> None:
+    def _transfer(self, masters: torch.Tensor, store: DiskStore, write: bool) -> None:
         for record, span in zip(self.values, self.ranges, strict=True):
-            part = whole[span.start : span.end]
+            part = masters[span.start : span.end]
             buffer = store.buffer(part.nbytes)
             try:
-                view = buffer[: part.nbytes].view(whole.dtype)
+                view = buffer[: part.nbytes].view(masters.dtype)
                 if write:
                     view.copy_(part)
                     store.write(record, buffer).wait()
@@ -206,7 +206,7 @@ class MasterEdits:
 def take_over(
     chunk: Chunk,
     shard: torch.Tensor,
-    kept: torch.Tensor | None,
+    master: torch.Tensor | None,
     rounded: Rounded | None,
     slots: Sequence[ParamSpan] | None = None,
 ) -> bool:
@@ -215,14 +215,14 @@ def take_over(
     Args:
         chunk: the chunk.
         shard: the values that the program has left.
-        kept: the master, or the shard itself if the parameters show a rounded copy of it.
-        rounded: the rounded values of ``kept``, if they are rounded in blocks.
+        master: the master, or the shard itself if the parameters show a rounded copy of it.
+        rounded: the rounded values of ``master``, if they are rounded in blocks.
         slots: of the parameters that may have changed; ``None``: all.
 
     Returns:
         Whether any value was copied.
     """
-    if kept is None:
+    if master is None:
         return False
     here = [chunk.overlap(slot) for slot in (chunk.spec.slots if slots is None else slots)]
     spans = [(start - chunk.shard_start, end - chunk.shard_start) for start, end in here if start < end]
@@ -231,7 +231,7 @@ def take_over(
         own = [(max(start - first, 0), end - first) for start, end in spans if first < end and start < first + PART]
         if not own:
             continue
-        part = kept[first : first + PART]
+        part = master[first : first + PART]
         values = shard[first : first + PART].to(part.device)
         shows = part.to(values.dtype)
         shown = shows if rounded is None else rounded(shows)

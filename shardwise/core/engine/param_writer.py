@@ -10,11 +10,10 @@ from torch import nn
 
 from shardwise.core.base.tensors import parts_of
 from shardwise.core.base.torch_internals import point
-from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt, initial_values, set_buffer
-from shardwise.core.engine.casts import dtype_of_buffer
+from shardwise.core.engine.allocation import Storage
+from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.engine.partition import Partition
-from shardwise.core.engine.storage import Storage
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.chunk import absent_value
@@ -24,14 +23,14 @@ DOING = "writing parameters to disk"
 OUTCOME = "Some parameters have their new values and others do not: repair the disk and load them again."
 
 
-class ValueWriter:
+class ParamWriter:
     """Stores parameters one at a time; a context, which keeps the last chunk in memory.
 
     Leaving the context is collective if a disk is in use. A disk that fails on one rank does not interrupt the block,
     in which ranks may need each other; all of them raise at its end.
 
     Args:
-        storage: the chunks and masters to write. Call ``Values.publish`` on every rank afterwards.
+        storage: the chunks and masters to write. Call ``ParameterValues.publish`` on every rank afterwards.
 
     Raises:
         DiskError: at the end of the block, on every rank.
@@ -45,7 +44,7 @@ class ValueWriter:
         self._master: torch.Tensor | None = None
         self._failure: DiskError | None = None
 
-    def __enter__(self) -> ValueWriter:
+    def __enter__(self) -> ParamWriter:
         return self
 
     def __exit__(
@@ -54,7 +53,7 @@ class ValueWriter:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        with collectively(self._storage.mesh.mesh_group, DOING, OUTCOME, DiskError, self._storage.uses_disk):
+        with self._storage.disk_access(DOING, OUTCOME):
             self._open(None)
             if self._failure is not None:
                 raise self._failure
@@ -93,7 +92,7 @@ class ValueWriter:
         start, end = chunk.overlap(slot)
         part = flat[start - slot.start : end - slot.start] if start < end else flat[:0]
         if chunk.resident:
-            chunk.exchange.local[slot.start : slot.end].copy_(flat)
+            chunk.source.exchange.local[slot.start : slot.end].copy_(flat)
         elif self._shard is not None and start < end:
             self._shard[start - chunk.shard_start : end - chunk.shard_start].copy_(part)
         if self._master is not None and start < end:
@@ -111,7 +110,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
     """
     index_of = {id(param): index for index, param in enumerate(partition.params)}
     sync = plan.comm.sync_init and mesh.mesh_group.size > 1
-    with ValueWriter(storage) as writer:
+    with ParamWriter(storage) as writer:
         for names, present, value, is_parameter in initial_values(model, mesh.device):
             if sync:
                 value = value.contiguous() if value.layout is torch.strided else value
@@ -127,7 +126,7 @@ def load_initial_values(model: nn.Module, partition: Partition, storage: Storage
                 adopt(present, value.new_zeros(()).expand(value.shape))  # of another rank's stage
     storage.commit()
     for chunk in storage.chunks:
-        storage.round_whole(chunk)
+        storage.round_full(chunk)
         chunk.adopt_params()
 
 

@@ -18,7 +18,7 @@ from shardwise.core.comm import Group
 from shardwise.core.comm.errors import PeerError
 from shardwise.core.engine.model_shards import ModelShards
 from shardwise.core.grads.chunk_grads import ChunkGrads
-from shardwise.core.grads.norm import OtherParts
+from shardwise.core.grads.norm import ModelParallelParts
 from shardwise.core.shards.layout import ParamSpan
 
 MARKS = ("tensor_model_parallel", "model_parallel", "is_tensor_parallel")
@@ -30,7 +30,7 @@ def is_divided(parameter: nn.Parameter) -> bool:
     return any(getattr(parameter, mark, False) is True for mark in MARKS)
 
 
-class Counting:
+class ModelParallelNorm:
     """The part of this rank's gradients that counts.
 
     Args:
@@ -54,7 +54,7 @@ class Counting:
                 "available: use update='step'"
             )
         self._group = group
-        self._rng, self._batches = partition.draws, batches
+        self._rng, self._batches = partition.rng_alignment, batches
         self._spans = [
             (state, [span for slot in state.spec.slots for span in counted(shards, state, slot)]) for state in states
         ]
@@ -66,7 +66,7 @@ class Counting:
                 f"{' = '.join(MARKS)} = True): all of them are taken to be replicated, and count once in the norm"
             )
 
-    def others(self, settings: HyperParameters, refusal: Exception | None = None) -> OtherParts:
+    def parts(self, settings: HyperParameters, refusal: Exception | None = None) -> ModelParallelParts:
         """Return the argument for ``global_norm``, with which the ranks compare their settings and exchange a
         ``refusal`` of the step. Collective."""
         words: tuple[float, ...] = (settings.word(), *self._batches.words(), float(refusal is not None))
@@ -75,14 +75,14 @@ class Counting:
             self._rng.check()
         # None means that all gradients of the first rank count.
         if self._group.rank == 0:
-            return OtherParts(self._group, None, words, differ)
+            return ModelParallelParts(self._group, None, words, differ)
         counted = [
             state.reduced[start:end]
             for state, spans in self._spans
             if state.reduced is not None
             for start, end in spans
         ]
-        return OtherParts(self._group, counted, words, differ)
+        return ModelParallelParts(self._group, counted, words, differ)
 
     def _explain(self, settings: HyperParameters, refusal: Exception | None) -> None:
         """Raise the error for words that differ."""
