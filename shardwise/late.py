@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.core.base.attributes import TransparentModule, attribute_of
+from shardwise.core.base.module_wrapper import TransparentModule, attribute_of
 from shardwise.core.engine.attachment import weakly
 from shardwise.session import Session, ShardedOptimizer, sharded_of
 

@@ -338,7 +338,7 @@ class Session:
 
         Args:
             stats: the result of :meth:`memory_stats` for the same model and plan, or of
-                :func:`~shardwise.core.memory.trace.tracing.trace_memory` for the same model.
+                :func:`~shardwise.core.memory.trace.standalone.trace_memory` for the same model.
 
         Raises:
             ValueError: the trace has units or modules with other names or sizes than this model, or the plan has no

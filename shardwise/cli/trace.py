@@ -118,7 +118,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     import torch
     from torch import nn
 
-    from shardwise.core.memory.trace.tracing import trace_memory
+    from shardwise.core.memory.trace.standalone import trace_memory
 
     source, function = split_target(options.target)
     module = load_module(source)

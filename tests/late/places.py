@@ -50,7 +50,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
-    ("core/optim/offload.py", "", "", DISK),
+    ("core/optim/disk_moments.py", "", "", DISK),
     ("core/update/masters.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/source.py", "DiskSource.", "reading.wait", DISK),

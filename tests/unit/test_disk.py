@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from program_setup import forked_python, python
 
+from shardwise.core.base.checksum import _ROW_WORDS, _WEIGHTS, checksum
 from shardwise.core.comm.local import LocalGroup
-from shardwise.core.memory.disk import file as disk_file
-from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.memory.disk import rank_file as disk_file
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
+from shardwise.core.memory.disk.rank_file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.shards.source import DiskSource, ReadAhead
 from tests.support.on_ranks import raises

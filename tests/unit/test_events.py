@@ -21,7 +21,7 @@ from torch import nn
 from shardwise import deepspeed
 from shardwise.booster.plugin import GeminiPlugin
 from shardwise.core.base.events import Event, Events
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import LocalGroup, Traffic
 from shardwise.core.grads import reducer

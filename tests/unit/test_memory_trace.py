@@ -32,8 +32,8 @@ from shardwise.cli.errors import BadInput
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.memory.trace import picture
 from shardwise.core.memory.trace.picture import draw, dump_memory_stats, stats_table, timeline_text
+from shardwise.core.memory.trace.standalone import storage_bytes, trace_memory
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase, margin_bytes, model_budget_bytes
-from shardwise.core.memory.trace.tracing import storage_bytes, trace_memory
 from tests.support.models import MODELS
 from tests.support.on_ranks import raises
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 import torch
 
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import storage_id
 from shardwise.core.comm import Buffer, Handle

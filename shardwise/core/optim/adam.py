@@ -21,7 +21,7 @@ from shardwise.core.base.validate import as_params, did_you_mean, fraction, numb
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.host import HostArena
 from shardwise.core.optim.adam_tiles import AdamRule, AdamSlot, AdamTiles, moment_dtype
-from shardwise.core.optim.offload import MomentStore, OffloadedMoments
+from shardwise.core.optim.disk_moments import MomentStore, OffloadedMoments
 from shardwise.core.optim.whole_tensors import load_counted, loss_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

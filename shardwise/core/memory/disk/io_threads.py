@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.memory.disk.checksum import checksum
+from shardwise.core.base.checksum import checksum
 from shardwise.core.memory.disk.errors import DiskError, explain
-from shardwise.core.memory.disk.file import ALIGNMENT_BYTES
+from shardwise.core.memory.disk.rank_file import ALIGNMENT_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.optim.adam_tiles import moment_dtype
 from shardwise.plan import DiskPlan

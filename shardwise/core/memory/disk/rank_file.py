@@ -24,7 +24,7 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.disk.errors import DiskError, explain
 
 if TYPE_CHECKING:
-    from shardwise.core.memory.disk.io import Request
+    from shardwise.core.memory.disk.io_threads import Request
 
 _NAME = re.compile(r"shardwise-disk-[0-9a-f]{16}")
 _OURS = re.compile(r"lock|rank\d+\.data")
