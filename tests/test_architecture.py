@@ -54,10 +54,7 @@ MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.passes:B
 MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.pool:ChunkPool": 38}
 MANY_ATTRIBUTES["deepspeed.engine:DeepSpeedEngine"] = 24
 # Modules of core/ that import each other, if imports for annotations count. Entries may only go.
-CYCLES = {
-    ("core.comm.shared", "core.comm.shared_buffer"),
-    ("core.memory.disk.rank_file", "core.memory.disk.io_threads"),
-}
+CYCLES = {("core.comm.shared", "core.comm.shared_buffer")}
 # A module that only one may import: what has the engine has everything.
 PRIVATE = {f"{PACKAGE}.core.engine.engine": f"{PACKAGE}.session"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -25,7 +25,13 @@ import numpy.typing as npt
 
 from shardwise.core.base.checksum import checksum
 from shardwise.core.memory.disk.errors import DiskError, explain
-from shardwise.core.memory.disk.rank_file import ALIGNMENT_BYTES
+
+ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: accepted by every common device
+
+
+def round_up(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT_BYTES`."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from shardwise.core.memory.disk.errors import DiskError
+from shardwise.core.memory.disk.io_threads import Request
 
 if TYPE_CHECKING:
-    from shardwise.core.memory.disk.io_threads import Request
     from shardwise.plan import DiskPlan
 
 FILE = "file"

@@ -26,9 +26,18 @@ from torch import Tensor
 
 from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io_threads import DiskIO, DiskThread, MakeQueue, Operation, ThreadQueue, Transfer
+from shardwise.core.memory.disk.io_threads import (
+    ALIGNMENT_BYTES,
+    DiskIO,
+    DiskThread,
+    MakeQueue,
+    Operation,
+    ThreadQueue,
+    Transfer,
+    round_up,
+)
 from shardwise.core.memory.disk.medium import FILE, MediumFile, open_medium
-from shardwise.core.memory.disk.rank_file import ALIGNMENT_BYTES, DiskFile, RunDirectory, round_up
+from shardwise.core.memory.disk.rank_file import DiskFile, RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.plan import DiskPlan
