@@ -22,8 +22,6 @@ from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import ModelFront, OptimizerFront
 
-__all__ = ["PRECISIONS", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer", "check_groups"]
-
 PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 

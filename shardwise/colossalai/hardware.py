@@ -11,8 +11,6 @@ from shardwise.core.base.device import make_current, numbered, process_memory, s
 from shardwise.core.base.validate import check_type
 from shardwise.core.mesh.launch import default_device, own_device
 
-__all__ = ["Accelerator", "CpuAccelerator", "get_accelerator", "get_current_device"]
-
 
 class Accelerator:
     """One interface to a GPU or the CPU (:class:`CpuAccelerator`). Other attributes are those of ``torch.cuda``.

@@ -10,8 +10,6 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
-__all__ = ["DistributedLogger", "disable_existing_loggers", "get_dist_logger"]
-
 NAME = "shardwise.colossalai"
 FORM = logging.Formatter("%(name)s - %(levelname)s: %(filename)s:%(lineno)d %(funcName)s: %(message)s")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -20,8 +20,6 @@ from shardwise.plan.scaler_arguments import ScalerArguments
 from shardwise.session import Session, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 
-__all__ = ["LowLevelZeroOptimizer", "zero_model_wrapper", "zero_optim_wrapper"]
-
 STAGE = "_colo_zero_stage"  # the published name
 
 

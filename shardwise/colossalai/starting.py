@@ -12,14 +12,6 @@ from shardwise.colossalai.loggers import get_dist_logger
 from shardwise.core.base.validate import check_type
 from shardwise.core.mesh.launch import init_distributed, launched_as, read_variable
 
-__all__ = [
-    "launch",
-    "launch_from_openmpi",
-    "launch_from_slurm",
-    "launch_from_torch",
-    "set_seed",
-]
-
 
 def set_seed(seed: int) -> None:
     """Seed the random number generators of Python, NumPy and torch, including those of every GPU.

@@ -37,24 +37,6 @@ from shardwise.plan.precision import HALF_DTYPES, PrecisionPlan
 from shardwise.plan.scaler_arguments import ScalerArguments, scaler_plan
 from shardwise.plan.tiers import TierPlan
 
-__all__ = [
-    "MOST_DIVISOR",
-    "MOST_SEARCHED",
-    "ByModule",
-    "ByNumel",
-    "BySearch",
-    "ByTensor",
-    "CommPlan",
-    "GradPlan",
-    "MeshPlan",
-    "Packing",
-    "ParamGroupPlan",
-    "Plan",
-    "ShardPlan",
-    "replicated",
-    "zero",
-]
-
 MOST_DIVISOR = 2.0**32
 MOST_SECONDS = 315_360_000.0
 BLOCKS = ("fp8", "int8", "int4")

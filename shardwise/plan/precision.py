@@ -8,8 +8,6 @@ import torch
 
 from shardwise.core.base.validate import MOST_SCALE, boolean, integer, number, require
 
-__all__ = ["HALF_DTYPES", "PrecisionPlan", "ScalerPlan"]
-
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 

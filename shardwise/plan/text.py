@@ -21,8 +21,6 @@ import torch
 
 from shardwise.core.base.validate import as_path, did_you_mean, short_repr
 
-__all__ = ["differences", "from_tables", "read", "to_tables", "toml", "write"]
-
 NONE = "none"
 P = TypeVar("P")
 

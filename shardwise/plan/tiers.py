@@ -6,17 +6,6 @@ from dataclasses import dataclass
 
 from shardwise.core.base.validate import MOST_BYTES, boolean, fraction, integer
 
-__all__ = [
-    "MOST_BLOCK_BYTES",
-    "MOST_QUEUED",
-    "MOST_THREADS",
-    "PAGE_BYTES",
-    "AutoPlan",
-    "DiskPlan",
-    "TierPlan",
-    "on_device",
-]
-
 MOST_BLOCK_BYTES, MOST_QUEUED, MOST_THREADS = 2**40, 2**16, 2**10
 PAGE_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses that are multiples of it
 

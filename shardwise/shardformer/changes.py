@@ -19,8 +19,6 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.pipeline import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
-__all__ = ["Kernels", "StageDivision", "changed_model", "kernels_of"]
-
 FLASH = "sdpa"
 """transformers' name of torch's ``scaled_dot_product_attention``."""
 LAYER = "GradientCheckpointingLayer"

@@ -12,8 +12,6 @@ from shardwise.core.base.validate import boolean, fraction, integer, refuse, sho
 from shardwise.core.comm import ranks_of
 from shardwise.plan import TensorPlan
 
-__all__ = ["NOT_YET", "GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "ShardConfig", "config_over"]
-
 NOT_YET = {
     "sequence_parallel_process_group": "leave it None",
     "pipeline_stage_manager": "leave it None",

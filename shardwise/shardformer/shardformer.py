@@ -17,8 +17,6 @@ from shardwise.shardformer.changes import changed_model, kernels_of
 from shardwise.shardformer.policies import Policy, PolicyArchitecture
 from shardwise.shardformer.shard_config import ShardConfig
 
-__all__ = ["ShardFormer"]
-
 NAME = "tensor_parallel_process_group"
 
 

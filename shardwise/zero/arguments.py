@@ -25,8 +25,6 @@ from shardwise.plan.plan import MOST_DIVISOR
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.plan.scaler_arguments import PublishedDefault, ScalerArguments, scaler_plan
 
-__all__ = ["ModelArguments", "ModelFacts", "OptimizerArguments", "to_plan", "without_effect"]
-
 MIB = 1024 * 1024
 POLICIES = ("cuda", "cpu", "auto")
 AUTO = {"warmup_non_model_ratio": 0.2, "steady_capacity_ratio": 0.9}

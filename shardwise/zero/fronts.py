@@ -11,8 +11,6 @@ from torch import nn
 from shardwise.late import ModuleFacade, OptimizerFacade
 from shardwise.session import Session, ShardedOptimizer
 
-__all__ = ["ModelFront", "OptimizerFront"]
-
 
 class ModelFront(ModuleFacade):
     """A wrapper of ``module``, which is sharded with its optimizer, or at its first use if it has none."""

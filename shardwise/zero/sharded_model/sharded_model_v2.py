@@ -29,8 +29,6 @@ from shardwise.zero.fronts import ModelFront
 from shardwise.zero.init_ctx import ParameterMark, mark_of
 from shardwise.zero.shard_utils import BaseShardStrategy
 
-__all__ = ["ShardedModelV2", "require_same_ranks"]
-
 
 def require_same_ranks(argument: str, group: dist.ProcessGroup | None, ranks: Sequence[int], owner: str) -> None:
     """Check that ``group`` is ``None``, or has exactly the ``ranks`` that ``owner`` is sharded over.
