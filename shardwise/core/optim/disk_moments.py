@@ -25,117 +25,6 @@ BUFFERS = 4
 """Number of buffers: one piece is written and one updated while two are read."""
 
 
-class _Fetch:
-    """Moments that are being read into a buffer, or zeros in one."""
-
-    def __init__(self, buffer: Tensor, numel: int, dtype: torch.dtype, transfer: Transfer | None) -> None:
-        self.buffer, self._numel, self._dtype, self._transfer = buffer, numel, dtype, transfer
-
-    def moments(self) -> Tensor:
-        """Return ``exp_avg`` and ``exp_avg_sq`` with shape ``[2, numel]``, once they are read; may be written."""
-        if self._transfer is not None:
-            self._transfer.wait()
-        return self.buffer[: 2 * self._numel * self._dtype.itemsize].view(self._dtype).view(2, self._numel)
-
-
-class MomentStore:
-    """Pieces of moments by key, as records of a file below ``directory`` (default: the temporary directory).
-
-    The file lives as long as the process; a restart resumes from a checkpoint. Buffer sizes are powers of two, with at
-    most :data:`BUFFERS` of each size or above.
-
-    Attributes:
-        ahead: fetches that may be outstanding while another piece is updated.
-
-    Raises:
-        DiskError: the directory cannot be made or written.
-    """
-
-    ahead = BUFFERS - 2
-
-    def __init__(self, directory: str | None) -> None:
-        directory = directory if directory is not None else tempfile.gettempdir()
-        plan = DiskPlan(directory=directory, queue_depth=32, threads=1, state_buffers=BUFFERS, param_buffers=1)
-        self._store = DiskStore(plan)
-        self._records: dict[str, Record] = {}
-        self._stored: set[str] = set()
-        self._new: set[str] = set()
-        self._sizes: list[int] = []
-        self._writing: deque[tuple[Transfer, Tensor]] = deque()
-
-    def reserve(self, key: str, numel: int, dtype: torch.dtype) -> None:
-        """Reserve space for pieces of ``numel`` elements under ``key``, once.
-
-        Raises:
-            DiskError: there is no space. Previous reservations are kept.
-        """
-        if key not in self._records:
-            self._records[key] = self._store.create(key, 2 * numel * dtype.itemsize)
-
-    def fetch(self, key: str, numel: int, dtype: torch.dtype) -> _Fetch:
-        """Start reading the moments that were last stored under ``key``; zeros if there are none."""
-        nbytes = 2 * numel * dtype.itemsize
-        buffer = self._take(nbytes)
-        if key not in self._stored:
-            buffer.zero_()
-            return _Fetch(buffer, numel, dtype, None)
-        return _Fetch(buffer, numel, dtype, self._store.read(self._records[key], buffer))
-
-    def _take(self, nbytes: int) -> Tensor:
-        while self._store.idle_buffers(nbytes) == 0:
-            if sum(size >= nbytes for size in self._sizes) < BUFFERS:
-                size = max(4096, 1 << (nbytes - 1).bit_length())
-                self._store.reserve(1, size)
-                self._sizes.append(size)
-            elif self._writing:
-                self._finish_write()
-            else:
-                raise RuntimeError(f"all {BUFFERS} buffers of {nbytes} bytes are in use: put() one back first")
-        return self._store.buffer(nbytes)
-
-    def _finish_write(self) -> None:
-        transfer, buffer = self._writing.popleft()
-        try:
-            transfer.wait()
-        finally:
-            self._store.give(buffer)
-
-    def put(self, key: str, fetched: _Fetch) -> None:
-        """Start writing the moments of ``fetched`` under ``key``, and take back its buffer."""
-        self._writing.append((self._store.write(self._records[key], fetched.buffer), fetched.buffer))
-        self._new.add(key)
-
-    def drop(self, fetched: _Fetch) -> None:
-        """Take back the buffer of ``fetched`` without storing it."""
-        with contextlib.suppress(DiskError):
-            fetched.moments()
-        self._store.give(fetched.buffer)
-
-    def flush(self) -> None:
-        """Wait until everything that was put is stored.
-
-        Raises:
-            DiskError: something could not be stored. Call :meth:`abandon` then.
-        """
-        while self._writing:
-            self._finish_write()
-        self._store.commit()
-        self._stored |= self._new
-        self._new.clear()
-
-    def abandon(self) -> None:
-        """Drop writes since the last :meth:`flush`; fetches return the previously stored moments."""
-        while self._writing:
-            with contextlib.suppress(DiskError):
-                self._finish_write()
-        self._store.rollback()
-        self._new.clear()
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._store.close()
-
-
 @dataclass(frozen=True)
 class MomentPiece:
     """Elements ``[start, end)`` of the parameter at ``index`` of a list, and their moments ``[2, numel]``."""
@@ -147,17 +36,35 @@ class MomentPiece:
 
 
 class OffloadedMoments:
-    """Decides which parameters' moments are in the store, and streams them through the update.
+    """Decides which parameters' moments are on a disk, and streams them through the update.
+
+    The file lives as long as the process; a restart resumes from a checkpoint. Each piece of a parameter is a record.
+    Buffer sizes are powers of two, with at most :data:`BUFFERS` of each size or above.
 
     Args:
         fraction: fraction of all elements of host parameters whose moments are stored, as whole parameters in their
             order, as many as fit.
+        directory: parent of the file's directory; ``None``: the temporary directory.
+
+    Raises:
+        DiskError: the directory cannot be made or written.
     """
 
-    def __init__(self, fraction: float, store: MomentStore) -> None:
-        self.fraction, self.store = fraction, store
+    def __init__(self, fraction: float, directory: str | None) -> None:
+        self.fraction = fraction
+        directory = directory if directory is not None else tempfile.gettempdir()
+        plan = DiskPlan(directory=directory, queue_depth=32, threads=1, state_buffers=BUFFERS, param_buffers=1)
+        self._store = DiskStore(plan)
         self._keys: dict[Tensor, str | None] = {}
         self._numel = 0
+        self._records: dict[str, Record] = {}
+        self._stored: set[str] = set()
+        self._sizes: list[int] = []
+        self._writing: deque[tuple[Transfer, Tensor]] = deque()
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._store.close()
 
     def place(self, params: Sequence[Tensor]) -> None:
         """Decide for new parameters in ``params`` (all parameters of the optimizer); earlier decisions are kept."""
@@ -180,11 +87,6 @@ class OffloadedMoments:
         """Return whether the moments of ``param`` are in the store."""
         return self._keys.get(param) is not None
 
-    @property
-    def numel(self) -> int:
-        """Elements of the parameters whose moments are in the store."""
-        return self._numel
-
     def reserve(self, params: Sequence[Tensor]) -> None:
         """Reserve space for the moments of those of ``params`` that belong in the store.
 
@@ -193,7 +95,11 @@ class OffloadedMoments:
         """
         offloaded = [param for param in params if self.holds(param)]
         for index, start, end in _pieces(offloaded):
-            self.store.reserve(self._key(offloaded[index], start), end - start, moment_dtype(offloaded[index]))
+            key = self._key(offloaded[index], start)
+            if key not in self._records:
+                self._records[key] = self._store.create(
+                    key, 2 * (end - start) * moment_dtype(offloaded[index]).itemsize
+                )
 
     def stream(self, params: Sequence[Tensor], store_back: bool = True) -> Generator[MomentPiece, None, None]:
         """Yield the moments of ``params`` in pieces, reading ahead.
@@ -205,30 +111,62 @@ class OffloadedMoments:
         Raises:
             DiskError: moments could not be read or stored.
         """
-        pieces = list(_pieces(params))
-        waiting: deque[_Fetch] = deque()
+        pieces = [(self._key(params[index], start), index, start, end) for index, start, end in _pieces(params)]
+        waiting: deque[tuple[Tensor, Transfer | None]] = deque()
         requested = 0
         try:
-            for index, start, end in pieces:
-                while requested < len(pieces) and len(waiting) <= self.store.ahead:
-                    which, first, last = pieces[requested]
-                    key, dtype = self._key(params[which], first), moment_dtype(params[which])
-                    waiting.append(self.store.fetch(key, last - first, dtype))
+            for key, index, start, end in pieces:
+                while requested < len(pieces) and len(waiting) < BUFFERS - 1:
+                    waiting.append(self._fetch(pieces[requested][0]))
                     requested += 1
-                fetched = waiting[0]
-                yield MomentPiece(index, start, end, fetched.moments())
+                buffer, reading = waiting[0]
+                if reading is not None:
+                    reading.wait()
+                record, dtype = self._records[key], moment_dtype(params[index])
+                yield MomentPiece(index, start, end, buffer[: record.nbytes].view(dtype).view(2, -1))
                 if store_back:
-                    self.store.put(self._key(params[index], start), fetched)
+                    self._writing.append((self._store.write(record, buffer), buffer))
                 else:
-                    self.store.drop(fetched)
+                    self._store.give(buffer)
                 waiting.popleft()
             if store_back:
-                self.store.flush()
+                while self._writing:
+                    self._finish_write()
+                self._store.commit()
+                self._stored.update(key for key, *_ in pieces)
         except BaseException:
-            for fetched in waiting:
-                self.store.drop(fetched)
-            self.store.abandon()
+            for buffer, _ in waiting:
+                self._store.give(buffer)  # waits for its transfer
+            while self._writing:
+                with contextlib.suppress(DiskError):
+                    self._finish_write()
+            self._store.rollback()
             raise
+
+    def _fetch(self, key: str) -> tuple[Tensor, Transfer | None]:
+        """Start reading the moments that were last stored under ``key`` into a buffer; zeros if there are none."""
+        record = self._records[key]
+        buffer = self._take(record.nbytes)
+        return (buffer, self._store.read(record, buffer)) if key in self._stored else (buffer.zero_(), None)
+
+    def _take(self, nbytes: int) -> Tensor:
+        while self._store.idle_buffers(nbytes) == 0:
+            if sum(size >= nbytes for size in self._sizes) < BUFFERS:
+                size = max(4096, 1 << (nbytes - 1).bit_length())
+                self._store.reserve(1, size)
+                self._sizes.append(size)
+            elif self._writing:
+                self._finish_write()
+            else:
+                raise RuntimeError(f"all {BUFFERS} buffers of {nbytes} bytes are in use; report this")
+        return self._store.buffer(nbytes)
+
+    def _finish_write(self) -> None:
+        transfer, buffer = self._writing.popleft()
+        try:
+            transfer.wait()
+        finally:
+            self._store.give(buffer)
 
     def _key(self, param: Tensor, start: int) -> str:
         return f"{self._keys[param]}-{start}"
