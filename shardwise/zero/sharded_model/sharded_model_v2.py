@@ -19,9 +19,8 @@ from shardwise.compat.published import picked
 from shardwise.core.base.device import numbered, runtime
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
-from shardwise.core.memory.ledger import NON_MODEL
 from shardwise.core.memory.trace.picture import dump_memory_stats
-from shardwise.core.memory.trace.stats import NO_UNIT, MemStats, Moment
+from shardwise.core.memory.trace.stats import NO_UNIT, NON_MODEL, MemStats, Moment
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.session import Session, build
 from shardwise.zero.arguments import ModelArguments, ModelFacts, OptimizerArguments, to_plan, without_effect

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
-from shardwise.core.memory.trace import MemStats, trace_memory
+from shardwise.core.memory.trace.standalone import trace_memory
+from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
