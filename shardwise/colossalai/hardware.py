@@ -48,11 +48,11 @@ class Accelerator:
 
     def get_version(self) -> str:
         """Return the version of CUDA; empty on the CPU."""
-        return str(torch.version.cuda or "")
+        return str(torch.version.cuda or "") if self.name == "cuda" else ""
 
     def get_current_device(self) -> torch.device:
         """Return the current GPU with its index, or the CPU."""
-        return numbered(torch.device("cuda"))
+        return numbered(torch.device(self.name))
 
     def set_device(self, device: torch.device | int | None = None) -> None:
         """Set the current GPU (``None``: the rank's own); does nothing on the CPU."""
@@ -82,14 +82,6 @@ class CpuAccelerator(Accelerator):
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     initial_seed = staticmethod(torch.initial_seed)
-
-    def get_version(self) -> str:
-        """Return an empty text."""
-        return ""
-
-    def get_current_device(self) -> torch.device:
-        """Return the CPU."""
-        return self.device
 
     def current_device(self) -> int:
         """Return 0."""
