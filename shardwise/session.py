@@ -40,7 +40,6 @@ from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import DiskPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
-from shardwise.plan import on_device as tiers_on_device
 
 __all__ = [
     "MemoryReport",
@@ -560,7 +559,7 @@ class Settings:
         )
 
     def _tiers(self) -> TierPlan:
-        tiers, params = tiers_on_device(), 1.0 if self.stage == 3 else 0.0
+        tiers, params = TierPlan(), 1.0 if self.stage == 3 else 0.0
         if self.offload == "host":
             tiers = replace(tiers, state_host_fraction=1.0, param_host_fraction=params, pin_memory=True)
         elif self.offload is not None:
