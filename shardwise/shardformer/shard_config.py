@@ -12,8 +12,15 @@ from shardwise.core.base.validate import check_flags, fraction, integer, refuse,
 from shardwise.core.comm import ranks_of
 from shardwise.plan import TensorPlan
 
-NOT_YET = ("sequence_parallel_process_group", "pipeline_stage_manager", "moe_dp_group", "ep_group")
-NOT_YET += ("sp_axis", "pg_mesh", "inner_ring_size")
+NOT_YET = (
+    "sequence_parallel_process_group",
+    "pipeline_stage_manager",
+    "sp_axis",
+    "pg_mesh",
+    "inner_ring_size",
+    "moe_dp_group",
+    "ep_group",
+)
 
 
 @dataclass
