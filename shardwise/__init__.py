@@ -29,15 +29,8 @@ if TYPE_CHECKING:
     from shardwise.core.engine.optimizer import ShardedOptimizer
     from shardwise.core.memory.disk import Medium, register_medium
     from shardwise.core.memory.ledger import DeviceMemoryError
-    from shardwise.core.memory.trace import (
-        MemStats,
-        draw,
-        draw_tiers,
-        dump_memory_stats,
-        tiers_text,
-        timeline_text,
-        trace_memory,
-    )
+    from shardwise.core.memory.trace import MemStats, draw, draw_tiers, dump_memory_stats, tiers_text, timeline_text
+    from shardwise.core.memory.trace.standalone import trace_memory
     from shardwise.core.mesh import init_distributed, shutdown
     from shardwise.core.parallel.pipeline import Body, known_bodies, register_body
     from shardwise.core.parallel.sequence import SequenceBody, known_sequences, register_sequence
@@ -128,7 +121,8 @@ _NAMES = {
     "core.engine.optimizer": "ShardedOptimizer",
     "core.memory.disk": "Medium register_medium",
     "core.memory.ledger": "DeviceMemoryError",
-    "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text trace_memory",
+    "core.memory.trace": "MemStats draw draw_tiers dump_memory_stats tiers_text timeline_text",
+    "core.memory.trace.standalone": "trace_memory",
     "core.base.sizes": "parse_size size_text",
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}

@@ -39,7 +39,6 @@ from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh, default_device, init_distributed
 from shardwise.core.update.tiles import needs_whole_tensors
 from shardwise.plan import DiskPlan, ParamGroupPlan, Plan, SequencePlan, TensorPlan, TierPlan, replicated, zero
-from shardwise.plan import on_device as tiers_on_device
 
 __all__ = [
     "MemoryReport",
@@ -337,7 +336,7 @@ class Session:
 
         Args:
             stats: the result of :meth:`memory_stats` for the same model and plan, or of
-                :func:`~shardwise.core.memory.trace.tracing.trace_memory` for the same model.
+                :func:`~shardwise.core.memory.trace.standalone.trace_memory` for the same model.
 
         Raises:
             ValueError: the trace has units or modules with other names or sizes than this model, or the plan has no
@@ -559,7 +558,7 @@ class Settings:
         )
 
     def _tiers(self) -> TierPlan:
-        tiers, params = tiers_on_device(), 1.0 if self.stage == 3 else 0.0
+        tiers, params = TierPlan(), 1.0 if self.stage == 3 else 0.0
         if self.offload == "host":
             tiers = replace(tiers, state_host_fraction=1.0, param_host_fraction=params, pin_memory=True)
         elif self.offload is not None:

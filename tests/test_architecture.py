@@ -54,7 +54,7 @@ MANY_ATTRIBUTES = {"core.grads.chunk_grads:ChunkGrads": 26, "core.grads.backward
 MANY_ATTRIBUTES |= {"core.grads.reducer:Reducer": 31, "core.shards.chunk:Chunk": 24, "core.shards.gather:ChunkPool": 38}
 MANY_ATTRIBUTES["deepspeed.engine:DeepSpeedEngine"] = 24
 # Modules of core/ that import each other, if imports for annotations count. Entries may only go.
-CYCLES = {("core.comm.shared", "core.comm.shared_buffer"), ("core.memory.disk.file", "core.memory.disk.io")}
+CYCLES = {("core.comm.shared", "core.comm.shared_buffer")}
 # A module that only one may import: what has the engine has everything.
 PRIVATE = {f"{PACKAGE}.core.engine.engine": f"{PACKAGE}.session"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from shardwise.core.base.attributes import ModeOfModule, attribute_of
+from shardwise.core.base.module_wrapper import ModeOfModule, attribute_of
 from shardwise.core.base.validate import check_tensor
 from shardwise.core.optim.state_form import check_full_state
 from shardwise.late import OptimizerFacade

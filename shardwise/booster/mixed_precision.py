@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
-from shardwise.core.base.attributes import attribute_of
+from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.core.base.validate import MOST_SCALE, integer, number
 
 __all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]

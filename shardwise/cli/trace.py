@@ -94,7 +94,7 @@ def _saved(options: argparse.Namespace, capacity: int | None) -> MemStats:
 
 def _show(options: argparse.Namespace, stats: MemStats) -> None:
     from shardwise.core.base.sizes import size_text
-    from shardwise.core.memory.trace.picture import draw, dump_memory_stats, printable, timeline_text
+    from shardwise.core.memory.trace.picture import draw, dump_memory_stats, shortened, timeline_text
 
     title = options.target or options.stats.name
     with writing(options.out):
@@ -109,7 +109,7 @@ def _show(options: argparse.Namespace, stats: MemStats) -> None:
         encoding = (sys.stdout.encoding or "").lower().replace("-", "")
         print(timeline_text(stats, ascii_only=not encoding.startswith("utf")), end="")
     peak = stats.moments[stats.peak_index] if stats.moments else None
-    where = f" at {printable(peak.name)} ({peak.phase})" if peak else ""
+    where = f" at {shortened(peak.name)} ({peak.phase})" if peak else ""
     capacity = f" of {size_text(stats.capacity_bytes)}" if stats.capacity_bytes is not None else ""
     print(f"peak {size_text(stats.peak_bytes)}{capacity}{where}; picture in {options.out}")
 
@@ -118,7 +118,7 @@ def _traced(options: argparse.Namespace, capacity: int | None) -> MemStats:
     import torch
     from torch import nn
 
-    from shardwise.core.memory.trace.tracing import trace_memory
+    from shardwise.core.memory.trace.standalone import trace_memory
 
     source, function = split_target(options.target)
     module = load_module(source)

@@ -7,8 +7,6 @@ from shardwise.colossalai.gemini_models import GeminiDDP
 from shardwise.session import ShardedModule, ShardedOptimizer
 from shardwise.zero.fronts import OptimizerFront
 
-__all__ = ["ModelWrapper", "OptimizerWrapper"]
-
 
 class _Widened(type):
     """Metaclass: instances of ``also`` count as instances of the class, but not of its subclasses."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardwise.core.base.attributes import ModeOfModule, attribute_of
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.module_wrapper import ModeOfModule, attribute_of
 from shardwise.core.base.validate import as_mapping, check_tensor, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of

@@ -12,8 +12,6 @@ from shardwise.core.checkpoint import EngineRun
 from shardwise.core.checkpoint.write import agree
 from shardwise.session import Session
 
-__all__ = ["loading_hooks", "saving_hooks"]
-
 SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"
 
 

@@ -16,8 +16,6 @@ from shardwise.zero.fronts import OptimizerFront
 from shardwise.zero.sharded_model import ShardedModelV2
 from shardwise.zero.sharded_model.sharded_model_v2 import require_same_ranks
 
-__all__ = ["ShardedOptimizerV2"]
-
 
 class ShardedOptimizerV2(OptimizerFront):
     """Wraps and shards an optimizer of a :class:`~shardwise.zero.sharded_model.ShardedModelV2`.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from gpu.on_device import Stack, both_passes, device_of_rank, rows_of, session_of
 from gpu.test_auto_and_early import highest_allocation
 from gpu.test_tiers import LAYER, SLACK, WIDTH, tiered
-from shardwise.core.memory.trace.tracing import trace_memory
+from shardwise.core.memory.trace.standalone import trace_memory
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool
 from tests.support.models import adamw

@@ -50,7 +50,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
-    ("core/optim/offload.py", "", "", DISK),
+    ("core/optim/disk_moments.py", "", "", DISK),
     ("core/update/master_weights.py", "ChunkState.", "", DISK),
     ("core/update/disk_tiles.py", "", "", DISK),
     ("core/shards/shard_memory.py", "DiskSource.", "reading.wait", DISK),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.io_threads import Request, RequestQueue, ThreadQueue, TransferFunction
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.plan import DiskPlan
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.booster.targets import model_writer
-from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
+from shardwise.colossalai.hardware import Accelerator
+from shardwise.core.base.device import copy_ahead, page_locked
 from shardwise.core.checkpoint import PortableFiles
 from shardwise.core.checkpoint.run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator

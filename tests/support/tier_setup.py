@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.memory.disk import store as disk
-from shardwise.core.memory.disk.io import Request, RequestQueue, ThreadQueue
+from shardwise.core.memory.disk.io_threads import Request, RequestQueue, ThreadQueue
 from shardwise.core.mesh import Mesh
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import DiskPlan, Plan, TierPlan, on_device

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardwise.core.base.checksum import checksum
 from shardwise.core.checkpoint.bounds import (
     MOST_MANIFEST_BYTES,
     check_state,
@@ -31,7 +32,6 @@ from shardwise.core.checkpoint.bounds import (
 )
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, dtype_name
 from shardwise.core.engine.checkpoint_state import Fragment
-from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor.order import StoredCut
 
 FORMAT, VERSION = "shardwise checkpoint", 1

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.names import is_one_kind
+from shardwise.core.base.state_dict_names import is_one_kind
 from shardwise.core.base.validate import printable
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.format import PIECE_BYTES

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.core.base.checksum import checksum
 from shardwise.core.base.device import random_state, set_random_state
 from shardwise.core.checkpoint.bounds import generator_state
 from shardwise.core.checkpoint.load_plan import LoadPlan
 from shardwise.core.checkpoint.run import Run, RunOptimizer
 from shardwise.core.engine.checkpoint_state import Stored
-from shardwise.core.memory.disk.checksum import checksum
 
 FUNCTIONS = ("lr_lambdas",)
 """Lists in the state of torch's schedulers that have ``None`` for a function, or attributes for an object."""

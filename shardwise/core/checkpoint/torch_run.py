@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.core.base.names import (
+from shardwise.core.base.state_dict_names import (
     StateNames,
     call_load_hooks,
     hand_back,

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shardwise.core.base import tree
+from shardwise.core.base.checksum import checksum
 from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.directory import CheckpointRoot
 from shardwise.core.checkpoint.format import (
@@ -33,7 +34,6 @@ from shardwise.core.checkpoint.schedulers import scheduler_class
 from shardwise.core.checkpoint.settings import saved_settings
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
 from shardwise.core.engine.checkpoint_state import Fragment, TensorShape, split
-from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.base.torch_internals import each_leaf, no_own_torch_function, wrapper_subclass
 from shardwise.core.base.validate import SHARDED_MODEL
 from shardwise.core.shards.chunk import Chunk

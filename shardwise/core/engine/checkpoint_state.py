@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.core.base.names import is_extra
+from shardwise.core.base.state_dict_names import is_extra
 from shardwise.core.engine import optimizer_state
 from shardwise.core.engine.full_values import state_names, stored_dtype
 from shardwise.core.engine.load_state_dict import check_buffers_and_extra, load_buffers_and_extra, run_load_hooks

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.checks.state_dict_guard import StateDictGuard
 from shardwise.core.comm import Buffer, Group, Handle

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checksum import sample_words
-from shardwise.core.base.names import (
+from shardwise.core.base.fingerprint import sample_words
+from shardwise.core.base.state_dict_names import (
     StateNames,
     call_load_hooks,
     hand_back,

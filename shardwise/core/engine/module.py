@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.attributes import TransparentModule
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.module_wrapper import TransparentModule
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.engine.full_values import full_buffers_and_extra, full_values, state_names
 from shardwise.core.engine.load_state_dict import load_full

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checksum import sample_words
+from shardwise.core.base.fingerprint import sample_words
 from shardwise.core.checks.broken import PARAMETERS, state_of
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import Description, collectively

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.device import runs_ahead
 from shardwise.core.base.events import Events
 from shardwise.core.base.interrupts import deferred_interrupts
+from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.core.base.validate import SHARDED_MODEL, check_tensor, number
 from shardwise.core.base.warnings import called_by, warn_user
 from shardwise.core.checks.broken import state_of

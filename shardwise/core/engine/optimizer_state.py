@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.checksum import sample_words
+from shardwise.core.base.fingerprint import sample_words
 from shardwise.core.base.validate import as_mapping
 from shardwise.core.checks.build_fingerprint import described, group_values
 from shardwise.core.checks.param_groups import check_modes

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from shardwise.core.base.names import StateNames
+from shardwise.core.base.state_dict_names import StateNames
 from shardwise.core.deferred.construction import is_deferred
 from shardwise.core.engine.mixed_precision import dtype_of_buffer
 from shardwise.core.mesh import Mesh

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.device import behind_current, copy_ahead, record_event, recorded, sent_ahead, side_stream
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.tensors import ordinary_tensors
 from shardwise.core.base.torch_internals import labelled, storage_id
 from shardwise.core.comm import Buffer, Handle

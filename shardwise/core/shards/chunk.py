@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.torch_internals import point, tensor_holders, versions_of
 from shardwise.core.memory.tier import Tier
 from shardwise.core.shards.layout import ChunkSpec, ParamSpan

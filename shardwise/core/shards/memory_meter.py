@@ -14,8 +14,15 @@ from contextlib import contextmanager
 import torch
 
 from shardwise.core.base.torch_internals import current_graph_task
-from shardwise.core.memory.ledger import NON_MODEL, Ledger
-from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Phase, margin_bytes, model_budget_bytes
+from shardwise.core.memory.ledger import Ledger
+from shardwise.core.memory.trace.stats import (
+    NON_MODEL,
+    MemoryRecorder,
+    MemStats,
+    Phase,
+    margin_bytes,
+    model_budget_bytes,
+)
 from shardwise.core.memory.trace.tracker import make_tracker
 from shardwise.core.shards.gather import ChunkPool
 from shardwise.core.shards.gather_hooks import in_backward

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.base.torch_internals import point
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.io import Transfer
+from shardwise.core.memory.disk.io_threads import Transfer
 from shardwise.core.memory.disk.store import DiskStore, Record
 from shardwise.core.shards.chunk import absent_value
 from shardwise.core.update.tiles import ParamShard, UpdateTile

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.base.device import live_bytes
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.memory.ledger import DeviceMemoryError
 from shardwise.core.memory.tier import Tier
-from shardwise.core.memory.trace import MemStats, trace_memory
+from shardwise.core.memory.trace.standalone import trace_memory
+from shardwise.core.memory.trace.stats import MemStats
 from shardwise.core.mesh import Mesh
 from shardwise.core.shards.gather_hooks import in_backward
 from shardwise.plan import AutoPlan, Plan, TierPlan, on_device, zero
@@ -192,7 +192,8 @@ def model_data(session: Session) -> int:
                     tensors += [v for v in own.optimizer.state.get(piece.value, {}).values() if isinstance(v, Tensor)]
         tensors += [s for (_, tier), s in own.updates.stepper._scratch.items() if tier is Tier.DEVICE]
     given_up = sum(s.nbytes() for s in (r() for r in engine.pool.arrays._dropped) if s is not None)
-    return live_bytes(tensors) + given_up
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + given_up
 
 
 ROOMY = 100 * BLOCK_BYTES

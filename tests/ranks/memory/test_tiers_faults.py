@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.core.base.sizes import size_text
-from shardwise.core.memory.disk import file
+from shardwise.core.memory.disk import rank_file
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.store import DiskStore
 from shardwise.core.mesh import Mesh
@@ -211,7 +211,7 @@ def _no_disk(how: str) -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if how == "read-only":
         refused = mock.Mock(side_effect=OSError(errno.EROFS, "read-only"))
-        with mock.patch.object(file.os, "mkdir", refused):
+        with mock.patch.object(rank_file.os, "mkdir", refused):
             yield
     elif how == "EFBIG":
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * 4096, limits[1]))

@@ -140,8 +140,6 @@ class LateDevice:
             self.memory.collect()
             return self.memory.now, self.memory.peak
 
-    reserved_bytes = allocated_bytes
-
     def memory_stats(self, device: torch.device) -> dict[str, Any]:
         """What :func:`shardwise.core.base.device.allocator_bytes` reads."""
         now, peak = self.allocated_bytes(device)

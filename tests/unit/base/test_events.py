@@ -20,9 +20,8 @@ from torch import nn
 
 from shardwise import deepspeed
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.core.base.device import live_bytes
 from shardwise.core.base.events import Event, Events
-from shardwise.core.base.states import Table
+from shardwise.core.base.state_machine import Table
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import LocalGroup, Traffic
 from shardwise.core.grads import reducer
@@ -284,9 +283,3 @@ def test_one_rank_sends_nothing() -> None:
     assert group.exchange([1, 2]) == [[1.0, 2.0]] and group.exchange_object((1, "a")) == [[1, "a"]]
     group.broadcast(out, 0)
     assert not any(group.traffic.bytes.values()) and group.traffic.calls["all_gather"] == 1
-
-
-def test_live_bytes_counts_a_storage_once() -> None:
-    whole = torch.zeros(100)
-    views = [whole[:10], whole.view(10, 10).t(), torch.zeros(3, dtype=torch.float64), torch.empty(5, device="meta")]
-    assert live_bytes([whole, *views, torch.empty(0)]) == 400 + 24

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.base.checksum import WORD, sample_words, word_of
+from shardwise.core.base.fingerprint import WORD, sample_words, word_of
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, TensorInfo
 from shardwise.core.checkpoint import format as form
 from shardwise.core.checkpoint.atomic import DISK

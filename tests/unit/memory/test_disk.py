@@ -18,11 +18,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.core.base.checksum import _ROW_WORDS, _WEIGHTS, checksum
 from shardwise.core.comm.local import LocalGroup
-from shardwise.core.memory.disk import file as disk_file
-from shardwise.core.memory.disk.checksum import _ROW_WORDS, _WEIGHTS, checksum
+from shardwise.core.memory.disk import rank_file as disk_file
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.memory.disk.file import RunDirectory, remove_abandoned
+from shardwise.core.memory.disk.rank_file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
 from tests.support.disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from shardwise.core.shards.shard_memory import DiskSource, ReadAhead

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardwise.core.memory.disk import DiskError, DiskStore, Medium, known_media, register_medium
-from shardwise.core.memory.disk.io import Request, ThreadQueue, TransferFunction
+from shardwise.core.memory.disk.io_threads import Request, ThreadQueue, TransferFunction
 from shardwise.plan import DiskPlan
 from tests.recipes.zlib_medium import CompressedMemory, open_compressed
 from tests.support.disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, put, small_disk

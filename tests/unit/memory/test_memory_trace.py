@@ -31,8 +31,8 @@ from shardwise.cli.errors import BadInput
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.memory.trace import picture
 from shardwise.core.memory.trace.picture import draw, dump_memory_stats, stats_table, timeline_text
+from shardwise.core.memory.trace.standalone import storage_bytes, trace_memory
 from shardwise.core.memory.trace.stats import MemoryRecorder, MemStats, Moment, Phase, margin_bytes, model_budget_bytes
-from shardwise.core.memory.trace.tracing import storage_bytes, trace_memory
 from tests.support.models import MODELS
 from tests.support.on_ranks import raises
 from tests.support.program_setup import python, surroundings
@@ -389,8 +389,6 @@ STATS = MemStats(
 def test_positions_count_uses_of_units() -> None:
     assert STATS.order == (3, 1, 2, 1) and STATS.interval_bytes == (10, 90, 30, 80)
     assert STATS.matches([3, 1, 1, 2, 1]) and not STATS.matches([3, 1, 2]) and not STATS.matches([3, 2, 1, 1])
-    assert STATS.follows([]) and STATS.follows([3, 3, 1]) and not STATS.follows([3, 2])
-    assert not STATS.follows([3, 1, 2, 1, 3])
 
 
 def budget(stats: MemStats | None, position: int, capacity: int = 1000, steady: float = 0.9) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.core.memory.disk import store as disk
 from shardwise.core.memory.disk.errors import DiskError
-from shardwise.core.optim import CPUAdam, HybridAdam, offload
+from shardwise.core.optim import CPUAdam, HybridAdam, disk_moments
 from shardwise.testing import assert_close
 from tests.support.disk_setup import Log
 from tests.support.on_ranks import raises
@@ -47,7 +47,7 @@ def assert_equal(found: list[nn.Parameter], expected: list[nn.Parameter]) -> Non
 @pytest.fixture(params=["whole", "pieces"], autouse=True)
 def piece_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "pieces":
-        monkeypatch.setattr(offload, "PIECE_NUMEL", 16)
+        monkeypatch.setattr(disk_moments, "PIECE_NUMEL", 16)
 
 
 def make(params: Any, fraction: float, folder: Path) -> HybridAdam:
@@ -178,7 +178,7 @@ def fail_in_turn(log: Log, look: Callable[[], Any], act: Callable[[], Any]) -> l
 
 
 def pieces(params: list[nn.Parameter]) -> int:
-    return sum(-(-param.numel() // offload.PIECE_NUMEL) for param in params)
+    return sum(-(-param.numel() // disk_moments.PIECE_NUMEL) for param in params)
 
 
 @pytest.mark.parametrize("fraction", [0.7, 1.0])

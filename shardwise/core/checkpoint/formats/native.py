@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.core.base.checksum import checksum
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.bounds import open_regular
 from shardwise.core.checkpoint.directory import CheckpointRoot
@@ -40,7 +41,6 @@ from shardwise.core.checkpoint.format import (
 from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 from shardwise.core.engine.checkpoint_state import Fragment, split
-from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.parallel.tensor import Part as TensorPart
 from shardwise.core.parallel.tensor.order import read_logical, read_part
 

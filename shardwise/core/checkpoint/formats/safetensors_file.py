@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.base.names import EXTRA_STATE
+from shardwise.core.base.state_dict_names import EXTRA_STATE
 from shardwise.core.checkpoint.bounds import checked_shape, open_regular
 from shardwise.core.checkpoint.format import DTYPE_NAMES, MAX_HEADER_BYTES, as_bytes, safetensors_header
 from shardwise.core.checkpoint.formats.lazy import Entry, blocks, closed_on_error

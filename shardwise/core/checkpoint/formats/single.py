@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.base.names import EXTRA_STATE
+from shardwise.core.base.state_dict_names import EXTRA_STATE
 from shardwise.core.checkpoint.formats.lazy import (
     Entry,
     LazySource,

@@ -23,9 +23,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.core.memory.disk.checksum import checksum
+from shardwise.core.base.checksum import checksum
 from shardwise.core.memory.disk.errors import DiskError, explain
-from shardwise.core.memory.disk.file import ALIGNMENT_BYTES
+from shardwise.plan import DiskPlan
+
+ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: accepted by every common device
+
+
+def round_up(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT_BYTES`."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -142,25 +149,6 @@ def _transfer_all(
 
 _SEGMENT_BYTES = 2**20
 _LOOK_SECONDS = 1.0  # interval at which a waiting caller checks that the I/O threads are alive
-
-
-class Traffic:
-    """Numbers of transferred bytes. The I/O threads update them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.read = self.written = 0
-
-    def add(self, writing: bool, nbytes: int) -> None:
-        """Count one transfer."""
-        with self._lock:
-            self.read += 0 if writing else nbytes
-            self.written += nbytes if writing else 0
-
-    def reset(self) -> None:
-        """Reset all counts to 0."""
-        with self._lock:
-            self.read = self.written = 0
 
 
 @dataclass(eq=False)
@@ -339,11 +327,10 @@ class _Part:
 class _Worker:
     """A submitting thread with its own queue."""
 
-    def __init__(self, requests: RequestQueue, depth: int, knobs: _Knobs, traffic: Traffic) -> None:
-        self._queue = requests
-        self._depth = depth
-        self._knobs = knobs
-        self._traffic = traffic
+    def __init__(self, requests: RequestQueue, plan: DiskPlan, segment_bytes: int) -> None:
+        self._queue, self._plan, self._segment_bytes = requests, plan, segment_bytes
+        self.moved = {False: 0, True: 0}
+        """Bytes that were read, and (True) written; only this thread changes them."""
         self._inbox: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._parts: deque[_Part] = deque()  # with requests to submit, urgent ones first, then oldest first
         self._live: set[_Part] = set()
@@ -409,7 +396,7 @@ class _Worker:
         touched |= self._fill()
         # The device is busy again, so there is time to compute checksums.
         for part, segment in self._to_check:
-            part.check(segment, self._knobs.segment_bytes)
+            part.check(segment, self._segment_bytes)
         self._to_check.clear()
         for part in touched:
             if part.over() and part in self._live:
@@ -420,13 +407,13 @@ class _Worker:
         """Submit requests until the queue is full or nothing is left; return the parts without further requests."""
         ended: set[_Part] = set()
         batch: list[Request] = []
-        while self._parts and self._in_flight + len(batch) < self._depth:
+        while self._parts and self._in_flight + len(batch) < self._plan.queue_depth:
             request = self._parts[0].next_request()
             if request is None:
                 ended.add(self._parts.popleft())
                 continue
             batch.append(request)
-            if self._knobs.single_submit:
+            if self._plan.single_submit:
                 self._submit(batch)
                 batch = []
         self._submit(batch)
@@ -440,13 +427,13 @@ class _Worker:
             request.owner.in_flight += 1
 
     def _collect(self) -> set[_Part]:
-        at_least = 1 if self._knobs.overlap_events else self._in_flight
+        at_least = 1 if self._plan.overlap_events else self._in_flight
         touched: set[_Part] = set()
         for request, result in self._queue.reap(at_least):
             self._in_flight -= 1
             part: _Part = request.owner
             if result > 0:
-                self._traffic.add(request.writing, result)
+                self.moved[request.writing] += result
             if part.completed(request, result):
                 self._to_check.append((part, request.segment))
             if not part.exhausted and part not in self._parts:
@@ -456,45 +443,26 @@ class _Worker:
         return touched
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Knobs:
-    block_bytes: int
-    segment_bytes: int
-    single_submit: bool
-    overlap_events: bool
-
-
 class DiskIO:
     """The I/O threads of one store, and their shared state.
 
     Args:
-        queues: one queue for each thread, for ``depth`` requests.
-        depth: maximal number of requests in flight per queue.
-        block_bytes: size of the largest request.
-        single_submit: submit one request at a time, instead of as many as fit.
-        overlap_events: refill the queue after each completion, instead of after all requests of a full queue.
+        queues: one queue for each thread, for ``plan.queue_depth`` requests.
+        plan: the settings of transfers.
 
     Raises:
         RuntimeError: the system refuses to start a thread; all threads are stopped then.
     """
 
-    def __init__(
-        self, queues: list[RequestQueue], depth: int, *, block_bytes: int, single_submit: bool, overlap_events: bool
-    ) -> None:
+    def __init__(self, queues: list[RequestQueue], plan: DiskPlan) -> None:
+        self._block_bytes = plan.block_bytes
         # A multiple of block_bytes, so that no request crosses a segment boundary.
-        self.segment_bytes = -(-_SEGMENT_BYTES // block_bytes) * block_bytes
-        self.traffic = Traffic()
+        self.segment_bytes = -(-_SEGMENT_BYTES // self._block_bytes) * self._block_bytes
         self._turn = 0
-        self._knobs = _Knobs(
-            block_bytes=block_bytes,
-            segment_bytes=self.segment_bytes,
-            single_submit=single_submit,
-            overlap_events=overlap_events,
-        )
         self._workers: list[_Worker] = []
         try:
             for one in queues:
-                self._workers.append(_Worker(one, depth, self._knobs, self.traffic))
+                self._workers.append(_Worker(one, plan, self.segment_bytes))
         except BaseException:
             self.close()
             raise
@@ -502,6 +470,10 @@ class DiskIO:
     def segments(self, nbytes: int) -> int:
         """Return the number of segments of ``nbytes``."""
         return -(-nbytes // self.segment_bytes)
+
+    def moved(self, writing: bool) -> int:
+        """Return the bytes that were read or written so far."""
+        return sum(worker.moved[writing] for worker in self._workers)
 
     def alive(self) -> bool:
         """Return True if every thread is alive. A forked process has none of them."""
@@ -520,7 +492,7 @@ class DiskIO:
         work = []
         for index in range(parts):
             first, last = segments * index // parts, segments * (index + 1) // parts
-            part = _Part(operation, first, last, self._knobs.block_bytes, self.segment_bytes)
+            part = _Part(operation, first, last, self._block_bytes, self.segment_bytes)
             work.append((self._workers[(self._turn + index) % len(self._workers)], part))
         operation.begin(parts)
         for worker, part in work:

@@ -18,13 +18,10 @@ import re
 import secrets
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.memory.disk.errors import DiskError, explain
-
-if TYPE_CHECKING:
-    from shardwise.core.memory.disk.io import Request
+from shardwise.core.memory.disk.io_threads import ALIGNMENT_BYTES, Request
 
 _NAME = re.compile(r"shardwise-disk-[0-9a-f]{16}")
 _OURS = re.compile(r"lock|rank\d+\.data")
@@ -129,13 +126,7 @@ def _empty(path: str) -> None:
         os.rmdir(path)
 
 
-ALIGNMENT_BYTES = 4096  # of addresses, offsets and sizes under O_DIRECT: accepted by every common device
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}  # magic numbers of statfs(2)
-
-
-def round_up(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT_BYTES`."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class DiskFile:
