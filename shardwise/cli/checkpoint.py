@@ -127,7 +127,7 @@ def _configuration(path: Path, name: str) -> dict[str, Any]:
 
 def _read_config(path: Path, name: str) -> Any:
     from shardwise.core.checkpoint.bounds import read_json
-    from shardwise.core.checkpoint.formats.detect import located
+    from shardwise.core.checkpoint.formats.registry import located
     from shardwise.core.checkpoint.source import CheckpointError
 
     try:
@@ -273,7 +273,7 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
 
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointError
 
     path: Path = getattr(options, name)
@@ -432,8 +432,8 @@ def _megabytes(text: str) -> float:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
     from shardwise.core.checkpoint.formats.native import NativeSource
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():

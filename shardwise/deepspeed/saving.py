@@ -16,10 +16,10 @@ from shardwise.core.checkpoint.bounds import read_name, reading
 from shardwise.core.checkpoint.directory import LATEST, scan
 from shardwise.core.checkpoint.format import MANIFEST
 from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
 from shardwise.core.checkpoint.formats.output import output_file, write_torch
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.core.checkpoint.load_plan import LoadPart, LoadPlan
 from shardwise.core.checkpoint.options import checked_options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state

@@ -21,7 +21,6 @@ from shardwise.core.base.validate import as_path
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.bounds import read_name
 from shardwise.core.checkpoint.directory import LATEST
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import Entry, model_entries, to_tensor
 from shardwise.core.checkpoint.formats.output import (
     one_at_a_time,
@@ -31,6 +30,7 @@ from shardwise.core.checkpoint.formats.output import (
     write_text,
     write_torch,
 )
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.core.checkpoint.formats.safetensors_file import write_safetensors_stream
 from shardwise.core.checkpoint.source import CheckpointError, OpenSource
 

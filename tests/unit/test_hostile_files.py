@@ -20,8 +20,8 @@ from shardwise.cli.main import main
 from shardwise.core.checkpoint import format as native
 from shardwise.core.checkpoint.bounds import checked_name
 from shardwise.core.checkpoint.formats.deepspeed import find_step
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.checkpoint.write import agree
 from shardwise.deepspeed.saving import _place as parts_place

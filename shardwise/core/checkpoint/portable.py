@@ -17,8 +17,8 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.checkpoint.format import PieceLayout
-from shardwise.core.checkpoint.formats.detect import detect_format, open_checkpoint
 from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
+from shardwise.core.checkpoint.formats.registry import detect_format, open_checkpoint
 from shardwise.core.checkpoint.load_plan import Fit, LoadPlan
 from shardwise.core.checkpoint.options import Options
 from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state

@@ -15,8 +15,8 @@ from shardwise.core.base import tree
 from shardwise.core.checkpoint.bounds import check_generators, reading
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
-from shardwise.core.checkpoint.formats.detect import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource
+from shardwise.core.checkpoint.formats.registry import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.trainer import kind_of
 from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
 from shardwise.core.checkpoint.options import Options, restore_generators, spread_generators

@@ -13,8 +13,8 @@ import torch
 from shardwise.core.base import tree
 from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.bounds import checked_tree, read_json, reading, saving
-from shardwise.core.checkpoint.formats.detect import located
 from shardwise.core.checkpoint.formats.output import output_file, write_text, write_torch
+from shardwise.core.checkpoint.formats.registry import located
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, load_torch
 from shardwise.core.checkpoint.formats.trainer import scheduler_files
 from shardwise.core.checkpoint.load_plan import LoadPlan
