@@ -17,9 +17,9 @@ from shardwise.core.checkpoint.formats import (
     write_single,
     write_single_optimizer,
 )
-from shardwise.core.checkpoint.formats.lazy import LazySource, entries_of
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entries_of
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
-from shardwise.core.checkpoint.settings import configurations
+from shardwise.core.checkpoint.model_config import configurations
 
 __all__ = ["SIZE_PER_SHARD", "checked_loading", "model_writer", "optimizer_writer", "target"]
 

@@ -12,22 +12,22 @@ import torch
 from shardwise.core.base import tree
 from shardwise.core.base.validate import as_mapping, as_path
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.checkpoint.bounds import read_name, reading
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.directory import LATEST, scan
-from shardwise.core.checkpoint.format import MANIFEST
+from shardwise.core.checkpoint.formats.atomic_files import output_file, write_torch
 from shardwise.core.checkpoint.formats.deepspeed import CLIENT_STATE, LATEST_UNIVERSAL
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.optimizer_state import group_options
-from shardwise.core.checkpoint.formats.output import output_file, write_torch
 from shardwise.core.checkpoint.formats.registry import open_checkpoint
+from shardwise.core.checkpoint.input_checks import read_name, reading
+from shardwise.core.checkpoint.load import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.load_plan import LoadPart, LoadPlan
-from shardwise.core.checkpoint.options import checked_options
-from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
-from shardwise.core.checkpoint.run import EngineRun, TrainedOnly
+from shardwise.core.checkpoint.native_format import MANIFEST
+from shardwise.core.checkpoint.plain_values import checked_options
+from shardwise.core.checkpoint.save import agree
 from shardwise.core.checkpoint.schedulers import SavedScheduler, SchedulerLoadPlan, saved_schedulers
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError, StateTensors
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.training_run import EngineRun, TrainedOnly
 from shardwise.deepspeed.config import AssertedError
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
 from shardwise.session import Session
@@ -52,7 +52,7 @@ class Saving:
         universal: without a tag load what ``latest_universal`` names, or else the newest checkpoint.
 
     Attributes:
-        doing: see :meth:`shardwise.core.checkpoint.run.Run.doing`.
+        doing: see :meth:`shardwise.core.checkpoint.training_run.Run.doing`.
     """
 
     def __init__(self, session: Session, universal: bool = False) -> None:

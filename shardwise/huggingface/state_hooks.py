@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.core.checkpoint import EngineRun
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.save import agree
 from shardwise.session import Session
 
 __all__ = ["loading_hooks", "saving_hooks"]

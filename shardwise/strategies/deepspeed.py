@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shardwise.compat.published import picked
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.registry import detect_format
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.deepspeed import zero
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.logs import LOG, known_level, set_level

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.checkpointer import Checkpointer
+from shardwise.core.checkpoint.save import agree
 from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan

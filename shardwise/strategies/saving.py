@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.options import check_scheduler, read_generators, restore_generators
-from shardwise.core.checkpoint.restore import Restored
+from shardwise.core.checkpoint.load import Restored
+from shardwise.core.checkpoint.plain_values import check_scheduler, read_generators, restore_generators
+from shardwise.core.checkpoint.save import agree
 from shardwise.core.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
-from shardwise.core.checkpoint.write import agree
 from shardwise.session import Session
 from shardwise.strategies.entries import left_out, pack, unpack
 

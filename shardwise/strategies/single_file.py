@@ -12,9 +12,9 @@ import torch
 from shardwise.core.base import tree
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.formats.atomic_files import output_file, write_torch
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry
 from shardwise.core.checkpoint.formats.optimizer_state import to_numbered
-from shardwise.core.checkpoint.formats.output import output_file, write_torch
 from shardwise.core.checkpoint.formats.registry import detect_format
 from shardwise.core.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.core.optim.nested_state import mapped

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.mesh import Mesh
 from shardwise.deepspeed.saving import WithoutFrozen
 from shardwise.plan import Plan, zero

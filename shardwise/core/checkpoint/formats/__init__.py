@@ -23,7 +23,7 @@ from shardwise.core.checkpoint.formats.registry import (
     register_format,
     write_checkpoint,
 )
-from shardwise.core.checkpoint.formats.single import open_single, write_single, write_single_optimizer
+from shardwise.core.checkpoint.formats.single_file import open_single, write_single, write_single_optimizer
 from shardwise.core.checkpoint.formats.torch_file import RefusedPickle
 
 __all__ = [

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint.bounds import check_state, checked_names, checked_total, reading
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.format import MANIFEST, has_pieces
 from shardwise.core.checkpoint.formats.colossalai import (
     find_parts,
     open_colossalai,
@@ -21,13 +19,15 @@ from shardwise.core.checkpoint.formats.colossalai import (
 from shardwise.core.checkpoint.formats.dcp import open_dcp, write_dcp
 from shardwise.core.checkpoint.formats.deepspeed import find_step, open_deepspeed
 from shardwise.core.checkpoint.formats.huggingface import INDEX, SINGLE_FILES, open_huggingface, write_huggingface
-from shardwise.core.checkpoint.formats.indexed import read_index
-from shardwise.core.checkpoint.formats.lazy import closed_on_error, renamed
+from shardwise.core.checkpoint.formats.lazy_tensors import closed_on_error, renamed
 from shardwise.core.checkpoint.formats.native import NativeSource, write_native
 from shardwise.core.checkpoint.formats.peft import CONFIG, open_peft, write_peft
-from shardwise.core.checkpoint.formats.single import open_single, write_single
+from shardwise.core.checkpoint.formats.shard_index import read_index
+from shardwise.core.checkpoint.formats.single_file import open_single, write_single
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.formats.trainer import find_latest, kind_of, open_trainer
+from shardwise.core.checkpoint.input_checks import check_state, checked_names, checked_total, reading
+from shardwise.core.checkpoint.native_format import MANIFEST, has_pieces
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, OpenSource
 
 
@@ -318,7 +318,7 @@ def open_checkpoint(
         optimizer: ColossalAI only: the optimizer's directory, if it is not next to the model.
         parameter_names: names of an optimizer's parameters in its own order, for files that only number them.
         rename: names in the checkpoint, or regular expressions, with their new names; see
-            :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
+            :func:`~shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardwise.core.checkpoint.bounds import (
+from shardwise.core.checkpoint.input_checks import (
     MOST_MANIFEST_BYTES,
     check_state,
     checked_name,

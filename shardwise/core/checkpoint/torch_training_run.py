@@ -28,7 +28,7 @@ from shardwise.core.base.names import (
     with_load_hooks,
 )
 from shardwise.core.base.torch_internals import offset_of_part
-from shardwise.core.checkpoint.run import Ranks, Scaler
+from shardwise.core.checkpoint.training_run import Ranks, Scaler
 from shardwise.core.comm import Activity
 from shardwise.core.engine.fragments import Fill, Fragment, FragmentBlock, FragmentPlan, Stored, TensorShape
 from shardwise.core.mesh.mesh import CALLS
@@ -165,7 +165,7 @@ class TorchRun:
 class TorchLocalState:
     """The tensors of a module and its optimizer that this rank holds.
 
-    See :class:`shardwise.core.checkpoint.run.LocalState`.
+    See :class:`shardwise.core.checkpoint.training_run.LocalState`.
 
     Raises:
         ValueError: the optimizer has a parameter that is not the module's, or a tensor is divided in another way than

@@ -16,16 +16,16 @@ from typing import Any, Literal
 import torch
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.format import PieceLayout
-from shardwise.core.checkpoint.formats.lazy import BLOCK_BYTES, LazySource, entries_of, with_names
+from shardwise.core.checkpoint.async_save import AsyncSaver, HostSnapshot
+from shardwise.core.checkpoint.formats.lazy_tensors import BLOCK_BYTES, LazySource, entries_of, with_names
 from shardwise.core.checkpoint.formats.registry import detect_format, open_checkpoint
+from shardwise.core.checkpoint.load import load_into, opening, read_buffers_and_extra_state
 from shardwise.core.checkpoint.load_plan import Fit, LoadPlan
-from shardwise.core.checkpoint.options import Options
-from shardwise.core.checkpoint.restore import load_into, opening, read_buffers_and_extra_state
-from shardwise.core.checkpoint.run import LocalState, Ranks, Run
-from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
+from shardwise.core.checkpoint.native_format import PieceLayout
+from shardwise.core.checkpoint.plain_values import Options
+from shardwise.core.checkpoint.save import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
-from shardwise.core.checkpoint.write import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
+from shardwise.core.checkpoint.training_run import LocalState, Ranks, Run
 from shardwise.core.engine.fragments import Fragment, FragmentPlan
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 

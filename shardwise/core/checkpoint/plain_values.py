@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from shardwise.core.base.device import random_state, set_random_state
-from shardwise.core.checkpoint.bounds import generator_state
+from shardwise.core.checkpoint.input_checks import generator_state
 from shardwise.core.checkpoint.load_plan import LoadPlan
-from shardwise.core.checkpoint.run import Run, RunOptimizer
+from shardwise.core.checkpoint.training_run import Run, RunOptimizer
 from shardwise.core.engine.fragments import Stored
 from shardwise.core.memory.disk.checksum import checksum
 

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 
 from shardwise.core.checkpoint.atomic import DISK, atomic_directory, sync_path, sync_tree
-from shardwise.core.checkpoint.bounds import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
+from shardwise.core.checkpoint.input_checks import MAX_SIZE, MOST_INDEX_BYTES, checked_tree, saving
 from shardwise.core.checkpoint.source import CheckpointError, describe
 
 BUFFER_BYTES = 1 << 16

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint.bounds import checked_name, checked_names, read_json
-from shardwise.core.checkpoint.formats.lazy import Entry
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, read_header
 from shardwise.core.checkpoint.formats.torch_file import load_torch, tensor_entries
+from shardwise.core.checkpoint.input_checks import checked_name, checked_names, read_json
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
 

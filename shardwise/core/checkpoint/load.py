@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.base import tree
-from shardwise.core.checkpoint.bounds import check_generators, reading
 from shardwise.core.checkpoint.directory import scan
-from shardwise.core.checkpoint.format import MANIFEST, digest_of, has_pieces
 from shardwise.core.checkpoint.formats.native import NativeSource
 from shardwise.core.checkpoint.formats.registry import detect_format, located, open_checkpoint
 from shardwise.core.checkpoint.formats.trainer import kind_of
+from shardwise.core.checkpoint.input_checks import check_generators, reading
 from shardwise.core.checkpoint.load_plan import Fit, LoadPlan, shortened
-from shardwise.core.checkpoint.options import Options, restore_generators, spread_generators
-from shardwise.core.checkpoint.run import Run, as_run
+from shardwise.core.checkpoint.native_format import MANIFEST, digest_of, has_pieces
+from shardwise.core.checkpoint.plain_values import Options, restore_generators, spread_generators
+from shardwise.core.checkpoint.save import agree, check_seen
 from shardwise.core.checkpoint.schedulers import SchedulerLoadPlan, saved_schedulers
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, StateTensors
-from shardwise.core.checkpoint.write import agree, check_seen
+from shardwise.core.checkpoint.training_run import Run, as_run
 
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
@@ -68,7 +68,7 @@ class Restored:
 def restore(
     run: Run, root: str, tag: str | None, strict: bool, lr_schedulers: Sequence[Any], fit: Fit, check: Check = None
 ) -> Restored | None:
-    """See :meth:`shardwise.core.checkpoint.session.Checkpointer.load`."""
+    """See :meth:`shardwise.core.checkpoint.checkpointer.Checkpointer.load`."""
     rank = run.rank
     paths = find_checkpoints(run, root, tag)
     skipped: list[str] = []
@@ -297,7 +297,7 @@ def find_checkpoints(run: Run, root: str, tag: str | None) -> list[str]:
     Args:
         run: the ranks.
         root: a directory of checkpoints, or one.
-        tag: as for :meth:`shardwise.core.checkpoint.session.Checkpointer.load`.
+        tag: as for :meth:`shardwise.core.checkpoint.checkpointer.Checkpointer.load`.
 
     Raises:
         FileNotFoundError, CheckpointDamage, CheckpointError, ValueError: on every rank.

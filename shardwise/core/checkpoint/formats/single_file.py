@@ -17,7 +17,8 @@ import torch
 
 from shardwise.core.base import tree
 from shardwise.core.base.names import EXTRA_STATE
-from shardwise.core.checkpoint.formats.lazy import (
+from shardwise.core.checkpoint.formats.atomic_files import output_file, write_torch
+from shardwise.core.checkpoint.formats.lazy_tensors import (
     Entry,
     LazySource,
     closed_on_error,
@@ -32,7 +33,6 @@ from shardwise.core.checkpoint.formats.optimizer_state import (
     numbered_state,
     to_numbered,
 )
-from shardwise.core.checkpoint.formats.output import output_file, write_torch
 from shardwise.core.checkpoint.formats.safetensors_file import (
     HEADER,
     SafetensorsFile,

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from shardwise.core.base.device import page_locked
-from shardwise.core.checkpoint.format import Bytes, PieceLayout
-from shardwise.core.checkpoint.run import Ranks
+from shardwise.core.checkpoint.native_format import Bytes, PieceLayout
 from shardwise.core.checkpoint.source import CheckpointError
+from shardwise.core.checkpoint.training_run import Ranks
 from shardwise.core.comm import Members
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.core.base.validate import in_a_line
-from shardwise.core.checkpoint.bounds import reading
+from shardwise.core.checkpoint.input_checks import reading
 from shardwise.core.checkpoint.source import CheckpointSource, TensorInfo, parameter_of
 
 BLOCK_BYTES = 64 * 1024**2  # the most that a writer holds of one tensor

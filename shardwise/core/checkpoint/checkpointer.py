@@ -7,21 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.core.base.validate import MOST_STEP, as_path, boolean, integer
+from shardwise.core.checkpoint.async_save import AsyncSaver, HostSnapshot
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.directory import CheckpointRoot, check_tag
-from shardwise.core.checkpoint.format import Bytes, as_bytes
+from shardwise.core.checkpoint.load import Check, Restored, restore
 from shardwise.core.checkpoint.load_plan import Fit, Rows
-from shardwise.core.checkpoint.restore import Check, Restored, restore
-from shardwise.core.checkpoint.run import Run, Trained, as_run
-from shardwise.core.checkpoint.snapshot import AsyncSaver, HostSnapshot
-from shardwise.core.checkpoint.write import SaveInputs, SavePlan, Scheduler, begin
+from shardwise.core.checkpoint.native_format import Bytes, as_bytes
+from shardwise.core.checkpoint.save import SaveInputs, SavePlan, Scheduler, begin
+from shardwise.core.checkpoint.training_run import Run, Trained, as_run
 
 
 class Checkpointer:
     """Save and restore one run. Every method is collective.
 
     Args:
-        session: a session of our engine, or any :class:`~shardwise.core.checkpoint.run.Run`.
+        session: a session of our engine, or any :class:`~shardwise.core.checkpoint.training_run.Run`.
         files: the file system that saves use.
     """
 
@@ -161,7 +161,7 @@ class Checkpointer:
                 optimizer state that is ignored or missing, and if no name fits.
             lr_schedulers: as many as were saved, in the same order, or none.
             rename: names in the checkpoint, or regular expressions, with the names in the model; see
-                :func:`~shardwise.core.checkpoint.formats.lazy.renamed`.
+                :func:`~shardwise.core.checkpoint.formats.lazy_tensors.renamed`.
             rows: parameters that may have another number of rows in the model, with the values of new rows
                 (``"keep"``, ``"zero"``, ``"mean"``); see :class:`~shardwise.core.checkpoint.load_plan.Fit`.
             check: called on every rank with the saved ``user_state`` before anything is changed. An error that it

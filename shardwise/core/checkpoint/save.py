@@ -13,7 +13,9 @@ import torch
 from shardwise.core.base import tree
 from shardwise.core.base.validate import printable
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.format import (
+from shardwise.core.checkpoint.formats.optimizer_state import group_record
+from shardwise.core.checkpoint.model_config import saved_settings
+from shardwise.core.checkpoint.native_format import (
     PIECE_BYTES,
     Bytes,
     FileInfo,
@@ -26,12 +28,10 @@ from shardwise.core.checkpoint.format import (
     to_save,
     write_pieces,
 )
-from shardwise.core.checkpoint.formats.optimizer_state import group_record
-from shardwise.core.checkpoint.options import read_generators
-from shardwise.core.checkpoint.run import LocalState, Run, RunOptimizer
+from shardwise.core.checkpoint.plain_values import read_generators
 from shardwise.core.checkpoint.schedulers import scheduler_class
-from shardwise.core.checkpoint.settings import saved_settings
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
+from shardwise.core.checkpoint.training_run import LocalState, Run, RunOptimizer
 from shardwise.core.engine.fragments import Fragment, TensorShape, split
 from shardwise.core.memory.disk.checksum import checksum
 from shardwise.core.optim.nested_state import flat
