@@ -12,13 +12,20 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from shardwise.booster.checkpoint_io import (
+    SIZE_PER_SHARD,
+    CheckpointIO,
+    checked_loading,
+    model_writer,
+    optimizer_writer,
+    target,
+)
+from shardwise.booster.checkpoint_runs import Runs
 from shardwise.booster.dataloader import is_dataloader
-from shardwise.booster.interface import OptimizerWrapper, unwrap_model
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from shardwise.booster.plugin.base import Plugin
-from shardwise.booster.runs import Runs
-from shardwise.booster.targets import SIZE_PER_SHARD, checked_loading, model_writer, optimizer_writer, target
+from shardwise.booster.wrappers import OptimizerWrapper, unwrap_model
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import PortableFiles, Restored, write_lr_scheduler
 from shardwise.core.checkpoint.load_plan import Fit, Rows
@@ -26,32 +33,6 @@ from shardwise.core.checkpoint.schedulers import fitting_state
 from shardwise.core.parallel.pipeline import merged
 
 __all__ = ["Booster", "CheckpointIO", "FitOptions", "SaveOptions"]
-
-METHODS = ("model", "optimizer", "lr_scheduler", "checkpoint")
-NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in METHODS), "save_lora_as_pretrained"})
-
-
-class CheckpointIO:
-    """Save and load methods of a Booster, such as ``save_model`` and ``load_model``, under any plugin."""
-
-    def __init__(self, booster: Any) -> None:
-        self._booster = booster
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}, but {', '.join(sorted(NAMES))}")
-        return getattr(self._booster, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *NAMES})
-
-    def synchronize(self) -> None:
-        """Wait until nothing is being written; see ``Booster.wait``."""
-        self._booster.wait()
-
-    # ColossalAI's names of the two parts of a wait, which its examples and tests call; here a wait has one part.
-    _sync_d2h = synchronize
-    _sync_io = synchronize
 
 
 class SaveOptions(TypedDict, total=False):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper
+from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardwise.core.base.validate import check_type, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.checkpoint import CheckpointSource

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.booster.interface import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper, unwrap_optimizer
 from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.validate import MOST_SCALE, integer, number
 

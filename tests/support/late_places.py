@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.booster.targets import model_writer
+from shardwise.booster.checkpoint_io import model_writer
 from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
 from shardwise.core.checkpoint import PortableFiles
 from shardwise.core.checkpoint.training_run import EngineRun

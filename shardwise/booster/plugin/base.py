@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from shardwise.booster.checkpoint_runs import SESSION, remember_session
 from shardwise.booster.dataloader import distributed_dataloader
-from shardwise.booster.interface import ModelWrapper, give_names
 from shardwise.booster.lora import add_lora_parameters
-from shardwise.booster.runs import SESSION, remember_session
+from shardwise.booster.wrappers import ModelWrapper, give_names
 from shardwise.core.base.validate import fraction as share
 from shardwise.core.base.validate import refuse
 from shardwise.core.base.warnings import warn_user

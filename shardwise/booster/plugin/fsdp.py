@@ -26,12 +26,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from shardwise.booster.interface import ModelWrapper
-from shardwise.booster.plugin.argument_checks import check_types
+from shardwise.booster.plugin.arguments import check_types
 from shardwise.booster.plugin.base import Boosted, DPPluginBase, start_ranks
-from shardwise.booster.plugin.eight_bits import check_dtypes, compress_unit
+from shardwise.booster.plugin.fp8_communication import check_dtypes, compress_unit
 from shardwise.booster.plugin.fsdp_state import TorchFSDPOptimizer, full_model_state, load_full_model_state, repoint
 from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
+from shardwise.booster.wrappers import ModelWrapper
 from shardwise.core.base.validate import refuse
 
 __all__ = ["FSDPPlan", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_checks import (
+from shardwise.booster.plugin.arguments import (
     SequenceArguments,
     check_types,
     check_update,

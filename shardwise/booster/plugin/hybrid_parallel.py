@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwise.booster.plugin.argument_checks import (
+from shardwise.booster.plugin.arguments import (
     DTYPES,
     SequenceArguments,
     check_types,
@@ -17,8 +17,8 @@ from shardwise.booster.plugin.argument_checks import (
     precision_plan,
     warn_unused,
 )
-from shardwise.booster.plugin.axes import RankAxes
 from shardwise.booster.plugin.base import Boosted, ShardedPlugin, data_parallel_size
+from shardwise.booster.plugin.hybrid_groups import RankAxes
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, integer, number, refuse, short_repr
 from shardwise.plan import (

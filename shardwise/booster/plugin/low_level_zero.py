@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.booster.plugin.argument_checks import check_types, precision_plan
+from shardwise.booster.plugin.arguments import check_types, precision_plan
 from shardwise.booster.plugin.base import DPPluginBase, ShardedPlugin
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.validate import MOST_NUMEL, integer, number, short_repr

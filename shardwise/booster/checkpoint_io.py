@@ -1,9 +1,10 @@
-"""Checks of the Booster's arguments for saving and loading, and functions that write a checkpoint source."""
+"""Saving and loading of a Booster: ``booster.checkpoint_io``, checks of arguments, and writers of each format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -21,10 +22,35 @@ from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entries_o
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.model_config import configurations
 
-__all__ = ["SIZE_PER_SHARD", "checked_loading", "model_writer", "optimizer_writer", "target"]
+__all__ = ["SIZE_PER_SHARD", "CheckpointIO", "checked_loading", "model_writer", "optimizer_writer", "target"]
 
 SIZE_PER_SHARD = 1024
 Write = Callable[[CheckpointSource], object]
+METHODS = ("model", "optimizer", "lr_scheduler", "checkpoint")
+NAMES = frozenset({*(f"{verb}_{what}" for verb in ("save", "load") for what in METHODS), "save_lora_as_pretrained"})
+
+
+class CheckpointIO:
+    """Save and load methods of a Booster, such as ``save_model`` and ``load_model``, under any plugin."""
+
+    def __init__(self, booster: Any) -> None:
+        self._booster = booster
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in NAMES:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, but {', '.join(sorted(NAMES))}")
+        return getattr(self._booster, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *NAMES})
+
+    def synchronize(self) -> None:
+        """Wait until nothing is being written; see ``Booster.wait``."""
+        self._booster.wait()
+
+    # ColossalAI's names of the two parts of a wait, which its examples and tests call; here a wait has one part.
+    _sync_d2h = synchronize
+    _sync_io = synchronize
 
 
 def target(path: str | Path, suffix: str) -> Path:

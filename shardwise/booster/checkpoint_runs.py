@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from shardwise.booster.interface import unwrap_model, unwrap_optimizer
+from shardwise.booster.wrappers import unwrap_model, unwrap_optimizer
 from shardwise.core.base.validate import short_repr
 from shardwise.core.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
 from shardwise.session import ShardedModule, ShardedOptimizer
