@@ -22,10 +22,10 @@ class _Widened(type):
 class ModelWrapper(wrappers.ModelWrapper, metaclass=_Widened):
     """A wrapper of ``module``; every boosted model is an instance, too."""
 
-    also = (ShardedModule, interface.ModelWrapper, GeminiDDP)
+    also = (ShardedModule, wrappers.ModelWrapper, GeminiDDP)
 
 
 class OptimizerWrapper(wrappers.OptimizerWrapper, metaclass=_Widened):
     """A wrapper of ``optim``; every boosted optimizer is an instance, too."""
 
-    also = (ShardedOptimizer, interface.OptimizerWrapper, OptimizerFront)
+    also = (ShardedOptimizer, wrappers.OptimizerWrapper, OptimizerFront)

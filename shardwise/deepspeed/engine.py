@@ -16,14 +16,14 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.validate import as_mapping, check_tensor, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of
+from shardwise.deepspeed.backward_passes import PassesApart, scaled_passes, take_passes_of_module, watched_step
+from shardwise.deepspeed.checkpoint_engine import Saving
 from shardwise.deepspeed.config import AssertedError, Batch, Report, Settings
 from shardwise.deepspeed.config_object import OffloadDeviceEnum, OffloadStateTypeEnum, Section
 from shardwise.deepspeed.groups import get_sequence_parallel_group
 from shardwise.deepspeed.logs import LOG
 from shardwise.deepspeed.monitors import Monitor
-from shardwise.deepspeed.saving import Saving
 from shardwise.deepspeed.schema import KEYS, SECTIONS
-from shardwise.deepspeed.stepping import PassesApart, scaled_passes, take_passes_of_module, watched_step
 from shardwise.plan.precision import HALF_DTYPES
 from shardwise.session import Session
 

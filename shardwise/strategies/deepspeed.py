@@ -20,15 +20,14 @@ from shardwise.compat.published import picked
 from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.registry import detect_format
 from shardwise.deepspeed import zero
+from shardwise.deepspeed.backward_passes import watched_step
+from shardwise.deepspeed.checkpoint_engine import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.config import Settings
 from shardwise.deepspeed.logs import LOG, known_level, set_level
 from shardwise.deepspeed.optimizers import make_optimizer
-from shardwise.deepspeed.saving import WithoutFrozen, frozen_ones_are_missing, take_over
 from shardwise.deepspeed.schedules import make_schedule
-from shardwise.deepspeed.stepping import watched_step
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.deepspeed_config import (
     ACCUMULATION,
     AUTO,
@@ -42,7 +41,8 @@ from shardwise.strategies.deepspeed_config import (
     scale_without_effect,
 )
 from shardwise.strategies.fabric import Check, FabricStrategy
-from shardwise.strategies.saving import ModelOnly, Saving, check_schedulers, outline
+from shardwise.strategies.trainer import ShardedStrategy, StartMethod, passed_on
+from shardwise.strategies.trainer_checkpoints import ModelOnly, Saving, check_schedulers, outline
 
 STEPS_PER_PRINT = 10  # DeepSpeed's default
 

@@ -17,7 +17,7 @@ from shardwise.deepspeed.config import Report, Settings, Source, load_config, re
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
 from shardwise.deepspeed.plan import data_parallel, data_ranks, home_of_parameters, plan_of
 from shardwise.plan import Plan
-from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.lightning_packages import Namespace
 from shardwise.strategies.precision import NumberFormat
 
 AUTO = "auto"

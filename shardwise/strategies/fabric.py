@@ -21,11 +21,11 @@ from shardwise.core.deferred import deferred_init
 from shardwise.late import LateModule, LateOptimizer, LateSession
 from shardwise.plan import Plan
 from shardwise.session import Session, ShardedOptimizer
-from shardwise.strategies.entries import pack, unpack
-from shardwise.strategies.namespace import Strategy, build
+from shardwise.strategies.checkpoint_entries import pack, unpack
+from shardwise.strategies.lightning_packages import Strategy, build
 from shardwise.strategies.precision import CastingPrecision, NumberFormat, check_replaceable
-from shardwise.strategies.saving import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 from shardwise.strategies.sessions import live_session, scaled_pass, shard
+from shardwise.strategies.trainer_checkpoints import FABRIC, FABRIC_NAMES, ModelOnly, load_weights, place, saving_to
 
 STATE = ("state_dict", "load_state_dict")
 
@@ -45,7 +45,7 @@ class _Syncing:
 
 
 class FabricStrategy(Strategy):
-    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
+    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes; subclasses override :meth:`_plan`."""
 
     def __init__(self, **lightning: Any) -> None:
         self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model

@@ -36,9 +36,9 @@ from shardwise.plan import (
     TierPlan,
 )
 from shardwise.plan.scaler_arguments import TORCH_SCALER
-from shardwise.strategies.base import ShardedStrategy, StartMethod, passed_on
 from shardwise.strategies.fabric import FabricStrategy
 from shardwise.strategies.precision import NumberFormat
+from shardwise.strategies.trainer import ShardedStrategy, StartMethod, passed_on
 
 _MARK = "_shardwise_unit"
 LEAVES: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)

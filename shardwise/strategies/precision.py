@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.strategies.namespace import Namespace
+from shardwise.strategies.lightning_packages import Namespace
 from shardwise.strategies.sessions import scaled_pass
 
 

@@ -15,15 +15,15 @@ import torch
 from shardwise.core.deferred import deferred_init
 from shardwise.plan import Plan
 from shardwise.session import Session
-from shardwise.strategies.namespace import Namespace, Strategy, build
+from shardwise.strategies.lightning_packages import Namespace, Strategy, build
 from shardwise.strategies.precision import (
     NumberFormat,
     ShardedPrecision,
     check_replaceable,
     correct_throughput,
 )
-from shardwise.strategies.saving import Saving, check_schedulers, fit_schedulers
 from shardwise.strategies.sessions import Live, live_session, shard
+from shardwise.strategies.trainer_checkpoints import Saving, check_schedulers, fit_schedulers
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 PASSED_ON = (
@@ -45,7 +45,7 @@ def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ShardedStrategy(Strategy):
-    """Base class that :func:`shardwise.strategies.namespace.build` completes; subclasses override :meth:`_plan`."""
+    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes; subclasses override :meth:`_plan`."""
 
     model: Any
     optimizers: Any

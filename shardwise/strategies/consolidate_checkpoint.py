@@ -18,9 +18,9 @@ from shardwise.core.checkpoint.formats.optimizer_state import to_numbered
 from shardwise.core.checkpoint.formats.registry import detect_format
 from shardwise.core.checkpoint.source import CheckpointSource, StateTensors
 from shardwise.core.optim.nested_state import mapped
-from shardwise.strategies.entries import left_out, unpack
-from shardwise.strategies.namespace import Namespace
-from shardwise.strategies.saving import FABRIC, FABRIC_NAMES
+from shardwise.strategies.checkpoint_entries import left_out, unpack
+from shardwise.strategies.lightning_packages import Namespace
+from shardwise.strategies.trainer_checkpoints import FABRIC, FABRIC_NAMES
 
 MODEL = "model/"
 VERSION = "pytorch-lightning_version"

@@ -18,17 +18,17 @@ from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import collectively, ranks_of
 from shardwise.core.deferred.construction import paused
 from shardwise.core.mesh import default_device, init_distributed
+from shardwise.deepspeed.backward_passes import drop_after_passes
 from shardwise.deepspeed.config import AssertedError, Settings, load_config, read_config
 from shardwise.deepspeed.config_object import required_batch
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.groups import groups_of, mesh_of, remember_groups
 from shardwise.deepspeed.leaf_modules import get_z3_leaf_modules
-from shardwise.deepspeed.marks import mark_session
 from shardwise.deepspeed.monitors import Monitor
 from shardwise.deepspeed.optimizers import give_names, make_optimizer, wide_states
+from shardwise.deepspeed.parameter_attributes import mark_session
 from shardwise.deepspeed.plan import TENSOR_SIZES, data_ranks, parallel_sizes, plan_of
 from shardwise.deepspeed.schedules import make_schedule
-from shardwise.deepspeed.stepping import drop_after_passes
 from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
 from shardwise.session import Session, build

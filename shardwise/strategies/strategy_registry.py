@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.strategies.colossalai import ColossalAI, FabricColossalAI
+from shardwise.strategies.consolidate_checkpoint import read_directories
 from shardwise.strategies.deepspeed import DeepSpeed, FabricDeepSpeed
 from shardwise.strategies.fully_sharded import FabricFullySharded, FullyShardedStrategy
-from shardwise.strategies.namespace import Namespace, build
+from shardwise.strategies.lightning_packages import Namespace, build
 from shardwise.strategies.precision import CastingPrecision, ColossalAIPrecision, ShardedPrecision
-from shardwise.strategies.single_file import read_directories
 
 _NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {

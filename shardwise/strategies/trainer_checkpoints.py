@@ -19,7 +19,7 @@ from shardwise.core.checkpoint.save import agree
 from shardwise.core.checkpoint.schedulers import SavedScheduler, inner_scheduler, regrouped, scheduler_class
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.session import Session
-from shardwise.strategies.entries import left_out, pack, unpack
+from shardwise.strategies.checkpoint_entries import left_out, pack, unpack
 
 FABRIC = "fabric"
 """The entry with the state of a Fabric program; see :mod:`shardwise.strategies.fabric`."""
@@ -121,7 +121,7 @@ class Saving:
     # ---- saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, one_file: Callable[..., None]) -> None:
-        """See :meth:`shardwise.strategies.base.ShardedStrategy.save_checkpoint`.
+        """See :meth:`shardwise.strategies.trainer.ShardedStrategy.save_checkpoint`.
 
         Raises:
             TypeError: ``storage_options`` without a ``checkpoint_io`` that would use them.
@@ -188,7 +188,7 @@ class Saving:
     # ---- loading
 
     def load(self, path: Any, weights_only: bool | None, one_file: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_checkpoint`."""
+        """See :meth:`shardwise.strategies.trainer.ShardedStrategy.load_checkpoint`."""
         path = os.fspath(self._strategy.broadcast(path))
         session: Session = self._strategy.session
         self.is_single_file = bool(self._strategy.broadcast(not os.path.isdir(path)))
@@ -221,7 +221,7 @@ class Saving:
         return state
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_model_state_dict`."""
+        """See :meth:`shardwise.strategies.trainer.ShardedStrategy.load_model_state_dict`."""
         state = checkpoint["state_dict"]
         if self.is_single_file:
             self._strategy.session.module.load_state_dict(state, strict=strict)
@@ -232,7 +232,7 @@ class Saving:
             )
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """See :meth:`shardwise.strategies.base.ShardedStrategy.load_optimizer_state_dict`."""
+        """See :meth:`shardwise.strategies.trainer.ShardedStrategy.load_optimizer_state_dict`."""
         if self.is_single_file:
             for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)

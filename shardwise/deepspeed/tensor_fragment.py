@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.deepspeed.stepping import PassesApart
+from shardwise.deepspeed.backward_passes import PassesApart
 from shardwise.deepspeed.zero import session_of
 from shardwise.session import OneParameter
 
