@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.booster.plugin import gemini
-from shardwise.compat.published import listed, names_of, picked, unused_arguments
+from shardwise.compat.arguments import listed, names_of, picked, unused_arguments
 from shardwise.core.base.validate import MOST_NUMEL, boolean, fraction, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import MOST_SEARCHED, ByTensor, Plan

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.registry import detect_format
 from shardwise.deepspeed import zero

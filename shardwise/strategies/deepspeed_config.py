@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.compat.published import changed, listed, names_of, unused_arguments
+from shardwise.compat.arguments import changed, listed, names_of, unused_arguments
 from shardwise.core.base.validate import boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.mesh.launch import read_variable

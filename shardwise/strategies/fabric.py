@@ -45,7 +45,10 @@ class _Syncing:
 
 
 class FabricStrategy(Strategy):
-    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes; subclasses override :meth:`_plan`."""
+    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes.
+
+    Subclasses override :meth:`_plan`.
+    """
 
     def __init__(self, **lightning: Any) -> None:
         self._known: list[weakref.ref[LateSession]] = []  # a session ends with its model

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.validate import MOST_BYTES, MOST_NUMEL, boolean, integer
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.deferred import deferred_init

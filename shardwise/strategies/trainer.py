@@ -45,7 +45,10 @@ def passed_on(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ShardedStrategy(Strategy):
-    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes; subclasses override :meth:`_plan`."""
+    """Base class that :func:`~shardwise.strategies.lightning_packages.build` completes.
+
+    Subclasses override :meth:`_plan`.
+    """
 
     model: Any
     optimizers: Any

@@ -64,7 +64,7 @@ parts = ["Odd"]
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A home package; everything is restored after the test."""
     monkeypatch.setitem(HOMES, TABLE.foreign, TABLE.home)  # type: ignore[arg-type]
-    monkeypatch.setattr("shardwise.compat.impersonation.alias_table", lambda foreign: TABLE)
+    monkeypatch.setattr("shardwise.compat.import_hooks.alias_table", lambda foreign: TABLE)
     finders, modules = list(sys.meta_path), set(sys.modules)
     module = ModuleType(TABLE.home)
     module.__path__ = []

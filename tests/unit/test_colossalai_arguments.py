@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_booster_plans import OTHER_SCALER, SCALER, M
 
-from shardwise.compat.published import names_of
+from shardwise.compat.arguments import names_of
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, ScalerPlan, on_device, zero
 from shardwise.strategies.colossalai import ColossalAIArguments, to_plan, without_effect
 

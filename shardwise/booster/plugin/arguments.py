@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import torch
 
-from shardwise.compat.published import unused_arguments
+from shardwise.compat.arguments import unused_arguments
 from shardwise.core.base.validate import integer, refuse, short_repr
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan import PrecisionPlan, SequencePlan

@@ -1,20 +1,34 @@
-"""Modules with the layout of a foreign library, made from its alias table when they are imported."""
+"""Import hooks: modules that are made from an alias table, and our packages under a foreign library's name."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.compat.table import ANY_NAME, Alias, AliasTable
+from shardwise.compat.table import ANY_NAME, HOMES, Alias, AliasTable, alias_table
 
-__all__ = ["AliasFinder", "UnsupportedName", "install_aliases", "lookup"]
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, DistributionFinder
+
+__all__ = [
+    "REPLACEABLE",
+    "AliasFinder",
+    "Impersonation",
+    "UnsupportedName",
+    "impersonate",
+    "install_aliases",
+    "lookup",
+]
 
 
 class UnsupportedName(NotImplementedError, AttributeError):
@@ -122,3 +136,76 @@ def _unknown(table: AliasTable, path: str, name: str) -> str:
         f"{table.full_name(path)} has no name {name!r} in shardwise, whose names are those of {table.foreign} "
         f"{table.version}. Run `shardwise port FILE` to see what to do with each name of a program"
     )
+
+
+# ---- our packages under a foreign library's name, for programs that are not changed at all
+
+
+REPLACEABLE = ("colossalai", "deepspeed")
+"""Libraries that we replace completely, so that our package can be imported under their name."""
+
+
+class Impersonation(MetaPathFinder, Loader):
+    """Imports our modules under the name of the library ``foreign``."""
+
+    def __init__(self, foreign: str) -> None:
+        self.foreign = foreign
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec of our module."""
+        top, dot, below = fullname.partition(".")
+        if top != self.foreign:
+            return None
+        home = f"{HOMES[top]}{dot}{below}"
+        try:
+            there = find_spec(home) is not None
+        except ModuleNotFoundError:  # importlib expects None
+            return None
+        return ModuleSpec(fullname, self, origin=home, is_package=True) if there else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put our module into the place of the new one: importlib returns what ``sys.modules`` has afterwards."""
+        assert module.__spec__ is not None
+        sys.modules[module.__name__] = import_module(str(module.__spec__.origin))
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """Answer ``importlib.metadata.version(...)``, with which programs check that a library is installed."""
+        if context is not None and context.name not in (None, self.foreign):
+            return []
+        return [_distribution(self.foreign)]
+
+
+def _distribution(foreign: str) -> Distribution:
+    """Return metadata with the name and the version of the library."""
+    from importlib.metadata import Distribution  # slower than everything else before the program starts
+
+    class Named(Distribution):
+        """A distribution without files."""
+
+        def read_text(self, filename: str) -> str | None:
+            if filename != "METADATA":
+                return None
+            return f"Metadata-Version: 2.1\nName: {foreign}\nVersion: {alias_table(foreign).version}\n"
+
+        def locate_file(self, path: str | PathLike[str]) -> Path:
+            return Path(__file__).parent / path
+
+    return Named()
+
+
+def impersonate(foreign: str) -> None:
+    """Import our package under the name ``foreign``, one of :data:`REPLACEABLE`, from now on in this process.
+
+    Raises:
+        ImportError: the library itself has been imported already, so that parts of the program would use it.
+    """
+    library, home = sys.modules.get(foreign), HOMES[foreign]
+    if library is not None and library.__name__ != home:
+        raise ImportError(
+            f"{foreign} is imported already, from {getattr(library, '__file__', None)}. {home} can replace it only "
+            "before the first import of it: move this call to the first line of the program"
+        )
+    if not any(isinstance(each, Impersonation) and each.foreign == foreign for each in sys.meta_path):
+        sys.meta_path.insert(0, Impersonation(foreign))
