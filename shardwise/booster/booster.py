@@ -32,8 +32,6 @@ from shardwise.core.checkpoint.load_plan import Fit, Rows
 from shardwise.core.checkpoint.schedulers import fitting_state
 from shardwise.core.parallel.pipeline import merged
 
-__all__ = ["Booster", "CheckpointIO", "FitOptions", "SaveOptions"]
-
 
 class SaveOptions(TypedDict, total=False):
     """Keyword arguments of :meth:`Booster.save_checkpoint`.
@@ -193,10 +191,29 @@ class Booster:
         Raises:
             NotImplementedError: the model has no pipeline stages.
             ValueError: gradients are enabled and there is no optimizer, or one of another model.
+            TypeError: ``data_iter`` is not an iterator.
             StopIteration: ``data_iter`` is exhausted.
+            PeerError: that of another rank is exhausted, or another rank failed.
         """
         steps = self._runs.pipeline(model, optimizer, type(self.plugin).__name__)
-        return _pipeline_step(steps, data_iter, criterion, optimizer, (return_loss, return_outputs, broadcast_loss))
+        train = torch.is_grad_enabled()
+        if optimizer is None and train:
+            raise ValueError(
+                f"optimizer={optimizer}: Optimizer should be passed when doing backward. Give the one that boost "
+                "returned, or call execute_pipeline under torch.no_grad(), for forward passes alone"
+            )
+        if not isinstance(data_iter, Iterator):
+            raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
+        try:
+            batch = next(data_iter)
+        except Exception as error:  # other ranks would wait for this rank
+            steps.without_batch(error)
+            raise
+        outcome = steps.step(batch, criterion, train, return_outputs)
+        loss = outcome.loss if return_loss else None
+        if return_loss and broadcast_loss:
+            loss = steps.everywhere(loss)
+        return {"loss": loss, "outputs": merged(outcome.outputs) if outcome.outputs else None}
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
@@ -534,44 +551,3 @@ def _several(lr_scheduler: Any) -> list[Any]:
     if lr_scheduler is None:
         return []
     return list(lr_scheduler) if isinstance(lr_scheduler, list | tuple) else [lr_scheduler]
-
-
-def _pipeline_step(
-    steps: Any,
-    data_iter: Iterator[Any],
-    criterion: Callable[[Any, Any], torch.Tensor],
-    optimizer: torch.optim.Optimizer | None,
-    returns: tuple[bool, bool, bool],
-) -> dict[str, Any]:
-    """Run one step of a pipeline; see :meth:`shardwise.booster.Booster.execute_pipeline`.
-
-    Args:
-        steps: the pipeline steps of the model's session.
-        data_iter, criterion, optimizer: as in ``execute_pipeline``.
-        returns: whether to return the loss, the outputs, the loss on every rank.
-
-    Raises:
-        ValueError: gradients are enabled and there is no optimizer.
-        TypeError: ``data_iter`` is not an iterator.
-        StopIteration: it is exhausted.
-        PeerError: that of another rank is exhausted, or another rank failed.
-    """
-    wants_loss, wants_outputs, broadcast_loss = returns
-    train = torch.is_grad_enabled()
-    if optimizer is None and train:
-        raise ValueError(
-            f"optimizer={optimizer}: Optimizer should be passed when doing backward. Give the one that boost returned, "
-            "or call execute_pipeline under torch.no_grad(), for forward passes alone"
-        )
-    if not isinstance(data_iter, Iterator):
-        raise TypeError(f"data_iter={data_iter!r:.80}: give an iterator, such as iter(dataloader)")
-    try:
-        batch = next(data_iter)
-    except Exception as error:  # other ranks would wait for this rank
-        steps.without_batch(error)
-        raise
-    outcome = steps.step(batch, criterion, train, wants_outputs)
-    loss = outcome.loss if wants_loss else None
-    if wants_loss and broadcast_loss:
-        loss = steps.everywhere(loss)
-    return {"loss": loss, "outputs": merged(outcome.outputs) if outcome.outputs else None}

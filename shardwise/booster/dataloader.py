@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from shardwise.core.base.validate import MOST_SEED, boolean, integer
 from shardwise.core.base.warnings import warn_user
-
-__all__ = ["distributed_dataloader", "is_dataloader"]
 
 
 def is_dataloader(value: object) -> bool:
@@ -20,64 +15,10 @@ def is_dataloader(value: object) -> bool:
     return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
-def distributed_dataloader(
-    dataset: Dataset[Any],
-    batch_size: int,
-    data_parallel: Callable[[], tuple[int, int]],
-    *,
-    shuffle: bool,
-    seed: int,
-    cls: type[Any] | None,
-    options: dict[str, Any],
-) -> DataLoader[Any]:
-    """Return a ``DataLoader`` for one rank.
-
-    Workers use a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs and a run
-    is reproducible.
-
-    Args:
-        dataset: a map-style dataset.
-        batch_size: that of this rank.
-        data_parallel: returns this rank's index among the data-parallel ranks, and their number.
-        shuffle: use another order in every epoch (``sampler.set_epoch``), derived from ``seed``.
-        seed: seed of the order; the same on every rank.
-        cls: class of the sampler; ``None``: ``DistributedSampler``.
-        options: ``drop_last``, ``pin_memory``, ``num_workers`` and further arguments of ``DataLoader``.
-
-    Raises:
-        TypeError: the dataset is iterable-style, which no sampler can divide over ranks, or an argument has a wrong
-            type.
-        ValueError: ``options`` has an argument that the sampler defines, or a number is out of range.
-    """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its own "
-            "__iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
-        )
-    if batch_size is not None:
-        integer("batch_size", batch_size, 1, what="a number of samples")
-    integer("seed", seed, 0, MOST_SEED)
-    integer("num_workers", options["num_workers"], 0, what="a number of processes")
-    for name in ("drop_last", "pin_memory"):
-        boolean(name, options[name])
-    boolean("shuffle", shuffle)
-    replicas = data_parallel()
-    sampler = _sampler(dataset, replicas, shuffle, seed, options["drop_last"], cls or DistributedSampler)
-    clash = sorted({"sampler", "batch_sampler"} & options.keys())
-    if clash:
-        raise ValueError(
-            f"{clash[0]}={options[clash[0]]!r}: prepare_dataloader makes the sampler itself; give "
-            "distributed_sampler_cls, or build torch.utils.data.DataLoader yourself and pass it to boost"
-        )
-    if "generator" not in options:
-        options = {**options, "generator": torch.Generator().manual_seed(seed + replicas[0])}
-    return DataLoader(dataset, batch_size=batch_size, sampler=sampler, **options)
-
-
-def _sampler(
+def sampler_of(
     dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, seed: int, drop_last: bool, cls: type[Any]
 ) -> Any:
-    """Return a sampler of class ``cls``.
+    """Return a sampler of class ``cls`` for a rank: ``replicas`` are its index and the number of data-parallel ranks.
 
     It is called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
     signature has them; a warning names those that it does not have.

@@ -13,9 +13,8 @@ from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper, unwrap_op
 from shardwise.core.base.attributes import attribute_of
 from shardwise.core.base.validate import MOST_SCALE, integer, number
 
-__all__ = ["BF16MixedPrecision", "FP16TorchMixedPrecision", "MixedPrecision", "mixed_precision_factory"]
-
 Criterion = Callable[..., Any]
+Configured = tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]
 
 
 class MixedPrecision(ABC):
@@ -23,11 +22,8 @@ class MixedPrecision(ABC):
 
     @abstractmethod
     def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, criterion: Criterion | None = None
+    ) -> Configured:
         """Return wrapped model, optimizer and criterion."""
 
 
@@ -37,11 +33,8 @@ class AutocastPrecision(MixedPrecision):
     dtype: torch.dtype
 
     def configure(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        criterion: Criterion | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None, Criterion | None]:
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, criterion: Criterion | None = None
+    ) -> Configured:
         device = _device_type(model)
         if optimizer is not None:
             optimizer = self.wrap(optimizer, device)

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from shardwise.compat.arguments import unused_arguments
-from shardwise.core.base.validate import integer, refuse, short_repr
+from shardwise.core.base.sizes import device_bytes
+from shardwise.core.base.validate import MOST_NUMEL, integer, number, refuse, short_repr
 from shardwise.core.base.warnings import warn_user
-from shardwise.plan import PrecisionPlan, SequencePlan
+from shardwise.plan import CommPlan, GradPlan, PrecisionPlan, SequencePlan, TierPlan
 from shardwise.plan.scaler_arguments import scaler_plan
-
-__all__ = ["DTYPES", "SequenceArguments", "check_types", "check_update", "fits", "precision_plan", "warn_unused"]
 
 WORDS = {"bool": "True or False", "int": "a whole number", "float": "a number", "torch.dtype": "a torch.dtype"}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
@@ -124,6 +123,42 @@ def precision_plan(
         output_dtype=output_dtype,
         scaler=scaler_plan(arguments) if precision == "fp16" else None,
     )
+
+
+def bucket_numel(name: str, size: float) -> int:
+    """Return the elements of a bucket of ``size`` times 2**20 elements.
+
+    Raises:
+        ValueError: the argument ``name`` is out of range.
+    """
+    most = MOST_NUMEL // 2**20
+    number(name, size, f"(0, {most}]", f"a size > 0 and at most {most} (times 2**20 elements)")
+    return max(1, int(size * 2**20))
+
+
+def zero_parts(arguments: Any) -> dict[str, Any]:
+    """Return the parts of a :class:`~shardwise.plan.Plan` that are the same for the plugins with ZeRO-1 and ZeRO-2.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    a = arguments
+    dtype = a.communication_dtype
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"communication_dtype={dtype}: give a floating-point torch.dtype, or None")
+    return {
+        "grad": GradPlan(max_norm=a.max_norm, norm_type=a.norm_type, update=a.update),
+        "comm": CommPlan(
+            overlap=a.overlap_communication,
+            gather_on_use=a.overlap_allgather,
+            compress="fp8" if a.fp8_communication else None,
+        ),
+        "tiers": TierPlan(
+            state_host_fraction=1.0 if a.cpu_offload else 0.0,
+            pin_memory=a.cpu_offload,
+            device_capacity_bytes=device_bytes(a.device_memory),
+        ),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

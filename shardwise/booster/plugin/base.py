@@ -14,32 +14,20 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.booster.checkpoint_runs import SESSION, remember_session
-from shardwise.booster.dataloader import distributed_dataloader
+from shardwise.booster.dataloader import sampler_of
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.wrappers import ModelWrapper, give_names
+from shardwise.core.base.validate import MOST_SEED, boolean, integer, refuse
 from shardwise.core.base.validate import fraction as share
-from shardwise.core.base.validate import refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.parallel.float8 import multiply_in_8_bits
 from shardwise.plan import DiskPlan, Plan
 
 if TYPE_CHECKING:
     from shardwise.session import Session
-
-__all__ = [
-    "Boosted",
-    "DPPluginBase",
-    "Plugin",
-    "ShardedPlugin",
-    "all_ranks",
-    "data_parallel_size",
-    "start_ranks",
-    "updates_early",
-    "with_optimizer",
-]
 
 Boosted = tuple[nn.Module, torch.optim.Optimizer | None]
 
@@ -179,6 +167,9 @@ class Plugin(ABC):
     ) -> DataLoader[Any]:
         """Return a ``DataLoader`` whose sampler divides ``dataset`` over the data-parallel ranks.
 
+        Workers use a generator seeded with ``seed`` and the rank, so they differ between ranks and between epochs and a
+        run is reproducible.
+
         Args:
             dataset: a map-style dataset.
             batch_size: samples per rank and step.
@@ -191,12 +182,36 @@ class Plugin(ABC):
             kwargs: further arguments of ``DataLoader``.
 
         Raises:
-            TypeError: the dataset has no length, or an argument has a wrong type.
+            TypeError: the dataset is iterable-style, which no sampler can divide over ranks, or an argument has a wrong
+                type.
             ValueError: ``kwargs`` has a sampler, or a number is out of range.
         """
-        options = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
-        sampling: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "cls": distributed_sampler_cls}
-        return distributed_dataloader(dataset, batch_size, self.data_parallel, **sampling, options=options)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no length, so no sampler can divide it over the ranks; divide it in its "
+                "own __iter__ (torch.distributed.get_rank()) and pass your own DataLoader to boost"
+            )
+        if batch_size is not None:
+            integer("batch_size", batch_size, 1, what="a number of samples")
+        integer("seed", seed, 0, MOST_SEED)
+        integer("num_workers", num_workers, 0, what="a number of processes")
+        for name, value in (("drop_last", drop_last), ("pin_memory", pin_memory), ("shuffle", shuffle)):
+            boolean(name, value)
+        for name in sorted({"sampler", "batch_sampler"} & kwargs.keys()):
+            raise ValueError(
+                f"{name}={kwargs[name]!r}: prepare_dataloader makes the sampler itself; give distributed_sampler_cls, "
+                "or build torch.utils.data.DataLoader yourself and pass it to boost"
+            )
+        replicas = self.data_parallel()
+        cls = distributed_sampler_cls or DistributedSampler
+        options = {
+            "sampler": sampler_of(dataset, replicas, shuffle, seed, drop_last, cls),
+            "generator": torch.Generator().manual_seed(seed + replicas[0]),
+            **kwargs,
+        }
+        return DataLoader(
+            dataset, batch_size, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **options
+        )
 
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Call :meth:`prepare_dataloader`; published examples use this name."""
