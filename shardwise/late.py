@@ -24,16 +24,6 @@ from shardwise.core.base.attributes import TransparentModule, attribute_of
 from shardwise.core.engine.attachment import weakly
 from shardwise.session import Session, ShardedOptimizer, sharded_of
 
-__all__ = [
-    "LateModule",
-    "LateOptimizer",
-    "LateSession",
-    "ModuleFacade",
-    "OptimizerFacade",
-    "drive",
-    "optimizers_of",
-]
-
 Make = Callable[[nn.Module, Sequence[torch.optim.Optimizer]], Session]
 
 

@@ -22,8 +22,6 @@ from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entries_o
 from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES
 from shardwise.core.checkpoint.model_config import configurations
 
-__all__ = ["SIZE_PER_SHARD", "CheckpointIO", "checked_loading", "model_writer", "optimizer_writer", "target"]
-
 SIZE_PER_SHARD = 1024
 Write = Callable[[CheckpointSource], object]
 METHODS = ("model", "optimizer", "lr_scheduler", "checkpoint")

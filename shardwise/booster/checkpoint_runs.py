@@ -15,8 +15,6 @@ from shardwise.core.base.validate import short_repr
 from shardwise.core.checkpoint import Checkpointer, CheckpointError, EngineRun, Ranks, Run, TorchRun
 from shardwise.session import ShardedModule, ShardedOptimizer
 
-__all__ = ["Runs", "remember_session"]
-
 SESSION = "_shardwise_session"
 
 

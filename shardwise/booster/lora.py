@@ -25,8 +25,6 @@ from shardwise.core.deferred import is_deferred
 from shardwise.core.mesh.launch import default_device
 from shardwise.session import ShardedModule, ShardedOptimizer
 
-__all__ = ["ENABLED", "adapter_writer", "add_lora_parameters", "with_adapter"]
-
 ENABLED = "_shardwise_lora"
 """Attribute of a model of :func:`with_adapter`; boost completes its optimizer."""
 

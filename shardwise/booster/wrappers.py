@@ -22,16 +22,6 @@ from shardwise.core.optim.state_form import check_full_state
 from shardwise.late import OptimizerFacade
 from shardwise.session import Session, ShardedModule, ShardedOptimizer
 
-__all__ = [
-    "ModelWrapper",
-    "OptimizerWrapper",
-    "check_state",
-    "give_names",
-    "parameters_of",
-    "unwrap_model",
-    "unwrap_optimizer",
-]
-
 
 class ModelWrapper(ModeOfModule):
     """A wrapper of ``module``. Other attributes are those of the user's module."""

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-__all__ = ["changed", "listed", "names_of", "picked", "unused_arguments"]
-
 A = TypeVar("A")
 
 

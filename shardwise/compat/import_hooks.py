@@ -20,16 +20,6 @@ from shardwise.compat.table import ANY_NAME, HOMES, Alias, AliasTable, alias_tab
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
-__all__ = [
-    "REPLACEABLE",
-    "AliasFinder",
-    "Impersonation",
-    "UnsupportedName",
-    "impersonate",
-    "install_aliases",
-    "lookup",
-]
-
 
 class UnsupportedName(NotImplementedError, AttributeError):
     """An unsupported foreign name was used; the message says what to do instead.

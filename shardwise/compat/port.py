@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from shardwise.compat.table import ANY_NAME, Alias, AliasTable, Unsupported
 
-__all__ = ["Finding", "findings", "markdown", "rewritten"]
-
 
 @dataclass(frozen=True)
 class Finding:

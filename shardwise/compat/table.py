@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ANY_NAME", "HOMES", "Alias", "AliasTable", "Unsupported", "alias_table", "alias_tables", "parse_table"]
-
 ANY_NAME = "*"
 """The entry that stands for all other names of a module."""
 HOMES: Mapping[str, str] = {

@@ -13,15 +13,6 @@ import torch
 from shardwise.deepspeed.config import AssertedError, Settings
 from shardwise.session import Session
 
-__all__ = [
-    "NoSyncError",
-    "PassesApart",
-    "drop_after_passes",
-    "scaled_passes",
-    "take_passes_of_module",
-    "watched_step",
-]
-
 
 class NoSyncError(AssertedError):
     """``no_sync()`` at a stage without it, or a call that is not allowed inside."""

@@ -32,8 +32,6 @@ from shardwise.deepspeed.config import AssertedError
 from shardwise.deepspeed.zero_to_fp32 import FROZEN, write_program
 from shardwise.session import Session
 
-__all__ = ["LoadedState", "PartRun", "Saving", "WithoutFrozen", "frozen_ones_are_missing", "take_over"]
-
 
 @dataclass(frozen=True)
 class LoadedState:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["RepeatingLoader", "clone_tensors_for_torch_save", "move_to_device"]
-
 
 class RepeatingLoader:
     """Starts ``loader`` again when it is exhausted.

@@ -33,9 +33,6 @@ from shardwise.deepspeed.zero import forget, remember, sessions_of
 from shardwise.plan import Plan
 from shardwise.session import Session, build
 
-__all__ = ["add_config_arguments", "initialize", "tp_model_init", "with_tp_size"]
-
-
 OptimizerSource = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 Result = tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]
 

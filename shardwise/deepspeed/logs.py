@@ -9,8 +9,6 @@ from typing import Any
 
 from shardwise.deepspeed.collectives import get_rank
 
-__all__ = ["LOG", "known_level", "log_dist", "set_level"]
-
 
 class _Printer(logging.Handler):
     """A handler that writes to the current ``sys.stdout``."""

@@ -18,8 +18,6 @@ from torch import nn
 from shardwise.core.base.torch_internals import current_graph_task
 from shardwise.session import Session
 
-__all__ = ["ParameterOffload", "ZeroParamStatus", "ZeroParamType", "is_zero_param", "mark", "mark_session"]
-
 _numbers = itertools.count()
 
 

@@ -15,22 +15,6 @@ from shardwise.deepspeed.backward_passes import PassesApart
 from shardwise.deepspeed.zero import session_of
 from shardwise.session import OneParameter
 
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-]
-
 
 def _one(param: nn.Parameter) -> OneParameter | None:
     """Return the engine's record of ``param``; ``None`` if it is not trained."""

@@ -17,8 +17,6 @@ from shardwise.booster.plugin.fp8_communication import check_dtypes, reduce_buck
 from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper
 from shardwise.core.base.validate import MOST_BYTES, integer, refuse
 
-__all__ = ["TorchDDPModel", "TorchDDPPlugin", "ddp_arguments"]
-
 
 def ddp_arguments(arguments: TorchDDPPlugin) -> dict[str, Any]:
     """Return the keyword arguments of ``DistributedDataParallel`` for the published arguments.

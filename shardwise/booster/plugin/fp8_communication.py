@@ -11,8 +11,6 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.core.comm import GRADIENTS, VALUES
 from shardwise.core.comm.control import all_gather_single
 
-__all__ = ["check_dtypes", "compress_unit", "reduce_bucket"]
-
 
 def check_dtypes(model: nn.Module) -> None:
     """Check the dtypes of parameters.

@@ -34,8 +34,6 @@ from shardwise.booster.plugin.fsdp_units import materialize, unit_modules
 from shardwise.booster.wrappers import ModelWrapper
 from shardwise.core.base.validate import refuse
 
-__all__ = ["FSDPPlan", "TorchFSDPModel", "TorchFSDPPlugin", "to_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise.booster.wrappers import OptimizerWrapper, check_state, parameters_of
 from shardwise.core.optim.state_form import constructed_state
 
-__all__ = ["TorchFSDPOptimizer", "full_model_state", "load_full_model_state", "repoint"]
-
 
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):

@@ -42,8 +42,6 @@ from shardwise.plan import (
 from shardwise.plan.scaler_arguments import scaler_plan
 from shardwise.shardformer.changes import changed_model, kernels_of
 
-__all__ = ["GeminiPlugin", "to_plan"]
-
 DEFAULT_HIDDEN_DIM = 1024
 STATIC_FRACTIONS = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
 AUTO_RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from shardwise.booster.plugin.base import all_ranks, data_parallel_size, start_ranks
 from shardwise.booster.process_groups import ProcessGroupMesh
 
-__all__ = ["RankAxes", "StageManager"]
-
 
 @dataclass(frozen=True)
 class StageManager:
