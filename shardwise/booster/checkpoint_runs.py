@@ -118,14 +118,17 @@ class Runs:
             several = len(model) if isinstance(model, list | tuple) else 1
             raise ValueError(
                 f"{several} models and {len(optimizer) if isinstance(optimizer, list | tuple) else 1} optimizers: a "
-                "checkpoint is that of one model. Save each with its own optimizer into a directory of its own under "
-                "the same tag, such as save_checkpoint('runs/generator', generator, its_optimizer, tag='step-100') and "
-                "save_checkpoint('runs/discriminator', ..., tag='step-100'), and load the last tag that both have"
+                "checkpoint holds one model. Save each with its optimizer into a directory of its own under the same "
+                "tag, such as save_checkpoint('runs/generator', generator, its_optimizer, tag='step-100'), and load "
+                "the last tag that all directories have"
             )
         session = _session(model)
         if session is not None:
             if optimizer is not None and all(optimizer is not each for each in session.optimizers):
-                raise ValueError(f"optimizer={optimizer!r:.80} is not the one that boost returned with this model")
+                raise ValueError(
+                    f"optimizer={optimizer!r:.80} was not boosted with this model; give the one that boost returned "
+                    "with it"
+                )
             saver: Checkpointer = session.checkpoints
             return saver
         module = unwrap_model(model)

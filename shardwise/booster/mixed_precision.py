@@ -113,8 +113,8 @@ class ScaledOptimizer(OptimizerWrapper):
         if self._unscaled and not self._all_zero():
             raise RuntimeError(
                 f"{what}() after clipping, which has divided the gradients by the loss scale "
-                f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip behind the "
-                "last pass"
+                f"{self.scaler.get_scale():g}: call step() or zero_grad() of the optimizer first, and clip after the "
+                "last backward pass"
             )
         self._leave_unscaled()
 

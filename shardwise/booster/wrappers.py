@@ -178,7 +178,8 @@ class OptimizerWrapper(OptimizerFacade):
         """
         if self._grad_norm is not None and norm_type not in (None, self._norm_type):
             raise ValueError(
-                f"norm_type={norm_type}: clip_grad_by_norm found the norm of p={self._norm_type:g}; give it norm_type"
+                f"norm_type={norm_type}: the last clip_grad_by_norm computed the norm of p={self._norm_type:g}; call "
+                f"clip_grad_by_norm(..., norm_type={norm_type}) first"
             )
         return self._grad_norm
 

@@ -388,13 +388,8 @@ def frozen_ones_are_missing(session: Session, path: str, part: LoadPart = "all")
     if not local.left_out:
         return False
     try:
-        source = open_checkpoint(path)
+        with open_checkpoint(path) as source:
+            match = LoadPlan(source, PartRun(session).local_state(), False, part)
     except (CheckpointError, OSError, ValueError):
         return False  # loading reports the error on every rank
-    try:
-        match = LoadPlan(source, PartRun(session).local_state(), False, part)
-    except ValueError:
-        return False
-    finally:
-        source.close()
     return bool(match.missing) and local.left_out.issuperset(match.missing) and not match.unexpected

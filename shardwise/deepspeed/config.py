@@ -128,7 +128,7 @@ def load_config(config: Source) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path}: its blocks are nested too deeply to be read") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds {type(tree).__name__}; a JSON object is expected")
+        raise ValueError(f"{path} holds a {type(tree).__name__}; give a file with one JSON object, {{...}}")
     return tree
 
 
@@ -265,7 +265,7 @@ class _Reader:
         if canonical == "zero_optimization.stage" and value > 3:
             raise ValueError(f"zero_optimization.stage={value}: give 0, 1, 2 or 3")
         if canonical.endswith("offload_optimizer.ratio") and value > 1:
-            raise ValueError(f"{path}={value}: give a share in [0, 1]")
+            raise ValueError(f"{path}={value}: give a fraction in [0, 1]")
 
     def _parameters(self, path: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):

@@ -71,8 +71,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def single_file_content(directory: str, optimizers: bool, module_alone: bool = False) -> dict[str, Any]:
     """Return the content for :func:`to_single_file`; ``module_alone``: without the entries of a Fabric program."""
-    source = open_checkpoint(directory)
-    try:
+    with open_checkpoint(directory) as source:
         facts, state = source.tensors(), source.state()
         weights = {
             name.removeprefix(MODEL): source.read(name, 0, fact.numel).reshape(fact.shape).clone()
@@ -84,8 +83,6 @@ def single_file_content(directory: str, optimizers: bool, module_alone: bool = F
         user_state = tree.decode(state.get("user_state"), StateTensors(source))
         count = len(state.get("optimizers", ())) if optimizers else 0
         states = [_optimizer(source, index) for index in range(count)]
-    finally:
-        source.close()
     missing = left_out(user_state)
     if missing:
         warn_user(

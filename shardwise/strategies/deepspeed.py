@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -193,7 +193,7 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         if self._clips_in_step and trainer.gradient_clip_val is not None:
             self._warn(
                 f"gradient_clip_val={trainer.gradient_clip_val} of Trainer is not applied: gradient_clipping="
-                f"{self._entries[CLIPPING]} in the DeepSpeed config goes before it"
+                f"{self._entries[CLIPPING]} in the DeepSpeed config takes precedence"
             )
         unused = scale_without_effect(self.arguments, self.config)
         if unused:
@@ -209,9 +209,6 @@ class DeepSpeed(ConfiguredByDeepSpeed, ShardedStrategy):
         self._show(self._completed(self.lightning_module.trainer))
         with super().model_sharded_context():
             yield
-
-    def _building(self) -> AbstractContextManager[Any]:
-        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     def _built(self, session: Session, trainer: Any) -> None:
         zero.remember(session)
@@ -531,9 +528,6 @@ class FabricDeepSpeed(ConfiguredByDeepSpeed, FabricStrategy):
         if self.is_global_zero:
             self._tell(report)
         return plan
-
-    def _building(self) -> AbstractContextManager[Any]:
-        return zero.Init() if self.zero_stage_3 else nullcontext()
 
     def _built(self, session: Session) -> None:
         zero.remember(session)

@@ -204,7 +204,7 @@ def to_plan(arguments: FullyShardedArguments, number_format: NumberFormat, units
     if arguments.fp32_reduce_scatter and not number_format.masters:
         raise ValueError(
             f"fp32_reduce_scatter={arguments.fp32_reduce_scatter} requires mixed precision, and precision is "
-            f"{number_format.name!r}: gradients travel in the dtype that they have"
+            f"{number_format.name!r}; leave it out, or give precision='bf16-mixed' or '16-mixed'"
         )
     dtype = arguments.compute_dtype or number_format.dtype
     own_masters = arguments.compute_dtype is not None and number_format.name == "32-true"

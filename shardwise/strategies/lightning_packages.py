@@ -64,7 +64,7 @@ class Namespace:
         """
         version = tuple(int(part) for part in self.version.split(".")[:2])
         if not OLDEST <= version < TOO_NEW:
-            raise ImportError(f"{self.pytorch} {self.version}: the strategies need version 2.2 to 2.6")
+            raise ImportError(f"{self.pytorch} {self.version} is not supported; install version 2.2 to 2.6")
 
 
 LIGHTNING = Namespace("lightning.pytorch", "lightning.fabric", "shardwise.lightning")

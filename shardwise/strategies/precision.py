@@ -53,7 +53,9 @@ def format_of(precision: Any) -> NumberFormat:
     name = str(precision)
     number_format = PRECISIONS.get(_SHORT.get(name, name))
     if number_format is None:
-        raise ValueError(f"precision={precision!r}: a sharded strategy runs in {', '.join(PRECISIONS)}")
+        raise ValueError(
+            f"precision={precision!r} is not available in sharded strategies; give one of {', '.join(PRECISIONS)}"
+        )
     return number_format
 
 

@@ -89,7 +89,10 @@ class ShardedStrategy(Strategy):
             RuntimeError: before ``setup``.
         """
         if self._live is None:
-            raise RuntimeError(f"session={self._live}: {type(self).__name__} shards the model when the Trainer runs")
+            raise RuntimeError(
+                f"session={self._live}: {type(self).__name__} shards the model when the Trainer runs; read it in a "
+                "hook or afterwards"
+            )
         return self._live.session
 
     @property

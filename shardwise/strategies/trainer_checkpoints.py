@@ -167,7 +167,7 @@ class Saving:
         def put() -> list[str]:
             entries = dict(checkpoint)
             if "lr_schedulers" in entries:
-                entries[CLASSES] = scheduler_classes(self._strategy.lr_scheduler_configs)
+                entries[CLASSES] = [scheduler_class(each.scheduler) for each in self._strategy.lr_scheduler_configs]
             packed.extend([pack(entries)] if rank == 0 else [])
             return left_out(packed[0]) if packed else []
 
@@ -266,13 +266,10 @@ def _read_file(path: str, weights_only: bool | None, one_file: Callable[..., dic
 def _has_optimizers(path: str) -> bool:
     """Return whether there is optimizer state; also True if the file cannot be read, which loading will report."""
     try:
-        source = open_checkpoint(path)
+        with open_checkpoint(path) as source:
+            return bool(source.state().get("optimizers"))
     except (OSError, ValueError, CheckpointError):
         return True
-    try:
-        return bool(source.state().get("optimizers"))
-    finally:
-        source.close()
 
 
 def load_weights(session: Session, path: str, strict: bool) -> Restored | None:
@@ -304,11 +301,6 @@ def place(path: str) -> tuple[str, str]:
 
 CLASSES = "lr_scheduler_classes"
 """The entry next to Lightning's ``lr_schedulers`` with the classes of the schedulers."""
-
-
-def scheduler_classes(configs: Sequence[Any]) -> list[str]:
-    """Return the classes of the schedulers in Lightning's ``LRSchedulerConfig``."""
-    return [scheduler_class(config.scheduler) for config in configs]
 
 
 def _saved(configs: Sequence[Any], checkpoint: Mapping[str, Any]) -> Iterator[tuple[int, Any, SavedScheduler]]:

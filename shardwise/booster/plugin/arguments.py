@@ -203,7 +203,7 @@ class SequenceArguments:
             instead = "sp_size > 1" if self.mode is None else "sequence_parallelism_mode='all_to_all' and sp_size > 1"
             raise ValueError(
                 f"sequence_parallelism_mode={self.mode!r} with tp_size={self.tp_size}, sp_size={self.sp_size}: "
-                f"{self.chosen!r} is over the ranks of tp_size, so give tp_size > 1; or {instead}"
+                f"{self.chosen!r} uses the ranks of tp_size; give tp_size > 1, or {instead}"
             )
         if self.chosen == "ring_attn" and self.inner_ring_size is not None and self.sp % self.inner_ring_size:
             raise ValueError(f"inner_ring_size={self.inner_ring_size}: give a number that divides sp_size={self.sp}")
@@ -245,10 +245,10 @@ class SequenceArguments:
             return {"for enable_sequence_parallelism=True only": ("sequence_parallelism_mode", "inner_ring_size")}
         if self.in_layers:
             return {
-                f"{self.chosen!r} is over the ranks of tp_size": ("sp_size", "inner_ring_size"),
+                f"{self.chosen!r} uses the ranks of tp_size": ("sp_size", "inner_ring_size"),
                 "gathers of sequences and products do not overlap": ("enable_sequence_overlap",),
             }
-        unused: dict[str, Any] = {f"{self.chosen!r} has nothing of that kind": ("enable_sequence_overlap",)}
+        unused: dict[str, Any] = {f"{self.chosen!r} does not overlap communication": ("enable_sequence_overlap",)}
         if self.sp == 1:
             unused["sp_size is 1"] = ("enable_sequence_parallelism", "sequence_parallelism_mode", "inner_ring_size")
         elif self.chosen != "ring_attn":

@@ -308,8 +308,8 @@ class ShardedPlugin(Plugin):
     ) -> AbstractContextManager[None]:
         if not self.support_no_sync():
             raise RuntimeError(
-                f"{type(self).__name__} reduces gradients in every backward pass, so there is nothing that no_sync "
-                "could leave out; accumulate by calling backward several times before step"
+                f"{type(self).__name__} reduces gradients in every backward pass, so no_sync is not available; "
+                "accumulate by calling backward several times before step"
             )
         if model is None and optimizer is not None:
             model = self._module_of.get(optimizer)

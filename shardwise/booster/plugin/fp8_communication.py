@@ -21,8 +21,8 @@ def check_dtypes(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and not VALUES.takes(param.dtype):
             raise ValueError(
-                f"fp8_communication=True with {name!r} of {param.dtype}: train it in fp32, bf16 or fp16, or leave it "
-                "False"
+                f"fp8_communication=True, but {name!r} has {param.dtype}, which is not sent in 8 bits; train it in "
+                "fp32, bf16 or fp16, or leave fp8_communication False"
             )
 
 

@@ -282,6 +282,7 @@ def _ranks_per_node(world: int) -> int:
     node = LaunchFacts.read().local_world_size
     if world % node:
         raise ValueError(
-            f"{world} ranks are not whole nodes of {node}; give process_group=(shard group, replicate group)"
+            f"{world} ranks cannot be divided into nodes of {node} ranks; give process_group=(shard group, replicate "
+            "group)"
         )
     return node

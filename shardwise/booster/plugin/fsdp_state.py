@@ -69,8 +69,8 @@ def repoint(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sharded:
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
                 raise ValueError(
-                    f"parameter {place} of group {index} (shape {tuple(parameter.shape)}) is not the model's; "
-                    "build one optimizer a model"
+                    f"parameter {place} of group {index} (shape {tuple(parameter.shape)}) is not one of the "
+                    "model's; build one optimizer for each model"
                 )
             name = names[id(parameter)]
             entry = optimizer.state.get(parameter)

@@ -256,7 +256,7 @@ def _unused(arguments: HybridParallelPlugin) -> dict[str, Iterable[str]]:
     if a.pp_size == 1:
         unused["there is no pipeline (pp_size=1)"] = PIPELINE
     elif a.num_microbatches is not None:
-        unused["num_microbatches goes before it"] = ("microbatch_size",)
+        unused["num_microbatches takes precedence"] = ("microbatch_size",)
     if a.zero_stage == 0:
         unused["for zero_stage 1 and 2 only"] = ("zero_bucket_size_in_m", "overlap_allgather")
     else:

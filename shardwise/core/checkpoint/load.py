@@ -27,7 +27,8 @@ from shardwise.core.checkpoint.training_run import Run, as_run
 
 Check = Callable[[Any], None] | None
 """Called on every rank with the user state before anything is changed; an error on one rank is raised on all."""
-REPLACED = "after values were replaced (load another checkpoint before going on)"
+LOAD_ANOTHER = "load another checkpoint before going on"
+REPLACED = f"after values were replaced ({LOAD_ANOTHER})"
 """Part of the message of an error at that point, which no content of a file should cause."""
 
 
@@ -86,7 +87,9 @@ def restore(
             if not begun or path in begun:
                 raise
             # "nothing was loaded" in its message is only about this checkpoint.
-            raise CheckpointError(f"{error}\n{_partial_load_note(begun)}") from error
+            raise CheckpointError(
+                f"{error}\nsome values of {', '.join(begun)} were already loaded ({LOAD_ANOTHER})"
+            ) from error
     if not paths and rank == 0:
         with contextlib.suppress(CheckpointError, OSError, ValueError):
             format = detect_format(root)
@@ -96,10 +99,6 @@ def restore(
         changed = f" (some values of {', '.join(begun)} were already loaded)" if begun else ""
         raise CheckpointDamage(f"every checkpoint in {root} is damaged ({listed}), see the notices above{changed}")
     return None
-
-
-def _partial_load_note(begun: Sequence[str]) -> str:
-    return f"some values of {', '.join(begun)} were already loaded (load another checkpoint before going on)"
 
 
 def _restore_one(
@@ -170,7 +169,7 @@ def load_into(session: Any, match: LoadPlan, what: str, finish: Callable[[], Non
     ):
         agree(
             run.gather,
-            f"load {what}, of which some values were already loaded (load another checkpoint before going on)",
+            f"load {what}, of which some values were already loaded ({LOAD_ANOTHER})",
             lambda: match.local_state.load_into(match.fill, match.tensor_of, match.state_of, optimizers),
             share=False,
         )

@@ -145,13 +145,8 @@ class EngineRun:
         self._session = session
         self._purpose = "what a checkpoint needs"
         mesh = session.mesh
-        self.rank, self.size, self.device, self.members = (
-            mesh.mesh_group.rank,
-            mesh.mesh_group.size,
-            mesh.device,
-            mesh.members,
-        )
-        self.data_rank = mesh.rank
+        self.rank, self.size = mesh.mesh_group.rank, mesh.mesh_group.size
+        self.device, self.members, self.data_rank = mesh.device, mesh.members, mesh.rank
 
     @property
     def optimizers(self) -> tuple[ShardedOptimizer, ...]:
