@@ -1,6 +1,6 @@
 """Readers and writers of other libraries' checkpoints; each reader returns a :class:`CheckpointSource`.
 
-See docs/checkpoints.md.
+``registry`` lists the formats; a new one is a row there. See docs/checkpoints.md.
 """
 
 from __future__ import annotations
