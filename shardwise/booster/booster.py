@@ -21,7 +21,6 @@ from shardwise.booster.checkpoint_io import (
     target,
 )
 from shardwise.booster.checkpoint_runs import Runs
-from shardwise.booster.dataloader import is_dataloader
 from shardwise.booster.lora import ENABLED, adapter_writer, add_lora_parameters, with_adapter
 from shardwise.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from shardwise.booster.plugin.base import Plugin
@@ -127,7 +126,7 @@ class Booster:
             raise TypeError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer, or None")
         if optimizer is not None and vars(model).get(ENABLED):
             add_lora_parameters(model, optimizer)
-        swapped = is_dataloader(criterion) and not is_dataloader(dataloader)
+        swapped = _is_dataloader(criterion) and not _is_dataloader(dataloader)
         if swapped:
             criterion, dataloader = dataloader, criterion  # type: ignore[assignment]
         if self.plugin is not None:
@@ -545,6 +544,11 @@ class Booster:
             self._files.wait_for_saves()
         finally:
             self._runs.close()
+
+
+def _is_dataloader(value: object) -> bool:
+    """Return True for a data loader, or any object of the user that yields batches; a loss function is not one."""
+    return isinstance(value, DataLoader) or (hasattr(value, "__iter__") and not callable(value))
 
 
 def _several(lr_scheduler: Any) -> list[Any]:

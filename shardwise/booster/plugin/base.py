@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from shardwise.booster.checkpoint_runs import SESSION, remember_session
-from shardwise.booster.dataloader import sampler_of
 from shardwise.booster.lora import add_lora_parameters
 from shardwise.booster.wrappers import ModelWrapper, give_names
 from shardwise.core.base.validate import MOST_SEED, boolean, integer, refuse
@@ -205,7 +203,7 @@ class Plugin(ABC):
         replicas = self.data_parallel()
         cls = distributed_sampler_cls or DistributedSampler
         options = {
-            "sampler": sampler_of(dataset, replicas, shuffle, seed, drop_last, cls),
+            "sampler": _sampler(dataset, replicas, shuffle, seed, drop_last, cls),
             "generator": torch.Generator().manual_seed(seed + replicas[0]),
             **kwargs,
         }
@@ -216,6 +214,26 @@ class Plugin(ABC):
     def prepare_train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Call :meth:`prepare_dataloader`; published examples use this name."""
         return self.prepare_dataloader(*args, **kwargs)
+
+
+def _sampler(
+    dataset: Dataset[Any], replicas: tuple[int, int], shuffle: bool, seed: int, drop_last: bool, cls: type[Any]
+) -> Any:
+    """Return a sampler of class ``cls`` for a rank: ``replicas`` are its index and the number of data-parallel ranks.
+
+    It is called as ``cls(dataset, num_replicas=, rank=, shuffle=)``, and with ``seed=`` and ``drop_last=`` if its
+    signature has them; a warning names those that it does not have.
+    """
+    rank, size = replicas
+    accepted = inspect.signature(cls).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    options = {"seed": seed, "drop_last": drop_last}
+    missing = [name for name in options if not (anything or name in accepted)]
+    needed = [name for name in missing if (shuffle if name == "seed" else drop_last)]
+    if needed:
+        warn_user(f"{cls.__name__} takes no {' and no '.join(needed)}, so it is not passed on")
+    options = {name: value for name, value in options.items() if name not in missing}
+    return cls(dataset, num_replicas=size, rank=rank, shuffle=shuffle, **options)
 
 
 class DPPluginBase(Plugin):
@@ -238,10 +256,6 @@ class ShardedPlugin(Plugin):
     """A plugin that translates its arguments into a :class:`~shardwise.plan.Plan` for the engine."""
 
     _mesh: Any = None
-
-    @cached_property
-    def _module_of(self) -> WeakKeyDictionary[torch.optim.Optimizer, nn.Module]:
-        return WeakKeyDictionary()
 
     @abstractmethod
     def plan(self, world_size: int) -> Plan:
@@ -288,8 +302,6 @@ class ShardedPlugin(Plugin):
         self.prepare(session)
         give_names(session)
         remember_session(session)
-        if session.optimizer is not None:
-            self._module_of[session.optimizer] = session.module
         return session.module, session.optimizer
 
     def session(self, model: nn.Module) -> Session:
@@ -312,7 +324,8 @@ class ShardedPlugin(Plugin):
                 "accumulate by calling backward several times before step"
             )
         if model is None and optimizer is not None:
-            model = self._module_of.get(optimizer)
+            session = vars(optimizer).get(SESSION)
+            model = None if session is None else session.module
         no_sync = getattr(model, "no_sync", None)
         if no_sync is not None:
             context: AbstractContextManager[None] = no_sync()
