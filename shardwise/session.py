@@ -19,7 +19,7 @@ from shardwise.core.base.interrupts import deferred_interrupts
 from shardwise.core.base.sizes import device_bytes
 from shardwise.core.base.torch_internals import point
 from shardwise.core.base.validate import as_mapping, did_you_mean, integer, require, short_repr
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checks.collective_calls import collective
 from shardwise.core.comm import collectively
 from shardwise.core.deferred.construction import adopt

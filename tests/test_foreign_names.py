@@ -16,7 +16,7 @@ FOREIGN = re.compile(
 # Modules and packages that may have them, each with its reason.
 FOREIGN_ALLOWED = {
     "core.checkpoint.formats": "files of other libraries",
-    "core.checkpoint.settings": "attributes under which models keep what such files have beside tensors",
+    "core.checkpoint.model_config": "attributes under which models keep what such files have beside tensors",
     "core.engine.quantized_weights": "an attribute that tells weights which are not packed yet",
     "core.optim.state_form": "the name of a class in checkpoints",
     "core.base.warnings": "packages whose frames are no user's program",

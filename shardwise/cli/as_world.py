@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.compat.impersonation import REPLACEABLE, impersonate
+from shardwise.compat.import_hooks import REPLACEABLE, impersonate
 
 MODULE = "shardwise.cli.as_world"
 CHILDREN = Path(__file__).parent / "children"

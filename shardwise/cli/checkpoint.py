@@ -116,7 +116,7 @@ def _adapter(source: CheckpointSource, options: argparse.Namespace) -> dict[str,
 
 
 def _configuration(path: Path, name: str) -> dict[str, Any]:
-    from shardwise.core.checkpoint.bounds import read_json
+    from shardwise.core.checkpoint.input_checks import read_json
 
     file = path / name if path.is_dir() else path
     content = read_json(file)
@@ -126,8 +126,8 @@ def _configuration(path: Path, name: str) -> dict[str, Any]:
 
 
 def _read_config(path: Path, name: str) -> Any:
-    from shardwise.core.checkpoint.bounds import read_json
-    from shardwise.core.checkpoint.formats.detect import located
+    from shardwise.core.checkpoint.formats.registry import located
+    from shardwise.core.checkpoint.input_checks import read_json
     from shardwise.core.checkpoint.source import CheckpointError
 
     try:
@@ -273,7 +273,7 @@ def _opened(options: argparse.Namespace, name: str) -> Iterator[CheckpointSource
 
 
 def _open(options: argparse.Namespace, name: str) -> CheckpointSource:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointError
 
     path: Path = getattr(options, name)
@@ -432,8 +432,8 @@ def _megabytes(text: str) -> float:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from shardwise.core.checkpoint.formats.detect import open_checkpoint
     from shardwise.core.checkpoint.formats.native import NativeSource
+    from shardwise.core.checkpoint.formats.registry import open_checkpoint
     from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 
     if not options.path.exists():
@@ -459,7 +459,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _read_through(source: CheckpointSource, path: Path) -> list[str]:
-    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.formats.lazy_tensors import blocks
     from shardwise.core.checkpoint.formats.torch_file import TORCH_SUFFIXES, check_zip
     from shardwise.core.checkpoint.source import CheckpointDamage
 
@@ -522,7 +522,7 @@ def _compare(
     """Return a description of the difference; empty without one."""
     import torch
 
-    from shardwise.core.checkpoint.formats.lazy import blocks
+    from shardwise.core.checkpoint.formats.lazy_tensors import blocks
     from shardwise.core.checkpoint.source import CheckpointDamage
 
     one, two = first.tensors()[name], second.tensors()[other]

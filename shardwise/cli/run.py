@@ -194,7 +194,7 @@ def launcher_arguments(options: argparse.Namespace) -> list[str]:
             # The first host opens the rendezvous; torch would guess the host from names.
             arguments.append(f"--rdzv-conf=is_host={int(options.node_rank == 0)}")
     if options.world:
-        from shardwise.compat.impersonation import REPLACEABLE
+        from shardwise.compat.import_hooks import REPLACEABLE
 
         if options.world not in REPLACEABLE:
             raise BadInput(f"--as {options.world}: give one of {', '.join(REPLACEABLE)}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.booster.plugin import GeminiPlugin
-from shardwise.compat.published import names_of
+from shardwise.compat.arguments import names_of
 from shardwise.core.base.validate import check_type, did_you_mean
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of

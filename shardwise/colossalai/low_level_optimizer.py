@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.booster.plugin import LowLevelZeroPlugin
 from shardwise.colossalai.gemini_models import PRECISIONS, GeminiDDP, GeminiOptimizer, check_groups
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.validate import check_type, refuse
 from shardwise.core.base.warnings import warn_user
 from shardwise.plan.scaler_arguments import ScalerArguments

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.core.checkpoint import EngineRun
-from shardwise.core.checkpoint.write import agree
+from shardwise.core.checkpoint.save import agree
 from shardwise.session import Session
 
 SAVING, LOADING = "_save_model_state_pre_hook", "_load_model_state_pre_hook"

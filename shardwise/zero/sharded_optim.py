@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.plan.scaler_arguments import PublishedDefault
 from shardwise.session import ShardedOptimizer
 from shardwise.zero.arguments import OptimizerArguments

@@ -24,9 +24,9 @@ from unittest import mock
 import torch
 
 from shardwise.cli import checkpoint as command
-from shardwise.core.checkpoint import write
+from shardwise.core.checkpoint import save
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.native import verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage
 from shardwise.plan import zero
 from shardwise.session import build
@@ -58,7 +58,7 @@ class Subject:
     def save(self, root: str, tag: str) -> None:
         position = {"next": 3, "order": torch.randperm(8)}
         given = {"lr_schedulers": [self.scheduler], "data_position": position, "user_state": ("mine", torch.eye(2))}
-        with mock.patch.object(write, "PIECE_BYTES", PIECE_BYTES):
+        with mock.patch.object(save, "PIECE_BYTES", PIECE_BYTES):
             self.saver.save(root, tag, **given)  # type: ignore[arg-type]
 
     def load(self, root: str, tag: str | None) -> Any:

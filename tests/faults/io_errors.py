@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.directory import scan
 from shardwise.core.checkpoint.formats.native import NativeSource, verify
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.plan import zero
 from shardwise.session import build
 from tests.faults.report import Report

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.mesh import Mesh
 from shardwise.plan import Plan, zero
 from shardwise.session import build

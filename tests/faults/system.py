@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from shardwise.core.checkpoint import atomic, directory
-from shardwise.core.checkpoint.formats import native, output
+from shardwise.core.checkpoint.formats import atomic_files, native
 
 SHORT = 0  # a write that takes only a part
 CHANGING = ("mkdir", "makedirs", "open", "close", "link", "rename", "unlink", "rmdir")
@@ -86,7 +86,7 @@ def in_place_of_the_system(can_exchange: bool) -> Iterator[System]:
         return int(renameat2(*args))
 
     with ExitStack() as stack:
-        for module in (atomic, directory, native, output):
+        for module in (atomic, directory, native, atomic_files):
             stack.enter_context(mock.patch.object(module, "os", system))
         stack.enter_context(mock.patch.object(atomic, "fcntl", system))
         stack.enter_context(mock.patch.object(atomic.DISK, "_renameat2", exchange))

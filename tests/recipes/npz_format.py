@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shardwise.core.checkpoint.formats import Format, OpenOptions
-from shardwise.core.checkpoint.formats.output import output_file
+from shardwise.core.checkpoint.formats.atomic_files import output_file
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointSource, TensorInfo
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.core.checkpoint.atomic import FileSystem
-from shardwise.core.checkpoint.session import Checkpointer
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.plan import ByNumel, ByTensor, Plan, TierPlan, replicated, zero
 from shardwise.session import Session
 from tests.support.engine_setup import scaler

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.optimizer_state import OptimizerRecord, group_record
 from shardwise.core.checkpoint.source import CheckpointSource
 

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.booster.targets import model_writer
 from shardwise.colossalai.hardware import Accelerator
 from shardwise.core.base.device import copy_ahead, page_locked
+from shardwise.booster.checkpoint_io import model_writer
+from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
 from shardwise.core.checkpoint import PortableFiles
-from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.training_run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator
 from shardwise.plan import Plan, zero
 from shardwise.session import Session

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise.strategies.namespace import LIGHTNING, Namespace
+from shardwise.strategies.lightning_packages import LIGHTNING, Namespace
 from shardwise.testing import pool
 
 WIDTH, HIDDEN, OUT = 6, 16, 3

@@ -145,7 +145,7 @@ def set_optimizer_state_dict(
         for own in names:
             there = next((group for group in nested[GROUPS] if set(own) & set(group[PARAMS])), None)
             if there is None and own:
-                raise RuntimeError(f"no group there has {own[0]}: give the state of the same optimizer")
+                raise RuntimeError(f"no param group of the state has {own[0]}: give the state of the same optimizer")
             groups.append({**(there or {}), PARAMS: list(range(at, at + len(own)))})
             at += len(own)
         optimizer.load_state_dict({STATE: state, GROUPS: groups})

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.published import picked
+from shardwise.compat.arguments import picked
 from shardwise.core.base.device import numbered, runtime
 from shardwise.core.base.warnings import warn_user
 from shardwise.core.comm import ranks_of

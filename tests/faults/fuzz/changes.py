@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.core.checkpoint import format as native
+from shardwise.core.checkpoint import native_format as native
 from shardwise.core.checkpoint.formats import deepspeed
 from tests.faults.fuzz.pickles import change_pickle, draw_pickle_change
 from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw_value, made, renamed, without, written

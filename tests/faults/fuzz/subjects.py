@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shardwise.core.checkpoint import formats
-from shardwise.core.checkpoint.format import encode_manifest, read_manifest
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats.native import write_native
-from shardwise.core.checkpoint.portable import PortableFiles
-from shardwise.core.checkpoint.restore import Restored
-from shardwise.core.checkpoint.run import as_run
+from shardwise.core.checkpoint.load import Restored
+from shardwise.core.checkpoint.native_format import encode_manifest, read_manifest
+from shardwise.core.checkpoint.portable_files import PortableFiles
 from shardwise.core.checkpoint.schedulers import fitting_state, write_lr_scheduler
-from shardwise.core.checkpoint.session import Checkpointer
-from shardwise.core.checkpoint.torch_run import TorchRun
+from shardwise.core.checkpoint.torch_training_run import TorchRun
+from shardwise.core.checkpoint.training_run import as_run
 from shardwise.core.parallel.tensor import ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut
 from shardwise.plan import zero

@@ -21,7 +21,7 @@ import torch
 
 from shardwise.cli.main import main as command
 from shardwise.core.checkpoint.formats import dcp, open_checkpoint
-from shardwise.core.checkpoint.formats.lazy import blocks
+from shardwise.core.checkpoint.formats.lazy_tensors import blocks
 from shardwise.core.checkpoint.source import CheckpointError
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.pickles import MARKER

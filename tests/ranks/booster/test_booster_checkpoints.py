@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.booster import Booster
 from shardwise.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from shardwise.core.checkpoint import CheckpointDamage, portable
+from shardwise.core.checkpoint import CheckpointDamage, portable_files
 from shardwise.plan import zero
 from shardwise.session import build
 from tests.support.booster_setup import PLUGINS, TINY, Net, Run, assert_same, batch, load, plain, save, start
@@ -142,12 +142,12 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     boosted, *_ = booster.boost(model)
     asked: list[int] = []
 
-    class Counting(portable._Gathered):
+    class Counting(portable_files._Gathered):
         def read(self, name: str, start: int, numel: int) -> torch.Tensor:
             asked.append(numel * 4)
             return super().read(name, start, numel)
 
-    with mock.patch.multiple(portable, _Gathered=Counting, BLOCK_BYTES=1 << 22):
+    with mock.patch.multiple(portable_files, _Gathered=Counting, BLOCK_BYTES=1 << 22):
         is_new = forget_peak()
         before = resident_bytes("VmRSS")
         booster.save_model(boosted, tmp_path, shard=True, size_per_shard=32)

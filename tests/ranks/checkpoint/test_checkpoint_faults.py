@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, restore, verify
+from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, NativeSource, load, verify
 from shardwise.core.checkpoint.atomic import FileSystem, sync_path
-from shardwise.core.checkpoint.format import PIECE_BYTES
+from shardwise.core.checkpoint.native_format import PIECE_BYTES
 from shardwise.lightning import to_single_file
 from shardwise.plan import zero
 from shardwise.session import Session, build
@@ -55,7 +55,7 @@ def test_a_save_that_ends_before_it_writes_does_not_keep_out_the_next(
 ) -> None:
     """The second Ctrl-C, and a thread's communicator that cannot be made."""
     saver = Checkpointer(session)
-    place, error = ("snapshot.Ranks", RuntimeError) if use_async else ("session.SavePlan", KeyboardInterrupt)
+    place, error = ("async_save.Ranks", RuntimeError) if use_async else ("checkpointer.SavePlan", KeyboardInterrupt)
     with monkeypatch.context() as patch:
         patch.setattr(f"shardwise.core.checkpoint.{place}", mock.Mock(side_effect=error))
         raises(error, None, lambda: saver.save(tmp_path, "a", use_async=use_async))
@@ -310,7 +310,7 @@ def saved(root: str) -> None:
         Checkpointer(session).save(root, "a")
 
 
-@mock.patch.object(restore, "NativeSource", Counting)
+@mock.patch.object(load, "NativeSource", Counting)
 def loaded(root: str) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     with sharded(model, torch.optim.AdamW(model.parameters(), lr=0.1), zero(3)) as session:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise.core.checkpoint import Checkpointer, EngineRun, PortableFiles, verify
-from shardwise.core.checkpoint.format import read_manifest
 from shardwise.core.checkpoint.formats import write_huggingface, write_single_optimizer
+from shardwise.core.checkpoint.native_format import read_manifest
 from shardwise.core.parallel.tensor import ShardSpec, TPPlan
 from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session

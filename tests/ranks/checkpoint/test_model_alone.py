@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats import open_checkpoint, write_dcp
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.mesh import Mesh
-from shardwise.deepspeed.saving import WithoutFrozen
+from shardwise.deepspeed.checkpoint_engine import WithoutFrozen
 from shardwise.plan import Plan, zero
 from shardwise.session import Session, build
-from shardwise.strategies.saving import ModelOnly
+from shardwise.strategies.trainer_checkpoints import ModelOnly
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import SCALER, plans
 from tests.support.engine_setup import adam, one_mesh, sharded

@@ -20,13 +20,13 @@ import pytest
 import torch
 from test_checkpoint_shared import ROOT, begin, inside, stop
 
-from shardwise.core.checkpoint import CheckpointError, format
-from shardwise.core.checkpoint.bounds import MAX_DEPTH
-from shardwise.core.checkpoint.formats import output
-from shardwise.core.checkpoint.formats.lazy import entry_of_tensor
-from shardwise.core.checkpoint.formats.output import output_files, write_text, write_torch
+from shardwise.core.checkpoint import CheckpointError, native_format
+from shardwise.core.checkpoint.formats import atomic_files
+from shardwise.core.checkpoint.formats.atomic_files import output_files, write_text, write_torch
+from shardwise.core.checkpoint.formats.lazy_tensors import entry_of_tensor
 from shardwise.core.checkpoint.formats.safetensors_file import SafetensorsFile, write_safetensors_stream
 from shardwise.core.checkpoint.formats.torch_file import load_torch
+from shardwise.core.checkpoint.input_checks import MAX_DEPTH
 from shardwise.testing import run_ranks
 from tests.faults.fuzz.changes import apply_change
 from tests.faults.fuzz.subjects import EngineSubject
@@ -46,13 +46,18 @@ def nested(levels: int, kind: Callable[[list[Any]], Any] = list) -> Any:
 
 
 CASES: dict[str, tuple[str, int, Any, str]] = {
-    "manifest": ("format.MOST_MANIFEST_BYTES", 1000, "x" * 5000, "its manifest has"),
+    "manifest": ("native_format.MOST_MANIFEST_BYTES", 1000, "x" * 5000, "its manifest has"),
     "levels": ("", 0, nested(MAX_DEPTH), f"more than {MAX_DEPTH} levels"),
     "tuples": ("", 0, {"a": nested(60, tuple)}, f"more than {MAX_DEPTH} levels"),
-    "values": ("bounds.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
+    "values": ("input_checks.MOST_VALUES", 20_000, list(range(20_000)), "more than 20000 values"),
     "name": ("", 0, {"a\nb": torch.ones(2)}, "a tensor named"),
     "dtype": ("", 0, {"a": torch.ones(0, dtype=torch.complex128)}, "is 'complex128', which a checkpoint cannot"),
-    "header": ("format.MAX_HEADER_BYTES", 30_000, {f"{n:0100}": torch.ones(1) for n in range(200)}, "need a header of"),
+    "header": (
+        "native_format.MAX_HEADER_BYTES",
+        30_000,
+        {f"{n:0100}": torch.ones(1) for n in range(200)},
+        "need a header of",
+    ),
 }
 """A bound and what it is set to (of a manifest: above what it has), what a save is given that is beyond it, and what
 the error says."""
@@ -67,7 +72,7 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None
         run.saver.save(ROOT, "same", user_state="before")
         saved = everything(run.session)
         if bound:
-            there = os.path.getsize(os.path.join(ROOT, "same", format.MANIFEST)) if name == "manifest" else 0
+            there = os.path.getsize(os.path.join(ROOT, "same", native_format.MANIFEST)) if name == "manifest" else 0
             patch.setattr(f"shardwise.core.checkpoint.{bound}", there + number)
         run.steps(0, 1)
         with pytest.raises((CheckpointError, ValueError)) as error:
@@ -94,11 +99,11 @@ def test_what_is_as_large_as_may_be_is_saved_and_loaded(tmp_path: Path) -> None:
         assert run.saver.load(ROOT).user_state == most  # type: ignore[union-attr]
         text = "x" * 10_000
         run.saver.save(ROOT, "large", user_state=text)
-        nbytes = os.path.getsize(os.path.join(ROOT, "large", format.MANIFEST))
-        patch.setattr(format, "MOST_MANIFEST_BYTES", nbytes)
+        nbytes = os.path.getsize(os.path.join(ROOT, "large", native_format.MANIFEST))
+        patch.setattr(native_format, "MOST_MANIFEST_BYTES", nbytes)
         run.saver.save(ROOT, "large", user_state=text)
         assert run.saver.load(ROOT, "large").user_state == text  # type: ignore[union-attr]
-        patch.setattr(format, "MOST_MANIFEST_BYTES", nbytes - 1)
+        patch.setattr(native_format, "MOST_MANIFEST_BYTES", nbytes - 1)
         raises(CheckpointError, "its manifest has", run.saver.save, ROOT, "large", user_state=text)
         stop(run)
 
@@ -109,8 +114,8 @@ def test_other_files_that_no_reader_would_take(tmp_path: Path, monkeypatch: pyte
     entries = {f"layer{n}": entry_of_tensor(torch.ones(2)) for n in range(9)}
     write_safetensors_stream(tmp_path / "c.safetensors", entries, {})
     SafetensorsFile(tmp_path / "c.safetensors").close()
-    monkeypatch.setattr(format, "MAX_HEADER_BYTES", 500)
-    monkeypatch.setattr(output, "MOST_INDEX_BYTES", 10)
+    monkeypatch.setattr(native_format, "MAX_HEADER_BYTES", 500)
+    monkeypatch.setattr(atomic_files, "MOST_INDEX_BYTES", 10)
     for words, write, name, *given in (
         ("more than 100 levels", write_torch, "b.pt", {"a": nested(MAX_DEPTH)}),
         ("its 9 tensors need a header", write_safetensors_stream, "d.safetensors", entries, {}),

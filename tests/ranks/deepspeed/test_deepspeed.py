@@ -16,7 +16,7 @@ from shardwise.deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from shardwise import deepspeed
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.testing import PlainRecipe, PlainRun, assert_close, run_ranks, train_plain
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start
 from tests.support.launching import printed

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise import deepspeed
 from shardwise.deepspeed import utils
-from shardwise.deepspeed.marks import ZeroParamStatus
+from shardwise.deepspeed.parameter_attributes import ZeroParamStatus
 from tests.support.ds_setup import ds_config, optimizer_block, start
 from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full

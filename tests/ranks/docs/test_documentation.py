@@ -19,7 +19,7 @@ from documentation_setup import PAGES
 from page_blocks import ROOT, Block, Fence, fences
 
 from shardwise.cli import main
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import _environment
 from tests.support.sets import full

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.booster import Booster
+from shardwise.core.checkpoint.checkpointer import Checkpointer
 from shardwise.core.checkpoint.formats import (
     detect_format,
     known_formats,
@@ -19,7 +20,6 @@ from shardwise.core.checkpoint.formats import (
     register_format,
     write_checkpoint,
 )
-from shardwise.core.checkpoint.session import Checkpointer
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.core.comm import register_backend
 from shardwise.core.memory.disk import DiskError, register_medium

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.core.checkpoint.run import EngineRun
+from shardwise.core.checkpoint.training_run import EngineRun
 from shardwise.core.engine.optimizer_state import OptimizerState
 from shardwise.core.engine.parameters import ParameterValues
 from shardwise.core.engine.updates import StateOffload

@@ -32,7 +32,7 @@ from shardwise.booster.plugin import (
 )
 from shardwise.core.mesh import default_device
 from shardwise.plan import zero
-from shardwise.strategies.namespace import FABRIC, LIGHTNING
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING
 from shardwise.zero import ShardedModelV2, ShardedOptimizerV2, TensorShardStrategy, ZeroInitContext
 from tests.support.booster_setup import SMALL
 from tests.support.huggingface_setup import launched, quiet

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import close, data, stock, toy, trainer, weights, worst
 from tests.support.sets import campaign, full
 

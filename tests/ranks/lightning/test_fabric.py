@@ -19,7 +19,7 @@ import shardwise.fabric
 import shardwise.lightning
 import shardwise.lightning_fabric
 from shardwise.core.checkpoint.formats import open_checkpoint
-from shardwise.strategies.namespace import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING, LIGHTNING_FABRIC, Namespace
 from tests.support.lightning_setup import OUT, WIDTH, close, data, fabric, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full

@@ -10,7 +10,7 @@ import torch
 from lightning_cases import KINDS, MAIN, STOCK, ended, kinds, rows, strategy
 from torch import Tensor, nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from shardwise.testing import run_ranks
 from tests.support.lightning_setup import Toy, close, data, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises

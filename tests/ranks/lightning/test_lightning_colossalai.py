@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.lightning import ColossalAIStrategy
 from shardwise.strategies.colossalai import ColossalAI
-from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, build
+from shardwise.strategies.lightning_packages import LIGHTNING, PYTORCH_LIGHTNING, build
 from tests.support.lightning_setup import Toy, close, data, fit, since, toy, trainer, worst
 from tests.support.on_ranks import on_ranks
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Subset
 
 from shardwise.core.checkpoint.formats import open_checkpoint
 from shardwise.strategies.deepspeed import DeepSpeed
-from shardwise.strategies.namespace import LIGHTNING, Namespace, build
+from shardwise.strategies.lightning_packages import LIGHTNING, Namespace, build
 from shardwise.testing import assert_close
 from tests.support.ds_setup import optimizer_block
 from tests.support.hybrid_setup import MAX_NORM, STEPS, Texts, made, optimizer_of, plain

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_cases import STOCK, THREE, TWO, ended, kinds, rows, strategy
 from torch import nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import HIDDEN, OUT, WIDTH, Toy, close, data, fit, since, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks
 

@@ -13,7 +13,7 @@ from lightning_cases import KINDS, MAIN, STOCK, Recipe, check_same, ended, rows,
 from torch import Tensor
 
 from shardwise.lightning import DDPFullyShardedStrategy, ShardedPrecision, auto_wrap, wrap
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import Toy, close, data, fit, stock, toy, trainer, worst
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full

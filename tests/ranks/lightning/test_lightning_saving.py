@@ -29,7 +29,7 @@ from shardwise.lightning import (
     convert_zero_checkpoint_to_fp32_state_dict,
     to_single_file,
 )
-from shardwise.strategies.namespace import FABRIC, LIGHTNING
+from shardwise.strategies.lightning_packages import FABRIC, LIGHTNING
 from shardwise.testing import assert_close, run_ranks
 from tests.support.lightning_setup import OUT, Toy, close, data, fabric, fit, since, stock, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_cases import KINDS, STOCK, TWO, Ended, Recipe, check_same, ended, kinds, rows, run, strategy
 from torch import Tensor, nn
 
-from shardwise.strategies.namespace import LIGHTNING
+from shardwise.strategies.lightning_packages import LIGHTNING
 from tests.support.lightning_setup import HIDDEN, OUT, Silent, Toy, close, data, toy, trainer, weights, worst
 from tests.support.on_ranks import on_ranks, raises
 

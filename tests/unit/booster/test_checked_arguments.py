@@ -31,7 +31,7 @@ from shardwise.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from shardwise.compat.published import names_of
+from shardwise.compat.arguments import names_of
 from shardwise.core.base.sizes import parse_size
 from shardwise.core.base.validate import MOST_BYTES, short_repr
 from shardwise.core.optim import CPUAdam, FusedAdam, HybridAdam

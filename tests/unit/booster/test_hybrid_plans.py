@@ -156,9 +156,9 @@ def test_hybrid_says_once_what_has_no_effect() -> None:
     for given, reason in (
         *(({"tp_size": 2, name: value}, r"no pipeline \(pp_size=1\)") for name, value in PIPELINE.items()),
         *(({"tp_size": 2, name: value}, "enable_sequence_parallelism=True only") for name, value in SEQUENCE.items()),
-        ({**SEQUENCES, "tp_size": 2, "inner_ring_size": 3}, "'split_gather' is over the ranks of tp_size"),
-        ({**SEQUENCES, "tp_size": 2, "sequence_parallelism_mode": "ring", "sp_size": 2}, "over the ranks of tp_size"),
-        ({**SEQUENCES, "sp_size": 2, "enable_sequence_overlap": True}, "'all_to_all' has nothing of that kind"),
+        ({**SEQUENCES, "tp_size": 2, "inner_ring_size": 3}, "'split_gather' uses the ranks of tp_size"),
+        ({**SEQUENCES, "tp_size": 2, "sequence_parallelism_mode": "ring", "sp_size": 2}, "uses the ranks of tp_size"),
+        ({**SEQUENCES, "sp_size": 2, "enable_sequence_overlap": True}, "'all_to_all' does not overlap communication"),
         ({**SEQUENCES, "enable_sequence_overlap": True}, "gathers of sequences and products do not overlap"),
         ({**SEQUENCES, "sp_size": 2, "inner_ring_size": 2}, "sequence_parallelism_mode='ring_attn' only"),
         ({"tp_size": 2, "zero_bucket_size_in_m": 3}, "zero_stage 1 and 2 only"),

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from shardwise.core.base.fingerprint import WORD, sample_words, word_of
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, TensorInfo
-from shardwise.core.checkpoint import format as form
+from shardwise.core.checkpoint import native_format as form
 from shardwise.core.checkpoint.atomic import DISK
-from shardwise.core.checkpoint.format import MANIFEST, Head, Manifest, PieceLayout
 from shardwise.core.checkpoint.formats import native, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
 from shardwise.core.engine.checkpoint_state import Fragment, split
+from shardwise.core.checkpoint.native_format import MANIFEST, Head, Manifest, PieceLayout
 from shardwise.core.parallel.tensor import Part, ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 from shardwise.plan import replicated

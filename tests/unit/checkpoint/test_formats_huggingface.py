@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from shardwise.core.checkpoint.formats import open_checkpoint, open_huggingface, write_huggingface
-from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
 from tests.support.formats_setup import differing, odd_source, same_bits
 from tests.support.hybrid_setup import made

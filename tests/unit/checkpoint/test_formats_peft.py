@@ -23,7 +23,7 @@ from torch import nn
 from shardwise.core.checkpoint import formats
 from shardwise.core.checkpoint.formats import RefusedPickle, open_checkpoint, write_peft
 from shardwise.core.checkpoint.formats.deepspeed import STAND_INS, Flat
-from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.peft import name_in_file, name_in_model
 from shardwise.core.checkpoint.formats.torch_file import load_torch
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError

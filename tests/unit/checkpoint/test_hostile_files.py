@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from shardwise.cli.main import main
-from shardwise.core.checkpoint import format as native
-from shardwise.core.checkpoint.bounds import checked_name
+from shardwise.core.checkpoint import native_format as native
 from shardwise.core.checkpoint.formats.deepspeed import find_step
-from shardwise.core.checkpoint.formats.detect import open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
+from shardwise.core.checkpoint.formats.registry import open_checkpoint
+from shardwise.core.checkpoint.input_checks import checked_name
+from shardwise.core.checkpoint.save import agree
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
-from shardwise.core.checkpoint.write import agree
-from shardwise.deepspeed.saving import tag_directory
+from shardwise.deepspeed.checkpoint_engine import _place as parts_place
 from tests.faults.fuzz.changes import apply_change
 from tests.support.formats_setup import odd_source
 from tests.support.on_ranks import raises

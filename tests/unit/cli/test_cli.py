@@ -21,7 +21,7 @@ from shardwise.cli.errors import BadInput
 from shardwise.cli.main import _parser, main
 from shardwise.cli.run import launch
 from shardwise.core.checkpoint.formats import write_single
-from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.comm.mapping import start_time
 from shardwise.core.memory.trace.stats import MemStats, Moment
 from tests.support.launching import SECONDS, Forked, finished, forked, started, written

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.core.checkpoint import CheckpointDamage, Checkpointer, CheckpointError, TorchRun, formats
 from shardwise.core.checkpoint.formats import open_checkpoint, write_single
-from shardwise.core.checkpoint.formats.lazy import LazySource, entry_of_tensor
+from shardwise.core.checkpoint.formats.lazy_tensors import LazySource, entry_of_tensor
 from shardwise.core.checkpoint.formats.native import write_native
 from shardwise.core.checkpoint.formats.torch_file import check_zip
 from tests.support.formats_setup import differing, odd_source, optimizer_facts, tensor

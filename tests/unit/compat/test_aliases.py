@@ -64,7 +64,7 @@ parts = ["Odd"]
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A home package; everything is restored after the test."""
     monkeypatch.setitem(HOMES, TABLE.foreign, TABLE.home)  # type: ignore[arg-type]
-    monkeypatch.setattr("shardwise.compat.impersonation.alias_table", lambda foreign: TABLE)
+    monkeypatch.setattr("shardwise.compat.import_hooks.alias_table", lambda foreign: TABLE)
     finders, modules = list(sys.meta_path), set(sys.modules)
     module = ModuleType(TABLE.home)
     module.__path__ = []
@@ -193,7 +193,7 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
 @pytest.mark.parametrize("foreign", HOMES)
 def test_arguments_and_values_are_of_names_that_work(foreign: str) -> None:
     table = alias_table(foreign)
-    for place in {*table.ignored, *table.refused}:
+    for place in table.arguments:
         path, name = place.split(":")
         assert isinstance(table.find(path, name.split(".")[0]), Alias), place
     for place in table.values:

@@ -240,7 +240,7 @@ WRONG: list[tuple[Tree, str]] = [
     ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "disk"}}}, "give one of 'none', 'cpu', 'nvme'"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "nvme_path=None"),
-    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a share"),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}}, "give a fraction"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mics_shard_size=3.*divides the 4 ranks"),
     ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 4}}, "=4 with .*=2: .*one"),
     (merged(NVME, {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}), "_gradients=True with offload"),
@@ -394,7 +394,7 @@ def test_texts_by_hand(tmp_path: Path) -> None:
         "a: 1\na: 2": "'a' occurs twice",
         "{a: {b: [1, 2}}": "",
         "{a 1}": "",
-        "[1,]  #:": "holds list; a JSON object",
+        "[1,]  #:": "holds a list; give a file with one JSON object",
         '{"a": ' + 100_000 * "[": "nested too deeply",
         "a: " + 10_000 * "[" + 10_000 * "]" + "#": "nested too deeply",
     }

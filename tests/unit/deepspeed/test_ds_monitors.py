@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.deepspeed import checkpointing, monitors
 from shardwise.deepspeed.config import read_config
 from shardwise.deepspeed.config_object import DeepSpeedConfig, OffloadDeviceEnum, ZeroStageEnum
-from shardwise.deepspeed.flops import get_model_profile
+from shardwise.deepspeed.flops_profiler import get_model_profile
 from shardwise.deepspeed.monitors import Monitor
 from tests.support.on_ranks import raises
 from tests.support.sets import full

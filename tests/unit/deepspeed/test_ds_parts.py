@@ -25,7 +25,7 @@ from torch import nn
 import shardwise.deepspeed as deepspeed
 from shardwise.compat import UnsupportedName
 from shardwise.core.checkpoint import CheckpointDamage
-from shardwise.deepspeed import entry as entry_module
+from shardwise.deepspeed import initialization
 from shardwise.deepspeed.config import AssertedError, read_config
 from shardwise.deepspeed.optimizers import FusedLamb, make_optimizer
 from shardwise.deepspeed.schedules import make_schedule
@@ -392,13 +392,10 @@ def test_the_files_that_win_have_the_rest_from_the_table() -> None:
 
 
 def test_the_release() -> None:
-    from shardwise.deepspeed import version
-
-    assert deepspeed.__version__ == version.version == "0.19.8"
-    assert (version.__version_major__, version.__version_minor__) == (0, 19)
-    parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)  # type: ignore[attr-defined]
-    assert ".".join(map(str, parts)) == deepspeed.__version__
-    assert version.DEEPSPEED_ENVIRONMENT_NAME.startswith(".")
+    assert deepspeed.__version__ == deepspeed.version == found("git_version_info", "version") == "0.19.8"
+    parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert parts == (0, 19, 8)
+    assert found("launcher.runner", "DEEPSPEED_ENVIRONMENT_NAME").startswith(".")
     assert not found("runtime.compiler", "is_compiling")()
 
 
@@ -478,9 +475,9 @@ def test_loaders_and_moved_values() -> None:
 def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     settings = read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
-    assert entry_module._plan(settings, 2, model).comm.same_order is None
+    assert initialization._plan(settings, 2, model).comm.same_order is None
     utils.set_z3_leaf_modules(model, [nn.Linear])
-    assert entry_module._plan(settings, 2, model).comm.same_order is False
+    assert initialization._plan(settings, 2, model).comm.same_order is False
 
 
 def steps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor:

@@ -28,9 +28,8 @@ import shardwise.deepspeed as deepspeed
 from shardwise.core.checkpoint.source import CheckpointError
 from shardwise.deepspeed import zero_to_fp32
 from shardwise.deepspeed.config import batch_of, read_config
-from shardwise.deepspeed.engine import ABSENT
 from shardwise.deepspeed.plan import to_plan
-from shardwise.deepspeed.schema import KEYS
+from shardwise.deepspeed.schema import ABSENT, KEYS
 from shardwise.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from shardwise.testing import assert_close
 from tests.support.ds_setup import Recorded, close, ds_config, optimizer_block, start

@@ -454,7 +454,7 @@ def test_every_read_says_why(read: str) -> None:
 
 PROGRAM = """
 import multiprocessing, sys, time
-from shardwise.core.checkpoint.snapshot import AsyncSaver
+from shardwise.core.checkpoint.async_save import AsyncSaver
 
 def save(late, lane):
     def write(ranks, copied):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.compat.published import names_of
+from shardwise.compat.arguments import names_of
 from shardwise.plan import AutoPlan, ByNumel, BySearch, ByTensor, Plan, ScalerPlan, on_device, zero
 from shardwise.strategies.colossalai import ColossalAIArguments, to_plan, without_effect
 from tests.support.booster_setup import OTHER_SCALER, SCALER, M

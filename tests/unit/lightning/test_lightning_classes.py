@@ -27,11 +27,11 @@ import shardwise.lightning
 import shardwise.pytorch_lightning
 from shardwise.core.base import tree
 from shardwise.plan import ByModule, ByNumel, ByTensor
-from shardwise.strategies.base import REFUSED, check_callbacks
-from shardwise.strategies.entries import CLASS, left_out, pack, unpack
+from shardwise.strategies.checkpoint_entries import CLASS, left_out, pack, unpack
 from shardwise.strategies.fully_sharded import FullyShardedArguments, auto_wrap, enable_wrap, to_plan, unit_names, wrap
-from shardwise.strategies.namespace import LIGHTNING, PYTORCH_LIGHTNING, Namespace
+from shardwise.strategies.lightning_packages import LIGHTNING, PYTORCH_LIGHTNING, Namespace
 from shardwise.strategies.precision import PRECISIONS, format_of
+from shardwise.strategies.trainer import REFUSED, check_callbacks
 from tests.support.on_ranks import raises
 
 PACKAGES: dict[Namespace, Any] = {LIGHTNING: shardwise.lightning, PYTORCH_LIGHTNING: shardwise.pytorch_lightning}

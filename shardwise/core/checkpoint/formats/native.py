@@ -21,9 +21,10 @@ import torch
 
 from shardwise.core.base.checksum import checksum
 from shardwise.core.checkpoint.atomic import DISK
-from shardwise.core.checkpoint.bounds import open_regular
 from shardwise.core.checkpoint.directory import CheckpointRoot
-from shardwise.core.checkpoint.format import (
+from shardwise.core.checkpoint.formats.lazy_tensors import Entry, entries_of
+from shardwise.core.checkpoint.input_checks import open_regular
+from shardwise.core.checkpoint.native_format import (
     PIECE_BYTES,
     Bytes,
     FileInfo,
@@ -38,7 +39,6 @@ from shardwise.core.checkpoint.format import (
     to_save,
     write_pieces,
 )
-from shardwise.core.checkpoint.formats.lazy import Entry, entries_of
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, CheckpointSource, TensorInfo
 from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.parallel.tensor import Part as TensorPart
