@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.booster.wrappers import ModelWrapper, OptimizerWrapper, unwrap_optimizer
+from shardwise.core.base.module_wrapper import attribute_of
 from shardwise.core.base.validate import MOST_SCALE, integer, number
 
 Criterion = Callable[..., Any]

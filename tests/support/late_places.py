@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.booster.checkpoint_io import model_writer
 from shardwise.colossalai.hardware import Accelerator
 from shardwise.core.base.device import copy_ahead, page_locked
-from shardwise.booster.checkpoint_io import model_writer
-from shardwise.core.base.device import Accelerator, copy_ahead, page_locked
 from shardwise.core.checkpoint import PortableFiles
 from shardwise.core.checkpoint.training_run import EngineRun
 from shardwise.deepspeed.hardware import Accelerator as DeepSpeedAccelerator

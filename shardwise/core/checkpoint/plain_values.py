@@ -20,8 +20,8 @@ from shardwise.core.base.checksum import checksum
 from shardwise.core.base.device import random_state, set_random_state
 from shardwise.core.checkpoint.input_checks import generator_state
 from shardwise.core.checkpoint.load_plan import LoadPlan
-from shardwise.core.engine.checkpoint_state import Stored
 from shardwise.core.checkpoint.training_run import Run, RunOptimizer
+from shardwise.core.engine.checkpoint_state import Stored
 
 FUNCTIONS = ("lr_lambdas",)
 """Lists in the state of torch's schedulers that have ``None`` for a function, or attributes for an object."""

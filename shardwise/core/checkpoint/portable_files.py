@@ -25,8 +25,8 @@ from shardwise.core.checkpoint.native_format import PieceLayout
 from shardwise.core.checkpoint.plain_values import Options
 from shardwise.core.checkpoint.save import agree, describe_optimizers, merge_optimizers, own_state, pieces_of
 from shardwise.core.checkpoint.source import CheckpointError, CheckpointSource, TensorInfo, describe, dtype_name
-from shardwise.core.engine.checkpoint_state import Fragment, FragmentPlan
 from shardwise.core.checkpoint.training_run import LocalState, Ranks, Run
+from shardwise.core.engine.checkpoint_state import Fragment, FragmentPlan
 from shardwise.core.parallel.tensor.order import StoredCut, read_logical
 
 Write = Callable[[CheckpointSource], object]

@@ -32,8 +32,8 @@ from shardwise.core.checkpoint.native_format import (
 from shardwise.core.checkpoint.plain_values import read_generators
 from shardwise.core.checkpoint.schedulers import scheduler_class
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError, TensorInfo, describe, dtype_name
-from shardwise.core.engine.checkpoint_state import Fragment, TensorShape, split
 from shardwise.core.checkpoint.training_run import LocalState, Run, RunOptimizer
+from shardwise.core.engine.checkpoint_state import Fragment, TensorShape, split
 from shardwise.core.optim.nested_state import flat
 from shardwise.core.parallel.tensor.order import StoredCut
 

@@ -23,8 +23,8 @@ from shardwise.core.checkpoint import native_format as form
 from shardwise.core.checkpoint.atomic import DISK
 from shardwise.core.checkpoint.formats import native, open_checkpoint
 from shardwise.core.checkpoint.formats.native import NativeSource, verify, write_native
-from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.checkpoint.native_format import MANIFEST, Head, Manifest, PieceLayout
+from shardwise.core.engine.checkpoint_state import Fragment, split
 from shardwise.core.parallel.tensor import Part, ShardSpec
 from shardwise.core.parallel.tensor.order import StoredCut, own_runs
 from shardwise.plan import replicated

@@ -24,7 +24,7 @@ from shardwise.core.checkpoint.formats.registry import open_checkpoint
 from shardwise.core.checkpoint.input_checks import checked_name
 from shardwise.core.checkpoint.save import agree
 from shardwise.core.checkpoint.source import CheckpointDamage, CheckpointError
-from shardwise.deepspeed.checkpoint_engine import _place as parts_place
+from shardwise.deepspeed.checkpoint_engine import tag_directory
 from tests.faults.fuzz.changes import apply_change
 from tests.support.formats_setup import odd_source
 from tests.support.on_ranks import raises

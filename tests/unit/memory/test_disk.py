@@ -24,8 +24,8 @@ from shardwise.core.memory.disk import rank_file as disk_file
 from shardwise.core.memory.disk.errors import DiskError
 from shardwise.core.memory.disk.rank_file import RunDirectory, remove_abandoned
 from shardwise.core.memory.disk.store import DiskStore
-from tests.support.disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from shardwise.core.shards.shard_memory import DiskSource, ReadAhead
+from tests.support.disk_setup import KIB, MIB, SIZES, Log, disk_plan, holds, pattern, put
 from tests.support.on_ranks import raises
 from tests.support.program_setup import forked_python, python
 from tests.support.sets import campaign
