@@ -186,7 +186,7 @@ def test_estimate_of_tensor_parallel_layers() -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
     numel = sum(each.numel() for each in make_llama().parameters())
-    offload = ["--devices", "2", "--offload-optimizer", "cpu", "--offload-params", "nvme"]
+    offload = ["--ranks", "2", "--offload", "host", "--offload-params", "disk"]
     assert main(["estimate", str(tmp_path), *offload, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     kinds = found["disk"]["parameters"], found["host"]["gradients"], found["host"]["masters"]
@@ -194,7 +194,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(tmp_path), *offload]) == 0
     rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[:-1]}
     assert rows["on one rank"] == ["device", "host", "disk"] and rows["masters"][:2] == ["0", "B"]
-    assert main(["estimate", str(tmp_path), "--stage", "2", "--offload-params", "cpu"]) == 2
+    assert main(["estimate", str(tmp_path), "--stage", "2", "--offload-params", "host"]) == 2
     assert "use --stage 3" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path / "no")]) == 2
-    assert "a folder with config.json" in capsys.readouterr().err
+    assert "no such folder, and no cached model of the hub" in capsys.readouterr().err
