@@ -36,6 +36,8 @@ BAD_RUN = [
     ("--node-rank -1 SCRIPT", "--node-rank -1: give a whole number >= 0"),
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
+    ("/tmp", "/tmp: is a folder; give a Python script"),
+    ("--as horovod SCRIPT", "argument --as: invalid choice: 'horovod' (choose from"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
     *(
         (f"--nnodes {wrong} --rdzv-endpoint host:1 SCRIPT", f"--nnodes {wrong}: give a number of hosts >= 1")
