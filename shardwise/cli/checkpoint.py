@@ -403,6 +403,8 @@ def _convert(options: argparse.Namespace) -> int:
         except (CheckpointError, OSError, ValueError, TypeError) as problem:
             if not existed:  # a format of several directories may have written the first ones
                 DISK.remove_tree(str(options.target))
+            if isinstance(problem, OSError):
+                raise
             raise BadInput(str(problem)) from None
         finally:
             watched.bar.end()

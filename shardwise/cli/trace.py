@@ -207,9 +207,9 @@ def guarded(what: str, action: Callable[[], T], *through: type[Exception]) -> T:
     except through:
         raise
     except Exception as problem:
-        # A syntax error's message has its place; its frames are of Python's import system.
-        frames = [] if isinstance(problem, SyntaxError) else traceback.extract_tb(problem.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        # For a file that cannot be read or compiled it is in Python's import system, and the message names the file.
+        where = "" if last.filename.startswith("<frozen") else f" ({last.filename}:{last.lineno})"
         message = (str(problem).splitlines() or [""])[0]
         raise BadInput(f"{what} raised {type(problem).__name__}: {message}{where}") from problem
 
