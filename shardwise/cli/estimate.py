@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
     add("model", metavar="MODEL", help="folder or name of a Hugging Face model, or FILE_OR_MODULE:FUNCTION")
     add("--ranks", type=int, default=1, metavar="N", help="number of ranks")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="precision of parameters in use")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="bf16", help="bf16 and fp16 keep fp32 masters")
     add("--offload", choices=TIERS[1:], help="where masters and optimizer state are kept, and at stage 3 parameters")
     add("--offload-params", choices=TIERS, help="where parameters are kept at stage 3 (default: as --offload)")
     add("--optimizer", default="AdamW", metavar="NAME", help="optimizer of torch.optim")

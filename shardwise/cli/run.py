@@ -151,9 +151,9 @@ def add_parser(commands: Any) -> None:
         choices=REPLACEABLE,
         help="import shardwise in place of this library, in the script and in what it imports",
     )
-    add("-m", "--module", action="store_true", help="script is the name of a module, as for python -m")
-    add("script", help="a Python file; with -m a module")
-    arguments = add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
+    add("script", metavar="SCRIPT", help="a Python file; with -m a module")
+    arguments = add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     arguments.required = False  # may be empty; the error about a missing script should not mention these arguments
     add = parser.add_argument_group("several hosts").add_argument
     add("--nnodes", default="1", metavar="N[:M]", help="number of hosts, or its minimum and maximum")
