@@ -352,6 +352,16 @@ PAGES: dict[str, list[Block]] = {
             left_out="shardwise checkpoint convert runs/step-1000 adapter --to peft",
         ),
     ],
+    "docs/command-line.md": [
+        *shown("test_command_line_page.py runs it", "import os", "$ shardwise run"),
+        Block("$ shardwise estimate", how="shell"),
+        Block("$ shardwise trace", how="shell"),
+        Block("$ shardwise schedule", how="shell"),
+        Block("$ shardwise checkpoint inspect", how="shell", before=_converted),
+        *(Block(f"$ shardwise checkpoint {action}", how="shell") for action in ("verify", "convert", "diff")),
+        Block("$ shardwise port", how="shell", before=_written),
+        *shown("the report of one machine; test_command_line_page.py compares its sections", "$ shardwise env"),
+    ],
     "docs/deepspeed.md": [
         Block("import shardwise.deepspeed as deepspeed", before=_configuration, after=_exists("checkpoints/latest")),
         Block(

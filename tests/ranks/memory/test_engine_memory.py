@@ -29,7 +29,7 @@ from shardwise.cli.main import main
 from shardwise.core.comm.shared_buffer import MappedBuffer
 from shardwise.core.update.tile_plan import TILE_NUMEL
 from shardwise.plan import ByModule, Plan, zero
-from shardwise.session import MemoryReport, Session, estimate_memory, shard
+from shardwise.session import MemoryReport, Session, Settings, estimate_memory, shard
 from shardwise.testing import run_ranks
 from tests.support.counters import live_tensor_bytes, live_tensors
 from tests.support.engine_setup import PLANS, adam, data, seeded, sharded
@@ -179,14 +179,20 @@ def test_estimate_is_what_a_build_accounts_for(stage: int, tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_estimate_of_tensor_parallel_layers() -> None:
+def test_estimate_of_tensor_and_sequence_parallel_ranks() -> None:
     check("AdamW", None, llama=True, tp=2)
+    check("AdamW", "host", llama=True, sp=2)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES).save_pretrained(tmp_path)
-    numel = sum(each.numel() for each in make_llama().parameters())
-    offload = ["--devices", "2", "--offload-optimizer", "cpu", "--offload-params", "nvme"]
+    model = make_llama()
+    numel = sum(each.numel() for each in model.parameters())
+    assert main(["estimate", str(tmp_path), "--ranks", "2", "--offload", "host", "--device", "cpu", "--json"]) == 0
+    plan = Settings(precision="bf16", offload="host").plan()
+    found = json.loads(capsys.readouterr().out)
+    assert found == estimate_memory(model, torch.optim.AdamW(model.parameters()), plan, 2, 0, "cpu")
+    offload = ["--ranks", "2", "--offload", "host", "--offload-params", "disk"]
     assert main(["estimate", str(tmp_path), *offload, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     kinds = found["disk"]["parameters"], found["host"]["gradients"], found["host"]["masters"]
@@ -194,7 +200,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", str(tmp_path), *offload]) == 0
     rows = {line[:16].strip(): line[16:].split() for line in capsys.readouterr().out.splitlines()[:-1]}
     assert rows["on one rank"] == ["device", "host", "disk"] and rows["masters"][:2] == ["0", "B"]
-    assert main(["estimate", str(tmp_path), "--stage", "2", "--offload-params", "cpu"]) == 2
-    assert "use --stage 3" in capsys.readouterr().err
+    for wrong, message in (
+        ("--stage 2 --offload-params host", "use --stage 3"),
+        ("--ranks 4 --pp 2", "--pp 2 cannot be estimated; estimate a function"),
+        ("--ranks 4 --replicas 2", "--replicas 2 cannot be estimated"),
+        ("--ranks 4 --tp 3", "tp=3 need a multiple of 3 ranks"),
+        ("--ranks 4 --rank 4", "--rank 4: give a whole number <= 3"),
+        ("--optimizer Adafactor", "--optimizer Adafactor cannot be estimated"),
+        ("--optimizer LBFGS", "error: optimizer LBFGS works on all parameters at once"),
+    ):
+        assert main(["estimate", str(tmp_path), *wrong.split()]) == 2
+        assert message in capsys.readouterr().err
     assert main(["estimate", str(tmp_path / "no")]) == 2
-    assert "a folder with config.json" in capsys.readouterr().err
+    assert "no such folder, and no cached model of the hub" in capsys.readouterr().err

@@ -36,6 +36,8 @@ BAD_RUN = [
     ("--node-rank -1 SCRIPT", "--node-rank -1: give a whole number >= 0"),
     ("--max-restarts -1 SCRIPT", "--max-restarts -1"),
     ("/nowhere.py", "/nowhere.py: no such file"),
+    ("/tmp", "/tmp: is a folder; give a Python script"),
+    ("--as horovod SCRIPT", "argument --as: invalid choice: 'horovod' (choose from"),
     ("--nnodes 2 SCRIPT", "--nnodes 2"),
     *(
         (f"--nnodes {wrong} --rdzv-endpoint host:1 SCRIPT", f"--nnodes {wrong}: give a number of hosts >= 1")
@@ -46,7 +48,7 @@ BAD_RUN = [
     ("--node-rank 1 SCRIPT", "--node-rank 1: --nnodes 1 has hosts 0 to 0"),
     ("--nnodes 2 --rdzv-endpoint host:port SCRIPT", "--rdzv-endpoint host:port: 'port' is no port"),
     ("--nnodes 2 --rdzv-endpoint host:99999 SCRIPT", "--rdzv-endpoint host:99999: '99999' is no port"),
-    ("", "the following arguments are required: script (see"),
+    ("", "the following arguments are required: SCRIPT (see"),
 ]
 
 
@@ -199,7 +201,7 @@ def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -
     shown = runs(str(program))
     assert shown.returncode == 1 and "deepspeed is imported already" in shown.stderr
     shown = runs("-m", "shardwise.cli.as_world", "horovod", "x")
-    assert shown.returncode == 1 and "give one of colossalai, deepspeed" in shown.stderr
+    assert shown.returncode == 2 and "give one of colossalai, deepspeed" in shown.stderr
 
 
 TRAINING = """

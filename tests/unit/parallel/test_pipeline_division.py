@@ -239,9 +239,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main([*arguments, "--times", times, times, times]) == 0
         assert capsys.readouterr().out == SMALL
     for more, told in (
-        (["--pp", "0"], "--pp 0: give a number of at least 1"),
-        (["--chunks", "3"], "--style zbv --chunks 3: schedule='zbv' with 3 stages a rank: give 2"),
+        (["--pp", "0"], "--pp 0: give a whole number >= 1"),
+        (["--chunks", "3"], "--chunks 3: --style 'zbv' with 3 stages a rank: give 2"),
         (["--microbatches", "4000"], "at most 4096 passes"),
+        (["--width", "-3"], "--width -3: give a whole number >= 1"),
         (["--times", "1", "0", "1"], "--times 1.0 0.0 1.0: give three numbers above 0"),
         (["--times", "1e-320", "1", "1"], "1.0 1.0: give numbers of which none is more than 1000 times another"),
         (["--times", "1", "1e-9", "1"], "--times 1.0 1e-09 1.0: give numbers of which none is more than 1000 times"),
