@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: two pages from outside of docs/, and a look at what is fetched."""
+"""What MkDocs calls while it builds the site: pages from outside of docs/, and a look at what is fetched."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ __all__ = ["fetched", "on_files", "on_page_markdown", "on_post_build"]
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 """Pages in the root of the repository, where people look for them, that belong to the site as well."""
+NOTEBOOK = "examples/notebook.ipynb"
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """The pages from outside of docs/ stand beside the others."""
-    for name in OUTSIDE:
+    """Add the pages from outside of docs/, and a page for each example."""
+    for name in (*OUTSIDE, NOTEBOOK):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        page = f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n"
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=page))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between docs/ and the root are right in the site, too; search lists pages for maintainers last."""
+    """Make links between docs/ and the root right in the site, too; leave the pages on internals out of the search."""
     if page.file.src_uri.startswith("inside/"):
-        page.meta["search"] = {"boost": 0.2}
+        page.meta["search"] = {"exclude": True}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
+    markdown = re.sub(r"\]\(\.\./(examples/\w+)\.py\)", r"](\1.md)", markdown).replace(
+        f"](../{NOTEBOOK})", f"]({NOTEBOOK})"
+    )
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
 
 

@@ -412,9 +412,8 @@ PAGES: dict[str, list[Block]] = {
         Block("# traffic.py", how="main"),
         Block("# conftest.py", how="main", after=lambda names: _is(callable(names["rank_pools"]), True)),
     ],
-    "docs/inside/lightning.md": [*shown(OTHER_VERSIONS, "python -m pip install --no-deps --target old")],
-    "docs/inside/tests.md": [Block("make gpu ", how="make")],
-    "docs/inside/versions.md": [Block("make matrix  ", how="make")],
+    "docs/inside/front-ends.md": [*shown(OTHER_VERSIONS, "python -m pip install --no-deps --target old")],
+    "docs/inside/tests.md": [Block("make gpu ", how="make"), Block("make matrix  ", how="make")],
 }
 """By page, its blocks in their order."""
 
