@@ -157,6 +157,9 @@ def _lora(names: Names) -> None:
 
     names["model"], names["peft"] = _Attention(), peft
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    names.update(
+        inputs=torch.ones(2, WIDTH), criterion=_criterion, train_dataloader=DataLoader(_dataset(), batch_size=8)
+    )
 
 
 def _exists(*paths: str) -> Callable[[Names], None]:
@@ -333,7 +336,6 @@ PAGES: dict[str, list[Block]] = {
     "docs/booster.md": [
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block("model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
@@ -363,10 +365,21 @@ PAGES: dict[str, list[Block]] = {
         Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
     "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
+    "docs/lora.md": [
+        Block("import torch", before=_lora, after=_exists("adapter/adapter_model.safetensors")),
+        Block("import peft", before=_lora, after=_exists("adapter/adapter_config.json")),
+        *shown(BITSANDBYTES, "import torch"),
+    ],
+    "docs/metrics.md": [
+        Block("from shardwise.metrics", before=hybrid_pages.trained, after=hybrid_pages.recorded),
+        Block("def print_loss"),
+        Block(
+            "import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")
+        ),
+    ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language),
         *shown("a table, whose form tests/unit/test_placement.py compares", "chunks"),
-        Block("from shardwise.metrics", after=hybrid_pages.recorded),
         Block("session = shardwise.shard", before=hybrid_pages.staged),
         Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
@@ -382,7 +395,6 @@ PAGES: dict[str, list[Block]] = {
     "docs/huggingface.md": [
         Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),
         Block("from shardwise.huggingface import ShardwiseAccelerator", before=_training, after=_changed),
-        *shown(BITSANDBYTES, "import torch"),
         *shown(LONG, "shardwise run --as deepspeed"),
     ],
     "docs/from-torch.md": [
