@@ -53,6 +53,13 @@ def _on_the_disk(names: Names) -> None:
     names["session"].close()
 
 
+def _updated_in_backward(names: Names) -> None:
+    names["session"].backward(names["session"].module(names["inputs"]).square().mean())
+    names["session"].optimizer.step()
+    assert names["session"].memory().by_tier["disk"]["optimizer state"] > 0
+    names["session"].close()
+
+
 MEMORY: dict[str, list[Block]] = {
     "docs/disk.md": [Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
     "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
@@ -60,6 +67,7 @@ MEMORY: dict[str, list[Block]] = {
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
         Block('make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
+        Block("from shardwise.plan import DiskPlan", before=_deep, after=_updated_in_backward),
     ],
 }
 """By page, its blocks in their order."""
@@ -382,6 +390,7 @@ PAGES: dict[str, list[Block]] = {
         *shown("a table, whose form tests/unit/test_placement.py compares", "chunks"),
         Block("session = shardwise.shard", before=hybrid_pages.staged),
         Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
+        Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
         *shown("a plan's file, which tests/unit/test_plan.py reads", "stage = 3"),
     ],
