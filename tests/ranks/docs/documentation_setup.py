@@ -348,7 +348,7 @@ PAGES: dict[str, list[Block]] = {
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
-        Block("from shardwise import build", before=_training, after=_restored),
+        Block("import shardwise", before=_training, after=_restored),
         *shown("torchdata is not installed with the package", "from torchdata"),
         Block("from pathlib import Path", alone=True, after=_copied_back),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
