@@ -53,13 +53,6 @@ def _on_the_disk(names: Names) -> None:
     names["session"].close()
 
 
-def _updated_in_backward(names: Names) -> None:
-    names["session"].backward(names["session"].module(names["inputs"]).square().mean())
-    names["session"].optimizer.step()
-    assert names["session"].memory().by_tier["disk"]["optimizer state"] > 0
-    names["session"].close()
-
-
 MEMORY: dict[str, list[Block]] = {
     "docs/disk.md": [Block("session = shardwise.shard(model", before=_deep, after=_on_the_disk)],
     "docs/inside/disk.md": [*shown("a picture of files", "<directory>/")],
@@ -67,7 +60,7 @@ MEMORY: dict[str, list[Block]] = {
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
         Block('make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
-        Block("from shardwise.plan import DiskPlan", before=_deep, after=_updated_in_backward),
+        Block("from shardwise.plan import DiskPlan", before=_deep, after=lambda names: names["session"].close()),
     ],
 }
 """By page, its blocks in their order."""

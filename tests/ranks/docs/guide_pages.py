@@ -97,12 +97,6 @@ def _stays(names: Names) -> None:
     assert {"embed.weight", "layers.0.weight"} <= set(shown), shown
 
 
-def _second_copy(names: Names) -> None:
-    session = names["session"]
-    session.module(torch.ones(2, 8))
-    assert session.plan.mesh.secondary == "host"
-
-
 def _tokens(names: Names) -> None:
     _given(names)
     names.update(criterion=nn.MSELoss(), targets=torch.zeros(2, 8), tokens=8)
@@ -134,7 +128,7 @@ GUIDE: dict[str, list[Block]] = {
     "docs/hybrid-sharding.md": [
         Block("session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
         Block("from shardwise.plan import ParamGroupPlan", before=_named_layers, after=_stays),
-        Block("import torch", before=_named_layers, after=_second_copy),
+        Block("import torch", before=_named_layers),
     ],
     "docs/installation.md": [
         *shown("it installs; make venv does the same into .venv", "pip install .", "pip install torch"),
