@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 """Pages in the root of the repository, where people look for them, that belong to the site as well."""
 NOTEBOOK = "examples/notebook.ipynb"
+PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py")
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
 
@@ -23,9 +24,9 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Add the pages from outside of docs/, and a page for each example."""
     for name in (*OUTSIDE, NOTEBOOK):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
-    for path in sorted((ROOT / "examples").glob("*.py")):
+    for path in sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern)):
         page = f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n"
-        files.append(File.generated(config, f"examples/{path.stem}.md", content=page))
+        files.append(File.generated(config, str(path.relative_to(ROOT).with_suffix(".md")), content=page))
     return files
 
 
@@ -35,9 +36,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
-    markdown = re.sub(r"\]\(\.\./(examples/\w+)\.py\)", r"](\1.md)", markdown).replace(
-        f"](../{NOTEBOOK})", f"]({NOTEBOOK})"
-    )
+    markdown = re.sub(r"\]\(\.\./(examples/[\w/]+)\.py\)", r"](\1.md)", markdown)
+    markdown = markdown.replace(f"](../{NOTEBOOK})", f"]({NOTEBOOK})")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
 
 

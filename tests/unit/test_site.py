@@ -47,7 +47,8 @@ def test_titles_are_unique() -> None:
 
 def test_every_example_is_listed() -> None:
     listed = re.findall(r"\]\(\.\./examples/(.*?)\)", (DOCS / "examples.md").read_text("utf-8"))
-    examples = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
+    programs = [*ROOT.glob("examples/*.*"), *ROOT.glob("examples/booster_plugins/*.py")]
+    examples = {str(path.relative_to(ROOT / "examples")) for path in programs}
     assert len(listed) == len(examples) and set(listed) == examples, "list the program in docs/examples.md"
 
 
