@@ -25,8 +25,11 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     for name in (*OUTSIDE, NOTEBOOK):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     for path in sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern)):
-        page = f"# {path.name}\n\n```python\n{path.read_text('utf-8')}```\n"
-        files.append(File.generated(config, str(path.relative_to(ROOT).with_suffix(".md")), content=page))
+        name = path.relative_to(ROOT)
+        link = f"[examples]({'../' * (len(name.parts) - 1)}examples.md)"
+        head = f"---\nhide: [navigation, toc]\n---\n\n# {path.name}\n\n`{name}` is one of the {link}.\n\n"
+        page = f"{head}```python\n{path.read_text('utf-8')}```\n"
+        files.append(File.generated(config, str(name.with_suffix(".md")), content=page))
     return files
 
 
