@@ -51,7 +51,7 @@ def one_step() -> str:
     """A step at stage 3 over two ranks, from left to right."""
     columns = [
         ("between steps", SHARD, ("a shard", "of each layer")),
-        ("forward", WHOLE, ("gather a layer,", "compute, let go")),
+        ("forward", WHOLE, ("gather a layer,", "compute, free it")),
         ("backward", WHOLE, ("gather it again,", "compute gradients")),
         ("backward", GRADIENT, ("reduce-scatter:", "a shard of the sum")),
         ("step", UPDATE, ("update masters,", "cast to the shard")),
@@ -68,7 +68,7 @@ def one_step() -> str:
             parts.append(_arrow([(x + 60, 146), (x + 60, 207)]))
             parts.append(_arrow([(x + 90, 208), (x + 90, 147)]))
     parts += [_text(44, y + 37, f"rank {rank}", 14, SOFT) for rank, y in enumerate((80, 210))]
-    said = "Every layer in turn. While one is computed, the next is gathered and the last gradients are on their way."
+    said = "For every layer. While one layer computes, the next is gathered and the gradients of the last are reduced."
     return _picture(width, 330, "One step", [*parts, _text(width / 2, 308, said, 13, SOFT)])
 
 
@@ -158,11 +158,16 @@ def divided() -> str:
 
 
 def three_memories() -> str:
-    """Device, host and disk, what may live where, and what goes between them."""
+    """Device, host and disk, what is stored where, and what is copied between them."""
     memories = [
-        ("Device", WHOLE, ["gathered layers", "activations", "shards that live here"], "fast, small: passes run here"),
-        ("Host", SHARD, ["masters, optimizer state", "reduced gradients", "parameter shards"], "larger: updates here"),
-        ("Disk", UPDATE, ["optimizer state", "masters", "parameter shards"], "largest: bytes only wait here"),
+        ("Device", WHOLE, ["gathered layers", "activations", "shards stored here"], "fast, small: forward, backward"),
+        (
+            "Host memory",
+            SHARD,
+            ["masters, optimizer state", "reduced gradients", "parameter shards"],
+            "larger: CPU updates",
+        ),
+        ("Disk", UPDATE, ["optimizer state", "masters", "parameter shards"], "largest: only storage"),
     ]
     parts = [_text(500, 28, "Three memories of a rank", 18)]
     for number, (name, fill, holds, said) in enumerate(memories):

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: two pages from outside of docs/, and a look at what is fetched."""
+"""What MkDocs calls while it builds the site: pages from outside of docs/, and a look at what is fetched."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ __all__ = ["fetched", "on_files", "on_page_markdown", "on_post_build"]
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
 """Pages in the root of the repository, where people look for them, that belong to the site as well."""
+NOTEBOOK = "examples/notebook.ipynb"
+PROGRAMS = ("examples/*.py", "examples/booster_plugins/*.py")
 FETCHES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
-    """The pages from outside of docs/ stand beside the others."""
-    for name in OUTSIDE:
+    """Add the pages from outside of docs/, and a page for each example."""
+    for name in (*OUTSIDE, NOTEBOOK):
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    for path in sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern)):
+        name = path.relative_to(ROOT)
+        link = f"[examples]({'../' * (len(name.parts) - 1)}examples.md)"
+        head = f"---\nhide: [navigation, toc]\n---\n\n# {path.name}\n\n`{name}` is one of the {link}.\n\n"
+        page = f"{head}```python\n{path.read_text('utf-8')}```\n"
+        files.append(File.generated(config, str(name.with_suffix(".md")), content=page))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between docs/ and the root are right in the site, too; search lists pages for maintainers last."""
+    """Make links between docs/ and the root right in the site, too; leave the pages on internals out of the search."""
     if page.file.src_uri.startswith("inside/"):
-        page.meta["search"] = {"boost": 0.2}
+        page.meta["search"] = {"exclude": True}
     if page.file.src_uri in OUTSIDE:
         return markdown.replace("](docs/", "](")
+    markdown = re.sub(r"\]\(\.\./(examples/[\w/]+)\.py\)", r"](\1.md)", markdown)
+    markdown = markdown.replace(f"](../{NOTEBOOK})", f"]({NOTEBOOK})")
     return re.sub(rf"\]\(\.\./((?:\.\./)?(?:{'|'.join(map(re.escape, OUTSIDE))}))", r"](\1", markdown)
 
 

@@ -34,7 +34,7 @@ from typing import Any
 from shardwise.cli.errors import BadInput, option
 from shardwise.cli.follow import command_that_follows
 from shardwise.cli.parser import texts
-from shardwise.compat.impersonation import REPLACEABLE
+from shardwise.compat.import_hooks import REPLACEABLE
 from shardwise.core.base.validate import MOST_RANKS, integer
 
 MOMENT_S = 1.0

@@ -60,6 +60,7 @@ MEMORY: dict[str, list[Block]] = {
         Block("session = shardwise.shard(model", before=_deep, after=_all_on_the_host),
         Block("from shardwise.plan import zero", before=_deep, after=_half_on_the_host),
         Block('make demo DEMO="--device-memory 64MiB"', how="options", why=TRAINS),
+        Block("from shardwise.plan import DiskPlan", before=_deep, after=lambda names: names["session"].close()),
     ],
 }
 """By page, its blocks in their order."""
@@ -157,6 +158,9 @@ def _lora(names: Names) -> None:
 
     names["model"], names["peft"] = _Attention(), peft
     names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-2)
+    names.update(
+        inputs=torch.ones(2, WIDTH), criterion=_criterion, train_dataloader=DataLoader(_dataset(), batch_size=8)
+    )
 
 
 def _exists(*paths: str) -> Callable[[Names], None]:
@@ -333,12 +337,11 @@ PAGES: dict[str, list[Block]] = {
     "docs/booster.md": [
         Block("from shardwise.booster import Booster", before=_training, after=_changed),
         Block("booster.save_checkpoint(", after=lambda names: _is(names["first_batch"], 120)),
-        Block("model = booster.enable_lora(", before=_lora, after=_exists("adapter/adapter_config.json")),
         Block("from shardwise import deferred_init", before=_deferred),
     ],
     "docs/checkpoint-format.md": [Block("import json", after=_read_by_itself)],
     "docs/checkpoints.md": [
-        Block("from shardwise import build", before=_training, after=_restored),
+        Block("import shardwise", before=_training, after=_restored),
         *shown("torchdata is not installed with the package", "from torchdata"),
         Block("from pathlib import Path", alone=True, after=_copied_back),
         Block("session.checkpoints.load(", before=_other_names, after=_renamed),
@@ -373,12 +376,24 @@ PAGES: dict[str, list[Block]] = {
         Block("x = deepspeed.checkpointing.checkpoint(", before=_activations, after=_activations_back),
     ],
     "docs/porting.md": [Block("shardwise port train.py", how="shell", before=_written)],
+    "docs/lora.md": [
+        Block("import torch", before=_lora, after=_exists("adapter/adapter_model.safetensors")),
+        Block("import peft", before=_lora, after=_exists("adapter/adapter_config.json")),
+        *shown(BITSANDBYTES, "import torch"),
+    ],
+    "docs/metrics.md": [
+        Block("from shardwise.metrics", before=hybrid_pages.trained, after=hybrid_pages.recorded),
+        Block("def print_loss"),
+        Block(
+            "import lightning.pytorch as pl", before=_lightning, instead=IN_LIGHTNING, after=_exists("lightning.csv")
+        ),
+    ],
     "docs/native.md": [
         Block("import torch", before=hybrid_pages.language),
         *shown("a table, whose form tests/unit/memory/test_ledger.py compares", "chunks"),
-        Block("from shardwise.metrics", after=hybrid_pages.recorded),
         Block("session = shardwise.shard", before=hybrid_pages.staged),
         Block("from shardwise.session", before=hybrid_pages.planned, after=hybrid_pages.ended),
+        Block("from shardwise.plan import TensorPlan"),
         Block('plan = Settings(stage=3, precision="bf16")', before=hybrid_pages.language, after=hybrid_pages.read),
         *shown("a plan's file, which tests/unit/plan/test_plan.py reads", "stage = 3"),
     ],
@@ -392,7 +407,6 @@ PAGES: dict[str, list[Block]] = {
     "docs/huggingface.md": [
         Block("from shardwise.huggingface", before=_trainer, after=_exists("model/model.safetensors")),
         Block("from shardwise.huggingface import ShardwiseAccelerator", before=_training, after=_changed),
-        *shown(BITSANDBYTES, "import torch"),
         *shown(LONG, "shardwise run --as deepspeed"),
     ],
     "docs/from-torch.md": [
@@ -422,9 +436,8 @@ PAGES: dict[str, list[Block]] = {
         Block("# traffic.py", how="main"),
         Block("# conftest.py", how="main", after=lambda names: _is(callable(names["rank_pools"]), True)),
     ],
-    "docs/inside/lightning.md": [*shown(OTHER_VERSIONS, "python -m pip install --no-deps --target old")],
-    "docs/inside/tests.md": [Block("make gpu ", how="make")],
-    "docs/inside/versions.md": [Block("make matrix  ", how="make")],
+    "docs/inside/front-ends.md": [*shown(OTHER_VERSIONS, "python -m pip install --no-deps --target old")],
+    "docs/inside/tests.md": [Block("make gpu ", how="make"), Block("make matrix  ", how="make")],
 }
 """By page, its blocks in their order."""
 

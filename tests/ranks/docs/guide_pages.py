@@ -124,7 +124,21 @@ GUIDE: dict[str, list[Block]] = {
     "docs/choosing.md": [
         Block("def device_gb", before=listening, after=computed),
         *shown("test_engine_memory.py compares its numbers", "$ shardwise estimate"),
+    ],
+    "docs/hybrid-sharding.md": [
         Block("session = shardwise.shard(model, optimizer, stage=3, resh", before=_named_layers, after=_stays),
+        Block("from shardwise.plan import ParamGroupPlan", before=_named_layers, after=_stays),
+        Block("import torch", before=_named_layers),
+    ],
+    "docs/installation.md": [
+        *shown("it installs; make venv does the same into .venv", "pip install .", "pip install torch"),
+        Block("$ shardwise env", how="shell"),
+        *shown(FINETUNE, STARTS),
+        *shown("it needs Docker", "docker build"),
+    ],
+    "docs/mixed-precision.md": [
+        Block("session = shardwise.shard(", before=_given, after=_trained),
+        Block("session = shardwise.shard(", before=_given, after=_trained),
     ],
     "docs/finetune.md": [
         *shown(FINETUNE, STARTS, *EXCERPTS, f"{STARTS} --lora"),

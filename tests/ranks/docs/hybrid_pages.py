@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import shardwise
 from tests.support import lightning_setup
 
 WIDTH, VOCABULARY = 8, 32
@@ -126,6 +127,13 @@ def ended(names: Names) -> None:
     if "plan" in names:
         assert session.plan == names["plan"].but(overlap=False, reduce_dtype=names["torch"].float32)
     session.close()
+
+
+def trained(names: Names) -> None:
+    """A session, and a batch."""
+    language(names)
+    names["session"] = shardwise.shard(names["model"], names["optimizer"], stage=3)
+    names["batch"] = next(iter(DataLoader(names["dataset"], 8)))
 
 
 def recorded(names: Names) -> None:

@@ -162,7 +162,7 @@ def test_buffers_keep_their_dtype_or_have_that_of_the_plan(plan: Plan, dtype: to
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", FRONT_ENDS)
 def test_dtypes_under_a_front_end(name: str, tmp_path: Path) -> None:
-    """The table of docs/native.md: counters, and the dtypes of input and output, after one fp16 step of many passes."""
+    """The table of docs/mixed-precision.md: counters and dtypes of input and output, after one fp16 step."""
     kind, outputs, loss_of = FRONT_ENDS[name], list[Tensor](), front_ends.loss_of
 
     def noted(output: Tensor, target: Tensor) -> Tensor:

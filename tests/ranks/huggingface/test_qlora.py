@@ -176,7 +176,7 @@ def refused(session: Session, state: State) -> None:
 
 
 def test_the_page_says_how(tmp_path: Path) -> None:
-    page = Path(__file__).parents[3] / "docs" / "huggingface.md"
+    page = Path(__file__).parents[3] / "docs" / "lora.md"
     block = page.read_text("utf-8").split("## QLoRA")[1].split("```python\n")[1].split("```")[0]
     with silent():
         names = {"folder": base(str(tmp_path)), "device": "cpu"}

@@ -32,9 +32,24 @@ def pages_of(entries: list[Any]) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
+    internals = {path.name for path in (DOCS / "inside").glob("*.md")} - {"index.md"}
     there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | OUTSIDE
     assert pages[0] == "index.md" and len(pages) == len(set(pages))
-    assert set(pages) == there, "add the page to nav: in mkdocs.yml, where a reader needs it"
+    assert set(pages) == there - {f"inside/{name}" for name in internals}, "add the page to nav: in mkdocs.yml"
+    listed = re.findall(r"(?m)^\| \[.*?\]\((.*?)\) \|", (DOCS / "inside" / "index.md").read_text("utf-8"))
+    assert len(listed) == len(internals) and set(listed) == internals, "list the page in docs/inside/index.md"
+
+
+def test_titles_are_unique() -> None:
+    titles = [path.read_text("utf-8").partition("# ")[2].partition("\n")[0] for path in DOCS.rglob("*.md")]
+    assert len(titles) == len(set(titles))
+
+
+def test_every_example_is_listed() -> None:
+    listed = re.findall(r"\]\(\.\./examples/(.*?)\)", (DOCS / "examples.md").read_text("utf-8"))
+    programs = [*ROOT.glob("examples/*.*"), *ROOT.glob("examples/booster_plugins/*.py")]
+    examples = {str(path.relative_to(ROOT / "examples")) for path in programs}
+    assert len(listed) == len(examples) and set(listed) == examples, "list the program in docs/examples.md"
 
 
 def test_the_reference_names_what_there_is() -> None:
