@@ -81,7 +81,7 @@ def test_optimizer_state_of_one_parameter(make: Any, matrix: bool) -> None:
 
 
 class Metric(nn.Module):
-    """A metric whose ``state_dict`` has copies of a tensor, a list and a number, and two values that belong together."""
+    """A metric whose ``state_dict`` has copies of a tensor, a list, a number, and two values that belong together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ def test_compatible_optimizer_classes_load_the_state(saved: str, here: str, engi
 
 @pytest.mark.parametrize(("saved", "here", "engine"), _both(REFUSED))
 def test_incompatible_optimizer_classes_are_refused(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
-    """Refused from a native checkpoint, from DCP (which records no class) and by ``load_state_dict``; nothing changes."""
+    """Native checkpoints, DCP (which records no class) and ``load_state_dict`` refuse it; nothing changes."""
     saver, _, first = trained_by(saved, engine)
     saver.save(tmp_path, "one")
     source = open_checkpoint(tmp_path / "one")
@@ -449,9 +449,7 @@ READS: dict[str, Callable[[AbsentTensor], object]] = {
 def test_reads_of_an_absent_tensor_say_why(read: str) -> None:
     absent = AbsentTensor.of(torch.zeros(3, 4), "another rank has it")
     raises(RuntimeError, "another rank has it", READS[read], absent)
-    raises(
-        RuntimeError, "Cannot access data pointer", torch.utils.dlpack.to_dlpack, absent
-    )  # raised in C++
+    raises(RuntimeError, "Cannot access data pointer", torch.utils.dlpack.to_dlpack, absent)  # raised in C++
 
 
 PROGRAM = """

@@ -234,7 +234,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rate", ["number", "tensor"])
 def test_equals_torch(kind: Kind, adamw_mode: bool, dtype: torch.dtype, schedule: str, rate: str) -> None:
-    """Compare 30 steps with odd shapes, two groups, a changing rate, and a parameter without a gradient in some steps."""
+    """Compare 30 steps with odd shapes, two groups, a changing rate, and a gradient that some steps do not have."""
     ours, theirs = make_params(dtype), make_params(dtype)
     options = {"betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
     other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
@@ -336,7 +336,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("gradient", ["as parameter", "contiguous", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
-    """Parameters and gradients may be non-contiguous, with different strides; memory between elements is not written."""
+    """Parameters and gradients may have any strides; memory between elements is not written."""
     values = LAYOUTS[layout](torch.arange(48.0).reshape(2, 3, 2, 4) / 48).to(dtype)
     param = nn.Parameter(values.clone(memory_format=torch.preserve_format) if layout != "sliced" else values)
     plain = nn.Parameter(values.contiguous().clone())
