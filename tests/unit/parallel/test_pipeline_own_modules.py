@@ -367,9 +367,7 @@ def test_split_backward_matches_one_backward(kind: str, again: bool | None) -> N
         passes.inputs(loss, None, later)
     parts = {id(param) for module in products for param in module.parameters(recurse=False)}
     early = {id(param) for param in model.parameters() if param.grad is not None}
-    assert early and early & parts <= {
-        id(model.get_input_embeddings().weight)
-    }  # a tied head, also used as an embedding
+    assert early and early & parts <= {id(model.get_input_embeddings().weight)}  # of a tied head
     assert len(later._left) == len(parts) > 10
     passes.weights(later)
     assert not later._left

@@ -147,9 +147,7 @@ def test_policy_makes_a_tensor_parallel_plan() -> None:
     policy.append_or_create_method_replacement({"forward": lambda self: self.num_heads}, policy.descriptions, Inner)
     before = {name: param.shape for name, param in model.named_parameters()}
     tp_plan = collected(model, policy)
-    assert {
-        name: param.shape for name, param in model.named_parameters()
-    } == before  # the model is unchanged until install()
+    assert {name: param.shape for name, param in model.named_parameters()} == before  # until install()
     inner = model.blocks[1]
     assert [shape(tp_plan, p) for p in inner.layers.parameters()] == [(6, 8), (6,), (8, 6), None]
     assert shape(tp_plan, model.head.weight) == (8, 8)  # 10 rows, padded to 16
