@@ -71,7 +71,7 @@ PARTS: list[Any] = [
 PUBLISHED: list[type] = [GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin]
 PUBLISHED += [ColossalAIArguments, FullyShardedArguments, ModelArguments, OptimizerArguments]
 UNBOUNDED = {"max_norm", "norm_type"}
-"""Any finite size means something; and of the second, infinity."""
+"""Any finite value is valid, and infinity for the second."""
 
 
 def wrong(cls: type) -> Iterator[tuple[str, Any]]:

@@ -106,7 +106,7 @@ def test_shared_memory_of_deferred_models_is_refused(name: str) -> None:
 
 
 ACCEPTED = {**APART, **{name: case.factory for name, case in MODELS.items()}}
-"""Neighbours in one memory, and what shares a parameter object."""
+"""Adjacent views of one buffer, and models that share a parameter object."""
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

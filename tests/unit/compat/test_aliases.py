@@ -148,7 +148,7 @@ FILES = sorted(Path(compat.__file__).parent.glob("*.toml"))
 KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
 OLDER = {"ColossalAIPrecisionPlugin", "ColossalAIStrategy", "DeepSpeedPlugin"}
 OLDER |= {"DDPFullyShardedPlugin", "DDPFullyShardedStrategy"}
-"""Names of Lightning 1.x, which later releases do not have."""
+"""Names of Lightning 1.x that later releases do not have."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -221,7 +221,7 @@ def test_pages_show_the_tables(page: str, capsys: pytest.CaptureFixture[str]) ->
 
 TESTS = Path(__file__).parents[2]
 OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", Path(__file__).name)
-"""These import, list and inspect names, which is no use of them."""
+"""These import, list and inspect names, which does not count as use."""
 WORD = re.compile(r"\w+")
 
 

@@ -148,7 +148,7 @@ def test_checkpointing_options_without_effect_warn_once(monkeypatch: pytest.Monk
 
 ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
 NOT_OF_DEEPSPEED = {"utils.is_initialized"}
-"""Read inside ``try`` by a model of transformers, and in no release of DeepSpeed since years."""
+"""A model of transformers reads it inside ``try``; no recent release of DeepSpeed has it."""
 
 
 def used(tree: ast.AST) -> Iterator[str]:

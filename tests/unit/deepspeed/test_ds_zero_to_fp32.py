@@ -127,7 +127,8 @@ def test_conversion_errors(places: Any, tmp_path: Path, capsys: Any) -> None:
 SGD = optimizer_block("SGD", lr=0.5)
 BASE: Tree = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "optimizer": SGD}
 Probe = Callable[[Tree, Path, Callable[[], str]], Any]
-"""Of a configuration, a directory of its own, and what was printed since the last call: what there is to see."""
+"""Takes a configuration, an empty directory, and a function that returns the output since its last call; returns the
+observed effect."""
 
 
 def tree_at(path: str, value: Any) -> Tree:

@@ -233,7 +233,7 @@ TAKEN = [
     *(("momentum", "own sgd"), ("own sgd", "momentum")),
     ("adamw", "radam"),
 ]
-"""Saved, and going on."""
+"""(saved optimizer, optimizer that loads its state)"""
 REFUSED = [
     *(("adamw", other) for other in ("rmsprop", "adagrad", "momentum", "adadelta", "sgd")),
     *(("rmsprop", "adadelta"), ("adagrad", "adam"), ("momentum", "adam"), ("amsgrad", "hybrid")),

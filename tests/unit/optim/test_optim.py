@@ -145,7 +145,7 @@ def test_one_cycle_peaks_at_the_rate_of_the_optimizer() -> None:
 
 
 OF_A_KIND = ("cosine, not warm", "cosine of one step", "flat, to a floor", "power, warm", "factors", "exponential")
-"""Others of the same class, or computed in the same way, are in the quick set."""
+"""Not in the quick set, which has cases of the same class or with the same formula."""
 
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in OF_A_KIND), *full(*OF_A_KIND)])

@@ -265,7 +265,7 @@ FLAGS = ("maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay"
 CHOICES: dict[str, tuple[Any, ...]] = {"weight_decay": (0.0, 0.1), "momentum": (0.0, 0.9), "dampening": (0.0, 0.1)}
 CHOICES |= dict.fromkeys(FLAGS, (False, True))
 KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
-"""The first leaves the choice to torch."""
+"""With the first, torch chooses the kernel."""
 
 
 def element_wise() -> list[type[torch.optim.Optimizer]]:
@@ -305,7 +305,7 @@ def looking_at_gradients() -> Iterator[list[bool]]:
 
 
 OF_A_KIND = ("Adam", "RMSprop", "RAdam", "Adamax", "FusedAdam")
-"""Others with the same options, or of the same kernel, are in the quick set."""
+"""Not in the quick set, which has optimizers with the same options or the same kernel."""
 ALL_OPTIMIZERS = [full(kind)[0] if kind.__name__ in OF_A_KIND else kind for kind in element_wise()]
 
 

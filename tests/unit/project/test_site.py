@@ -18,7 +18,7 @@ yaml = pytest.importorskip("yaml", reason="the extra hf brings PyYAML")
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 OUTSIDE = {"CHANGELOG.md", "CONTRIBUTING.md"}
-"""Pages that stand in the root of the repository."""
+"""Pages in the root of the repository."""
 
 
 def pages_of(entries: list[Any]) -> list[str]:

@@ -128,7 +128,7 @@ def whole(page: str) -> str:
 
 
 ZERO = "LowLevelZeroPlugin"
-"""What it says of the loss scale is not said again of the others."""
+"""Its section describes the loss scale, which the sections of the other plugins do not repeat."""
 PLANS = ("plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard")
 PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
     *((getattr(plugin, n), partial(section, "booster.md", n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
