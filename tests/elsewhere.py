@@ -24,7 +24,7 @@ TESTS = (
     "tests/unit/memory/test_disk.py",
     "tests/unit/cli/test_formats_cli.py",
     "tests/unit/compat/test_aliases.py",
-    "tests/unit/mesh/test_launch_matrix.py",
+    "tests/unit/mesh/test_device_assignment.py",
     "tests/unit/plan/test_plan.py",
     "tests/unit/compat/test_port.py",
     "tests/ranks/checkpoint/test_checkpoint_resume.py",

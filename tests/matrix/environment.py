@@ -18,11 +18,11 @@ from tests.matrix.table import Row, not_tried, today
 
 # What a new Python or torch is likeliest to break. Two to four minutes on two idle cores.
 SHORT_SET = (
-    "tests/unit/project/test_sets.py",  # processes
-    "tests/unit/base/test_readers.py",  # references are counted; the one door to what is private in torch
-    "tests/unit/shards/test_chunk_layout.py",
+    "tests/unit/project/test_test_runner.py",  # processes
+    "tests/unit/base/test_parameter_references.py",  # references are counted; the one door to what is private in torch
+    "tests/unit/shards/test_chunk_layout_and_pool.py",
     "tests/unit/deferred/test_deferred.py",  # factories of tensors, modes
-    "tests/unit/checkpoint/test_formats_dcp.py",  # pickles of torch.distributed and torch.save
+    "tests/unit/checkpoint/test_formats_dcp_and_single_files.py",  # pickles of torch.distributed and torch.save
     "tests/unit/checkpoint/test_hostile_files.py",
     "tests/unit/booster/test_booster_signatures.py",  # annotations
     "tests/unit/booster/test_checked_arguments.py",

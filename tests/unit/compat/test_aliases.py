@@ -220,7 +220,7 @@ def test_pages_show_the_tables(page: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 TESTS = Path(__file__).parents[2]
-OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", Path(__file__).name)
+OF_TABLES = ("test_colossalai_names.py", "test_positional_arguments.py", "test_port.py", Path(__file__).name)
 """These import, list and inspect names, which does not count as use."""
 WORD = re.compile(r"\w+")
 

@@ -162,7 +162,7 @@ def test_a_key_changes_the_plan(path: str, value: Any, stage: int, more: Tree, c
 
 
 def test_every_alias_has_a_row() -> None:
-    """Each alias has a row here. test_ds_zero_to_fp32.py checks that each key has one."""
+    """Each alias has a row here. test_ds_key_effects_and_zero_to_fp32.py checks that each key has one."""
     of_used = {alias for alias, path in ALIASES.items() if path not in KEYS or KEYS[path].role == "used"}
     assert {alias for alias in of_used if "." in alias} <= {path for path, *_ in USED}
 
@@ -210,7 +210,7 @@ def test_unavailable_keys_are_refused(path: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(path for path, block in BLOCKS.items() if block.role != "refused"))
 def test_ignored_blocks_are_listed_if_enabled(path: str) -> None:
-    """Refused blocks are tested in test_ds_parts.py."""
+    """Refused blocks are tested in test_ds_optimizers_and_utilities.py."""
     name = BLOCKS[path].switch or "anything"
     assert to_plan(tree_of(path, {name: 4}, 1), 4)[1].ignored == {path: BLOCKS[path].reason}
     off = to_plan(tree_of(path, {name: False}, 1), 4)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_tiles import element_wise
+from test_update_tiles import element_wise
 from torch import Tensor, nn
 
 from shardwise.core.optim import HybridAdam

@@ -50,7 +50,7 @@ def test_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger.error("bad %s")
     logger.debug("far below")
     said = capsys.readouterr().err
-    assert "test_colossalai_parts.py" in said and "to rank 0" in said and "WARNING" in said and "bad %s" in said
+    assert "test_colossalai_utilities.py" in said and "to rank 0" in said and "WARNING" in said and "bad %s" in said
     assert "to another" not in said and "below" not in said
     assert (tmp_path / "logs" / "rank_0_run.log").read_text().count("\n") == 3
     raises(ValueError, "LOUD", lambda: logger.set_level("LOUD"))

@@ -76,7 +76,7 @@ PLUGINS: list[tuple[Any, list[Any], list[Any]]] = [
     (HybridParallelPlugin, [1, 1], [True, None, None]),
     (GeminiPlugin, [], [True, False, False, False]),
 ]
-"""Plugins with the positions of release 0.4.4 (see test_booster_signatures.py), required arguments, and arguments of 0.5.0.
+"""Plugins with the positions of release 0.4.4 (see test_booster_signatures.py), required values, and values for 0.5.0.
 
 Both releases agree up to ``enable_sequence_overlap``, which 0.5.0 does not have. The last list has the values that a
 program for 0.5.0 would pass from there on.
