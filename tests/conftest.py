@@ -28,8 +28,8 @@ with suppress(ImportError):  # a GPU machine may have only pytest, which is enou
 SHOWN_FILES, QUIET_SECONDS = 10, 60.0
 """The slowest files are shown after a run of more than a minute."""
 PRELOADED = ("bitsandbytes",)
-"""Packages that ranks inherit if the collection of the tests has imported them. peft imports this one, and with it torch's
-compiler, which takes seconds. transformers is not here, since some ranks import it after our DeepSpeed names."""
+"""Packages that ranks inherit if the collection of the tests has imported them. peft imports this one and with it
+torch's compiler, which takes seconds. Some ranks import transformers after our DeepSpeed names, so it is not here."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

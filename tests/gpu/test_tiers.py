@@ -22,8 +22,8 @@ LAYER = 4 * WIDTH * WIDTH  # fp32
 SLACK = 24 * MIB
 """Bytes for cuBLAS's workspace and the allocator's rounding to blocks."""
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-"""The fused kernels of CPU and CUDA may differ in the last bit of fp32, which in bf16 can change a rounding of 2^-8. The
-large eps of ``adamw`` keeps the difference small."""
+"""The fused kernels of CPU and CUDA may differ in the last bit of fp32, which in bf16 can change a rounding of 2^-8.
+The large eps of ``adamw`` keeps the difference small."""
 
 
 HOST = ((1.0, 0.0), (1.0, 0.0))
