@@ -1,4 +1,4 @@
-"""Nothing below the front-ends names one of them, or another library."""
+"""Tests that no module below the front-ends names a front-end or another library."""
 
 import ast
 import re
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from tests.sources import PACKAGE, Source, assert_none, ours
 from tests.test_architecture import ROWS, unit_and_row
 
-# Names that the code may not have; docstrings and comments may tell sources.
+# Names that code may not use; docstrings and comments may mention sources.
 FOREIGN = re.compile(
     r"accelerate\b|\bapex\b|bitsandbytes|\bbnb|booster|colossal|deepspeed|diffusers|fabric|fairscale|gemini|hugging"
     r"|lightning|megatron|peft|\btimm\b|torchao|transformers|\btrl\b",
     re.IGNORECASE,
 )
-# Modules and packages that may have them, each with its reason.
+# Modules and packages that may use them, each with its reason.
 FOREIGN_ALLOWED = {
     "core.checkpoint.formats": "files of other libraries",
     "core.checkpoint.model_config": "attributes under which models keep what such files have beside tensors",
@@ -27,7 +27,7 @@ LAST = next(row for row, names in enumerate(ROWS) if "session" in names)
 
 
 def _words(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Names and texts of the code, with their lines; not of comments and docstrings."""
+    """Yield names and strings of the code with their lines, without comments and docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
@@ -43,7 +43,7 @@ def _words(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def check_foreign_names(source: Source) -> list[str]:
-    """Nothing below the front-ends names one, or another library."""
+    """Check that a module below the front-ends names neither a front-end nor another library."""
     path = source.name.removeprefix(f"{PACKAGE}.")
     row = unit_and_row(source.name)[1]
     if row is None or row > LAST or any(path == each or path.startswith(f"{each}.") for each in FOREIGN_ALLOWED):
@@ -55,7 +55,7 @@ def check_foreign_names(source: Source) -> list[str]:
     ]
 
 
-def test_nothing_below_the_front_ends_names_another_library() -> None:
+def test_modules_below_the_front_ends_name_no_other_library() -> None:
     assert_none(complaint for source in ours() for complaint in check_foreign_names(source))
 
 

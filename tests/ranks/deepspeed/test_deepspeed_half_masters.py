@@ -49,7 +49,7 @@ def adam(model: nn.Module, moments: torch.dtype) -> torch.optim.Optimizer:
 
 
 def plain(master: torch.dtype, moments: torch.dtype) -> dict[str, Tensor]:
-    """In one process, by an optimizer that tests/unit/optim/test_optim.py compares with the formula."""
+    """Train in one process; test_adam_and_lr_schedulers.py compares the optimizer with its formula."""
     batches = [[[batch(step, rank, master) for rank in range(RANKS)]] for step in range(STEPS)]
     recipe = PlainRecipe(masters=False)
     run = train_plain(lambda: Net().to(master), lambda m, b: m(*b), lambda m: adam(m, moments), batches, recipe)

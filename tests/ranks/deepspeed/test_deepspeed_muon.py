@@ -1,4 +1,4 @@
-"""``optimizer.type`` ``Muon`` trains as the optimizer does in one process (compared in test_optim_whole.py)."""
+"""``optimizer.type`` ``Muon`` trains as in one process (see test_whole_tensor_optimizers.py)."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a block; a second one does not."""
+"""Tests of ``deferred_interrupts``: Ctrl-C is raised at the end of the outermost block, a second one at once."""
 
 import signal
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_one_waits_for_the_end_of_the_outermost_block() -> None:
+def test_first_interrupt_is_raised_after_the_outermost_block() -> None:
     seen = list[str]()
     with pytest.raises(KeyboardInterrupt), deferred_interrupts("all"):
         with deferred_interrupts("a part"):
@@ -30,7 +30,7 @@ def test_one_waits_for_the_end_of_the_outermost_block() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_second_is_raised_at_once() -> None:
+def test_second_interrupt_is_raised_at_once() -> None:
     seen = list[str]()
     with pytest.raises(KeyboardInterrupt), deferred_interrupts("all"):
         press()
@@ -38,12 +38,12 @@ def test_the_second_is_raised_at_once() -> None:
         press()
         seen.append("not reached")
     assert seen == ["goes on"]
-    with deferred_interrupts("the next"):  # nothing is left of it
+    with deferred_interrupts("the next"):  # no interrupt is pending
         pass
 
 
 @pytest.mark.parametrize("kind", [signal.SIG_IGN, signal.SIG_DFL])
-def test_what_the_system_handles_is_left_to_it(kind: signal.Handlers) -> None:
+def test_handlers_of_the_system_are_kept(kind: signal.Handlers) -> None:
     signal.signal(signal.SIGINT, kind)
     with deferred_interrupts("all"):
         assert signal.getsignal(signal.SIGINT) == kind

@@ -1,4 +1,7 @@
-"""Streams, page-locked memory and threads belong to the model's GPU, whichever is current; against a CUDA of two."""
+"""Tests of streams, page-locked memory and worker threads on a fake CUDA with two GPUs.
+
+They must use the model's GPU, whichever is the current one.
+"""
 
 import gc
 import threading
@@ -28,14 +31,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def _upload(cuda: FakeCuda) -> tuple[Any, FakeArray, torch.Tensor, Stream]:
-    """A gather from the host's memory to the second GPU while the first one is current."""
+    """Start a gather from host memory to the second GPU while the first one is current."""
     source, out, side = torch.zeros(4), FakeArray(cuda, 1), side_stream(SECOND)
     memory = MemorySource(Buffer(source), Tier.HOST, cast(Any, side))
     handle = memory.gather(LocalGroup("one", SECOND), cast(torch.Tensor, out))
     return handle, out, source, cast(Stream, side)
 
 
-def test_an_upload_is_waited_for_on_the_gpu_of_the_array(cuda: FakeCuda) -> None:
+def test_wait_blocks_the_stream_of_the_arrays_gpu(cuda: FakeCuda) -> None:
     handle, out, source, side = _upload(cuda)
     assert side.device == 1 and side.comes_after(source)
     assert not out.owner.comes_after(source)
@@ -44,14 +47,14 @@ def test_an_upload_is_waited_for_on_the_gpu_of_the_array(cuda: FakeCuda) -> None
     assert not cuda.stream_of(0).given, "the other GPU has nothing to wait for"
 
 
-def test_an_upload_waits_for_whoever_used_the_memory_before(cuda: FakeCuda) -> None:
+def test_upload_waits_for_earlier_users_of_the_memory(cuda: FakeCuda) -> None:
     cuda.stream_of(1).given.append("reads the array that was there")
     before = cuda.stream_of(1).given[-1]
     _, _, _, side = _upload(cuda)
     assert side.comes_after(before)
 
 
-def test_a_gather_over_several_ranks_begins_on_the_stream_of_its_upload(cuda: FakeCuda) -> None:
+def test_all_gather_starts_on_the_upload_stream(cuda: FakeCuda) -> None:
     streams, group, side = list[object](), LocalGroup("two", torch.device("meta")), side_stream(torch.device("cuda:0"))
     group.size, main = 2, cuda.stream_of(0)
     group._all_gather = lambda *_: streams.append(cuda.stream_of(0)) or DONE  # type: ignore[method-assign, func-returns-value]
@@ -61,8 +64,8 @@ def test_a_gather_over_several_ranks_begins_on_the_stream_of_its_upload(cuda: Fa
     assert streams == [side] != [main] and cast(Stream, side).comes_after(main.given[-1])
 
 
-def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -> None:
-    """The one that reads comes after the copy, and the memory goes back when that one has read it."""
+def test_stream_changes_between_gather_and_use(cuda: FakeCuda) -> None:
+    """The stream that reads the array waits for the copy, and the memory is recorded on that stream."""
     handle, out, source, _ = _upload(cuda)
     other = cuda.change_stream(1)
     handle.wait()
@@ -70,7 +73,7 @@ def test_a_program_that_changes_streams_between_gather_and_use(cuda: FakeCuda) -
     assert out.readers == [other], "its memory must not be given away while this stream reads"
 
 
-def test_a_gpu_without_a_number_is_the_current_one(cuda: FakeCuda) -> None:
+def test_device_without_an_index_is_the_current_gpu(cuda: FakeCuda) -> None:
     make_current(SECOND)
     assert numbered(torch.device("cuda")) == SECOND and numbered(torch.device("cuda:0")).index == 0
     with on_device(torch.device("cuda:0")):
@@ -84,8 +87,8 @@ def test_a_gpu_without_a_number_is_the_current_one(cuda: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("kind", ["arena", "block", "ring", "disk buffers"])
-def test_memory_is_page_locked_for_the_gpu_in_any_thread(cuda: FakeCuda, kind: str) -> None:
-    """A thread's current GPU is the first one, on which a context would take hundreds of megabytes."""
+def test_memory_is_page_locked_for_the_models_gpu(cuda: FakeCuda, kind: str) -> None:
+    """A new thread has the first GPU as the current one; a CUDA context there would take hundreds of MB."""
     makes = {
         "arena": lambda: HostArena(512, SECOND),
         "block": lambda: host_block(512, SECOND),
@@ -105,7 +108,7 @@ def test_memory_is_page_locked_for_the_gpu_in_any_thread(cuda: FakeCuda, kind: s
     assert set(cuda.synchronized) == {1}
 
 
-def test_updates_during_backward_run_with_the_models_gpu_current(cuda: FakeCuda) -> None:
+def test_update_worker_has_the_models_gpu(cuda: FakeCuda) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     stepper = TileStepper(torch.optim.SGD([parameter], lr=0.1), [])
     early = EarlyUpdates(stepper, [], {}, TileVisits([], 1), {}, 2.0, SECOND)

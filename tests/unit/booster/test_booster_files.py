@@ -1,4 +1,6 @@
-"""The Booster's checkpoints in one process: nothing lost, nothing half-written, every misfit listed."""
+"""Tests of the Booster's checkpoint files in one process: contents, damage, atomic writes, and errors that list
+misfits.
+"""
 
 import copy
 import json
@@ -27,7 +29,7 @@ def parts() -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
 
 
 def same_state(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    """Whether two optimizers hold the same."""
+    """Return whether two optimizer states have the same tensors."""
     return all(
         torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value))
         for number, entry in expected["state"].items()
@@ -84,7 +86,7 @@ def test_model_file(tmp_path: Path) -> None:
     booster.load_model(holder, tmp_path / "prefixed")
     assert torch.equal(holder.net.head.weight, model.embed.weight)
     state, other = model.state_dict(), Tied()
-    del state["head.weight"]  # a tied name that the file omits
+    del state["head.weight"]  # the file has only one of the two tied names
     torch.save(state, tmp_path / "model.bin")
     booster.load_model(other, tmp_path / "model.bin")
     assert torch.equal(other.head.weight, model.head.weight)
@@ -108,7 +110,7 @@ def test_defect_5_shape_mismatch_is_an_error_that_lists_everything(tmp_path: Pat
 
 
 def stepped(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
-    """Trained models have named parameters in their optimizer."""
+    """Return model, optimizer and scheduler; the optimizer of a trained model has named parameters."""
     torch.manual_seed(seed)
     model = Tied()
     optimizer = torch.optim.Adafactor(model.named_parameters() if steps else model.parameters())
@@ -122,7 +124,7 @@ def stepped(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
-def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffix: str) -> None:
+def test_torch_files_are_read_by_torch_without_code(tmp_path: Path, suffix: str) -> None:
     booster, (model, optimizer, scheduler) = Booster(), stepped(0, steps=3)
     booster.save_model(model, tmp_path / f"m{suffix}")
     booster.save_optimizer(optimizer, tmp_path / f"o{suffix}", use_async=True)
@@ -130,7 +132,7 @@ def test_torch_files_are_what_torch_reads_and_hold_no_code(tmp_path: Path, suffi
     booster.wait()
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"m{suffix}", f"o{suffix}", f"s{suffix}"]
     weights, state, rates = (torch.load(tmp_path / f"{kind}{suffix}", weights_only=True) for kind in "mos")
-    assert weights["embed.weight"].data_ptr() == weights["head.weight"].data_ptr()  # and so once in the file
+    assert weights["embed.weight"].data_ptr() == weights["head.weight"].data_ptr()  # one storage, stored once
     assert weights["_extra_state"] == {"version": 3} and rates == scheduler.state_dict()
     plain, theirs, _ = stepped(1)
     plain.load_state_dict(weights)
@@ -165,7 +167,7 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
     raises(checkpoint.CheckpointError, "not an index", lambda: booster.load_model(model, tmp_path))
 
 
-def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
+def test_published_arguments_without_effect(tmp_path: Path) -> None:
     booster, model, optimizer = parts()
     of_model, of_optimizer = (model, tmp_path / "m"), (optimizer, tmp_path / "o")
     raises(NotImplementedError, "gather_dtensor=False", booster.save_model, *of_model, gather_dtensor=False)
@@ -185,7 +187,7 @@ def test_published_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_model_and_optimizer_in_one_directory(tmp_path: Path, shard: bool) -> None:
-    """Each is found where both are, also by the path of its index, also with prefixes."""
+    """Both are loaded from one directory, also by the path of an index and with prefixes."""
     torch.manual_seed(0)
     model, booster = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), Booster()
     model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=0.1))
@@ -214,7 +216,7 @@ def test_model_and_optimizer_in_one_directory(tmp_path: Path, shard: bool) -> No
         assert same_state(optimizer.state_dict(), kept[1])
 
 
-def test_a_failed_save_leaves_the_earlier_file(tmp_path: Path) -> None:
+def test_failed_save_keeps_the_earlier_file(tmp_path: Path) -> None:
     booster = Booster()
     file = tmp_path / "m.safetensors"
     booster.save_model(nn.Linear(2, 2), file)
@@ -277,13 +279,13 @@ def test_optimizer_and_scheduler_files(tmp_path: Path, name: str | None, make: A
     booster.load_optimizer(optimizer, tmp_path / "o")
     booster.load_lr_scheduler(scheduler, tmp_path / "s.json")
     if name == "fp16":
-        assert optimizer.scaler.get_scale() == 128.0  # defect 10: the scaler is part of the checkpoint
+        assert optimizer.scaler.get_scale() == 128.0  # the state of the scaler is saved, too (defect 10)
         assert optimizer.param_groups[1]["betas"] == (0.5, 0.9)
     assert steps(booster, model, optimizer, scheduler) == pytest.approx(rates)
     assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
 
 
-def test_optimizer_file_that_does_not_fit(tmp_path: Path) -> None:
+def test_optimizer_file_of_another_model(tmp_path: Path) -> None:
     booster, model, optimizer = parts()
     booster.save_optimizer(optimizer, tmp_path / "o")
     other = nn.Linear(5, 2)

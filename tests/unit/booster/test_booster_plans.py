@@ -1,7 +1,4 @@
-"""Published arguments -> plans, and the parts of the Booster that need no other rank.
-
-Every published argument of every plugin refuses what it cannot be, by name and with the value.
-"""
+"""Tests of the plans that the plugins make of their arguments, of the torch plugins, and of invalid values."""
 
 import functools
 import math
@@ -69,8 +66,8 @@ LLZ_CASES: list[tuple[dict[str, Any], Plan]] = [
 ]
 
 
-def test_defect_9_default_scale_of_fp16_wastes_the_first_steps() -> None:
-    """Of 2**16; one that is given is used, and so is a bound."""
+def test_defect_9_default_scale_of_fp16() -> None:
+    """The default is 2**16. A given value and a bound are respected."""
     for given, start in (({"initial_scale": 2**32}, 2**32), ({"max_scale": 1024}, 1024), ({"min_scale": 2**20}, 2**20)):
         scaler = LowLevelZeroPlugin(**given).plan(1).precision.scaler
         assert scaler is not None and scaler.initial_scale == start
@@ -115,7 +112,7 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     ({"offload_optim_frac": 1.0, "enable_async_reduce": False}, GEMINI.but(state_host_fraction=1.0, overlap=False)),
     ({"placement_policy": "auto", "enable_async_reduce": False}, AUTO.but(pin_memory=False, overlap=False)),
     ({"offload_optim_frac": 0.25, "offload_param_frac": 1.0}, PARAM_HOST.but(state_host_fraction=0.25)),
-    # What is on the host between uses is not gathered then.
+    # Parameters that are on the host between uses are not also gathered.
     ({"offload_param_frac": 1.0, "shard_param_frac": 0.25}, PARAM_HOST),
     ({"offload_param_frac": 0.25, "shard_param_frac": 0.0}, PARAM_HOST.but(**QUARTER, gathered_fraction=0.75)),
     ({"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5, "steady_cuda_cap_ratio": 0.75},
@@ -138,7 +135,7 @@ GEMINI_CASES: list[tuple[dict[str, Any], Plan]] = [
     [(LowLevelZeroPlugin, *case) for case in LLZ_CASES] + [(GeminiPlugin, *case) for case in GEMINI_CASES],
     ids=lambda value: (",".join(value) or "defaults") if isinstance(value, dict) else None,
 )
-def test_arguments_make_a_plan(plugin: type[Plugin], given: dict[str, Any], plan: Plan) -> None:
+def test_gemini_arguments_make_the_plan(plugin: type[Plugin], given: dict[str, Any], plan: Plan) -> None:
     with warnings.catch_warnings(action="error"):
         assert plugin(**given).plan(world_size=4) == plan
 
@@ -155,19 +152,19 @@ def test_arguments_make_a_plan(plugin: type[Plugin], given: dict[str, Any], plan
     )],
     ids=str,
 )  # fmt: skip
-def test_a_value_out_of_range_is_refused(plugin: type[Plugin], given: dict[str, Any]) -> None:
+def test_values_out_of_range(plugin: type[Plugin], given: dict[str, Any]) -> None:
     ((name, value),) = given.items()
     assert str(value) in raises(ValueError, name.removeprefix("max_"), plugin, **given)
 
 
-def test_wrong_entries_of_chunk_config_dict() -> None:
+def test_invalid_chunk_config_dict() -> None:
     plugin = GeminiPlugin(chunk_config_dict={2: {"chunk_size": 32}})
     raises(ValueError, r"entries for \[2\] ranks.*sharded over 4", lambda: plugin.plan(4))
     for entry in ({}, {"chunk_size": 8, "keep_gatherd": True}, {"chunk_size": 0}):
         raises(ValueError, "chunk_", GeminiPlugin, chunk_config_dict={2: entry})
 
 
-def test_gradients_that_are_not_kept_cannot_be_accumulated_clipped_or_scaled() -> None:
+def test_update_in_backward_excludes_accumulation_clipping_and_scaling() -> None:
     accumulation = "update='backward' with enable_gradient.*one backward pass"
     raises(ValueError, accumulation, GeminiPlugin, **EARLY, enable_gradient_accumulation=True)
     for plugin in (GeminiPlugin, LowLevelZeroPlugin):
@@ -175,7 +172,7 @@ def test_gradients_that_are_not_kept_cannot_be_accumulated_clipped_or_scaled() -
         raises(ValueError, r"update='backward' with max_norm=1.0", plugin, **EARLY, max_norm=1.0)
 
 
-def test_gemini_over_ranks_with_parts_of_layers() -> None:
+def test_gemini_with_tensor_parallelism() -> None:
     raises(ValueError, "tp_size=3 does not divide the 4 ranks", lambda: GeminiPlugin(tp_size=3).plan(4))
     overlap = "enable_sequence_overlap=True with enable_sequence_parallelism=False"
     raises(ValueError, overlap, GeminiPlugin, tp_size=2, enable_sequence_overlap=True)
@@ -235,7 +232,7 @@ def test_fsdp_plan(given: dict[str, Any], plan: fsdp.FSDPPlan) -> None:
     assert fsdp.to_plan(TorchFSDPPlugin(**given)) == plan
 
 
-def test_not_available() -> None:
+def test_unavailable_arguments_of_the_torch_plugins() -> None:
     post, low = BackwardPrefetch.BACKWARD_POST, MixedPrecision(keep_low_precision_grads=True)
     raises(NotImplementedError, "backward_prefetch", TorchFSDPPlugin, backward_prefetch=post)
     raises(NotImplementedError, "keep_low_precision_grads", TorchFSDPPlugin, mixed_precision=low)
@@ -303,14 +300,14 @@ NEEDED: dict[type[Plugin], dict[str, Any]] = {HybridParallelPlugin: {"tp_size": 
 
 
 class Odd:
-    """Nothing that anybody asks for."""
+    """An object that is invalid for every argument."""
 
     def __repr__(self) -> str:
         return "<odd>"
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
-def test_every_argument_names_a_value_that_it_cannot_have(plugin: type[Plugin]) -> None:
+def test_every_plugin_argument_shows_an_invalid_value(plugin: type[Plugin]) -> None:
     names = [field.name for field in fields(plugin)]
     assert len(names) > 5
     for name in names:
@@ -319,7 +316,7 @@ def test_every_argument_names_a_value_that_it_cannot_have(plugin: type[Plugin]) 
         assert str(error.value).startswith(name) and "<odd>" in str(error.value), (name, str(error.value))
 
 
-def test_odd_values_of_the_booster_are_named(tmp_path: Path) -> None:
+def test_booster_arguments_show_an_invalid_value(tmp_path: Path) -> None:
     model, booster = nn.Linear(4, 4), Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = functools.partial(GeminiPlugin().prepare_dataloader, [1, 2])

@@ -1,4 +1,6 @@
-"""Every published argument in name, order and default, and with a case that shows what it does."""
+"""Tests that plugins and Booster methods have the published arguments in name, order and default, each with a test
+case.
+"""
 
 import contextlib
 import inspect
@@ -96,7 +98,7 @@ BOOSTER = {
 }
 
 
-# Arguments of our own; only by name, so that those published may be given by position.
+# Our own arguments are keyword-only, so that published ones may be positional.
 OWN = {"device_memory": None, "update": "step"}
 EXTENSIONS = {
     LowLevelZeroPlugin: OWN,
@@ -107,7 +109,7 @@ NEEDED = {HybridParallelPlugin: {"tp_size": 1, "pp_size": 1}}
 
 
 def arguments(text: str) -> dict[str, object]:
-    """Names and defaults of arguments as they stand in a definition."""
+    """Return names and defaults of the arguments in the text of a definition."""
     return signature(eval(f"lambda {text}: None"))
 
 
@@ -133,9 +135,9 @@ def test_booster_arguments() -> None:
     assert list(signature(LowLevelZeroPlugin.add_lora_params_to_optimizer)) == ["model", "optimizer"]
 
 
-# -- no argument is forgotten
+# -- each argument has a case
 
-# No plan holds these: tests of their own show what they do, or what is refused.
+# Arguments that are not part of a plan: other tests cover their effect or refusal.
 GEMINI_ELSEWHERE = ["enable_gradient_accumulation", "strict_ddp_mode", "chunk_init_device", "memstats"]
 GEMINI_ELSEWHERE += ["enable_flash_attention", "enable_all_optimization", "enable_fused_normalization"]
 GEMINI_ELSEWHERE += ["enable_jit_fused", "enable_sequence_overlap", "use_fp8"]
@@ -158,14 +160,14 @@ FSDP_REFUSED = ["backward_prefetch"]
 def test_every_argument_is_covered(
     plugin: Any, plan_of: Callable[[Any], Any], cases: Sequence[tuple[dict[str, Any], Any]], others: Sequence[str]
 ) -> None:
-    """A case covers an argument if its plan would be another one without it, or none."""
+    """A case covers an argument if its plan differs, or cannot be made, without the argument."""
     missing = {field.name for field in fields(plugin)}
-    with warnings.catch_warnings(action="ignore"):  # of what has no effect without the argument that is taken away
+    with warnings.catch_warnings(action="ignore"):  # about arguments that have no effect once another one is removed
         for given, plan in cases:
             for name in given:
                 others_given = NEEDED.get(plugin, {}) | {key: value for key, value in given.items() if key != name}
                 found = None
-                with contextlib.suppress(ValueError):  # it does not go without it
+                with contextlib.suppress(ValueError):  # invalid without this argument
                     found = plan_of(plugin(**others_given))
                 if found != plan:
                     missing.discard(name)

@@ -1,7 +1,8 @@
-"""Every number and switch of every plan, plugin, strategy and configuration refuses what is none, by name and value.
+"""Tests of argument checks in all plans, plugins, strategies and configurations.
 
-What is of a wrong kind altogether (``None`` of a function without a return, a number) is named with its value.
-Arguments that stand in one dataclass: values, annotations and texts where a front-end shows them.
+- Each number and switch refuses invalid values, such as NaN or a bool, with its name and the value in the error.
+- Objects of the wrong type raise an error that shows them, and nothing changes.
+- Docstrings describe each argument in order, annotations can be resolved, and scaler defaults differ as documented.
 """
 
 import inspect
@@ -70,11 +71,11 @@ PARTS: list[Any] = [
 PUBLISHED: list[type] = [GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin]
 PUBLISHED += [ColossalAIArguments, FullyShardedArguments, ModelArguments, OptimizerArguments]
 UNBOUNDED = {"max_norm", "norm_type"}
-"""Any finite size means something; and of the second, infinity."""
+"""Any finite value is valid, and infinity for the second."""
 
 
 def wrong(cls: type) -> Iterator[tuple[str, Any]]:
-    """Names of numbers and switches, and values that they cannot have, whatever their range."""
+    """Yield names of numbers and switches with values that are invalid for every range."""
     for name, hint in get_type_hints(cls).items():
         kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         if not {bool, int, float}.intersection(kinds) or name not in {field.name for field in fields(cls)}:
@@ -85,27 +86,27 @@ def wrong(cls: type) -> Iterator[tuple[str, Any]]:
         if bool not in kinds:
             values += [] if name == "norm_type" else [math.inf]
             values += [] if name in UNBOUNDED else [HUGE]
-            values += [] if float in kinds else [10**5000, 1.5]  # the first is too long to be printed
+            values += [] if float in kinds else [10**5000, 1.5]  # the first has too many digits to be printed
         yield from ((name, value) for value in values)
 
 
 def refused(make: Any, name: str, value: Any) -> None:
     said = raises((TypeError, ValueError, NotImplementedError), None, make, **{name: value})
-    texts = {short_repr(value), f"{value:g}" if value == HUGE else short_repr(value)}  # 1e40
+    texts = {short_repr(value), f"{value:g}" if value == HUGE else short_repr(value)}  # printed as 1e40
     assert name in said and any(text in said for text in texts), (name, texts, said)
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: type(part).__name__)
-def test_plans_refuse_what_is_no_number_or_switch(part: Any) -> None:
+def test_plans_refuse_invalid_numbers_and_switches(part: Any) -> None:
     for name, value in wrong(type(part)):
         refused(partial(replace, part), name, value)
 
 
-FRACTIONS = {"search_range_m", "reduce_bucket_size_in_m", "min_chunk_size_m"}  # published as whole numbers
+FRACTIONS = {"search_range_m", "reduce_bucket_size_in_m", "min_chunk_size_m"}  # ints in ColossalAI
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda cls: cls.__name__)
-def test_published_arguments_refuse_what_is_no_number_or_switch(published: type) -> None:
+def test_published_arguments_refuse_invalid_numbers_and_switches(published: type) -> None:
     rows = list(wrong(published))
     assert len(rows) > 5
     for name, value in rows:
@@ -114,19 +115,19 @@ def test_published_arguments_refuse_what_is_no_number_or_switch(published: type)
 
 
 @pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.kind in ("int", "float", "bool")])
-def test_every_key_of_deepspeed_refuses_what_is_no_number_or_switch(path: str) -> None:
+def test_deepspeed_keys_refuse_invalid_numbers_and_switches(path: str) -> None:
     wrong = [2, "perhaps", math.nan] if KEYS[path].kind == "bool" else [math.nan, math.inf, -math.inf, True, HUGE, "x"]
     if path in ("zero_optimization.stage", "gradient_clipping") or KEYS[path].role != "used":
-        wrong = [value for value in wrong if value is not True and value != HUGE]  # stage: an old form of 1
+        wrong = [value for value in wrong if value is not True and value != HUGE]  # True is an old form of stage 1
     if path == "steps_per_print":
-        wrong.remove(math.inf)  # accelerate's word for never
+        wrong.remove(math.inf)  # accelerate writes inf for "never"
     for value in [*wrong, 10**5000]:
         for name in reversed(path.split(".")):
             value = {name: value}
         raises((ValueError, NotImplementedError), re.escape(path), to_plan, value, 2)
 
 
-def test_numbers_of_optimizers_and_schedules_in_a_configuration_are_finite() -> None:
+def test_optimizer_and_scheduler_params_must_be_finite() -> None:
     for block, kind, name, value, said in (
         ("optimizer", "Adam", "lr", math.nan, "nan"),
         ("optimizer", "Adam", "betas", [0.9, math.nan], r"\[0.9, nan\]"),
@@ -137,14 +138,14 @@ def test_numbers_of_optimizers_and_schedules_in_a_configuration_are_finite() -> 
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, FusedAdam, HybridAdam])
-def test_optimizers_of_ours_take_numbers_alone(cls: type[torch.optim.Optimizer]) -> None:
+def test_optimizers_refuse_invalid_numbers(cls: type[torch.optim.Optimizer]) -> None:
     for name, given in (("lr", 1.0), ("eps", 1.0), ("weight_decay", 1.0), ("betas", (0.9, 0.9))):
         for value in (math.nan, math.inf, -1.0, True):
             odd = (0.9, value) if isinstance(given, tuple) else value
             raises((TypeError, ValueError), name, cls, [nn.Parameter(torch.ones(2))], **{name: odd})
 
 
-def test_the_rest() -> None:
+def test_other_arguments_refuse_invalid_values() -> None:
     for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval"):
         for value in (math.nan, math.inf, True, -1, HUGE):
             refused(FP16TorchMixedPrecision, name, value)
@@ -162,7 +163,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}
 
 
 class Doors:
-    """Everything that takes something from a program."""
+    """The objects and functions that take arguments from a user's program."""
 
     def __init__(self) -> None:
         models = [nn.Linear(3, 3) for _ in range(3)]
@@ -219,13 +220,13 @@ CALLS: dict[str, tuple[Call, str]] = {
 
 @pytest.mark.parametrize("given", [None, 3], ids=["None", "number"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_wrong_kind_is_named_with_its_value(doors: Doors, name: str, given: Any) -> None:
+def test_wrong_types_are_shown_in_the_error(doors: Doors, name: str, given: Any) -> None:
     call, words = CALLS[name]
     text = raises((TypeError, ValueError), None, call, doors, given)
     assert words.format(given) in text and "give" in text, text
 
 
-def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors, tmp_path: Path) -> None:
+def test_refused_calls_change_nothing_and_tags_may_be_numbers(doors: Doors, tmp_path: Path) -> None:
     for call, _ in CALLS.values():
         raises((TypeError, ValueError), None, call, doors, 3)
     doors.engine.backward(doors.engine(torch.ones(2, 3)).sum())
@@ -234,13 +235,13 @@ def test_what_is_refused_changes_nothing_and_a_tag_may_be_a_number(doors: Doors,
     assert doors.engine.load_checkpoint(str(tmp_path), tag=7)[0] == str(tmp_path / "7")
 
 
-def test_ranks_with_fewer_batches_are_told_what_to_do(doors: Doors) -> None:
+def test_join_is_refused(doors: Doors) -> None:
     with pytest.raises(AttributeError, match=r"'join_hook'.*all ranks have to run the same number of passes"):
         Join([doors.session.module])
     assert not hasattr(doors.session.module, "join")
 
 
-def test_other_entries_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
+def test_wrong_types_of_initialize_and_save(doors: Doors, tmp_path: Path) -> None:
     no_optimizer = r"optimizer=3: give a torch\.optim\.Optimizer"
     raises(TypeError, no_optimizer, doors.initialize, model=nn.Linear(3, 3), optimizer=3)
     raises(TypeError, "model is already a DeepSpeedEngine of a Linear: ", doors.initialize, model=doors.engine)
@@ -263,30 +264,30 @@ SHOWN: tuple[type, ...] = (
 
 
 def described(cls: type) -> list[str]:
-    """The arguments that a docstring describes, as they stand in it."""
+    """Return the arguments in the order in which a docstring describes them."""
     rest = re.split("(?:Args|Attributes):\n", inspect.cleandoc(cls.__doc__ or ""), maxsplit=1)[1]
     lines = rest.partition("\n\n")[0].splitlines()
     return [line.strip().partition(":")[0] for line in lines if line[4] != " " and line.partition(": ")[2]]
 
 
 @pytest.mark.parametrize("cls", SHOWN, ids=lambda cls: f"{cls.__module__}.{cls.__qualname__}")
-def test_every_argument_is_described_once_in_the_order_of_the_signature(cls: type) -> None:
+def test_docstrings_describe_each_argument_in_order(cls: type) -> None:
     assert described(cls) == list(inspect.signature(cls).parameters)
 
 
 @pytest.mark.parametrize(
     "cls", [*SHOWN, *test_booster_signatures.PLUGINS], ids=lambda cls: f"{cls.__module__}.{cls.__qualname__}"
 )
-def test_annotations_are_known(cls: Any) -> None:
-    """A dataclass may inherit annotations whose names its own module does not import."""
+def test_annotations_can_be_resolved(cls: Any) -> None:
+    """An inherited dataclass may have annotations that its own module does not import."""
     for parameter in inspect.signature(cls, eval_str=True).parameters.values():
         assert not isinstance(parameter.annotation, str) and parameter.annotation is not parameter.empty, parameter
 
 
 @pytest.mark.parametrize("arguments", [GeminiPlugin, LowLevelZeroPlugin, OptimizerArguments])
-def test_the_loss_scale_starts_lower_than_published(arguments: type) -> None:
+def test_default_initial_scale_is_lower_than_published(arguments: type) -> None:
     assert set(names_of(ScalerArguments)) < set(names_of(arguments))
     start = scaler_plan(arguments()).initial_scale
     assert start == 2.0**16 and scaler_plan(arguments(initial_scale=2.0**20)).initial_scale == 2.0**20
-    high = arguments in (LowLevelZeroPlugin, OptimizerArguments)  # published as 2**32
+    high = arguments in (LowLevelZeroPlugin, OptimizerArguments)  # their published default is 2**32
     assert isinstance(arguments().initial_scale, PublishedDefault) is high

@@ -1,4 +1,4 @@
-"""HybridParallelPlugin: its arguments -> a plan, what is refused, and what is said to have no effect."""
+"""Tests of ``HybridParallelPlugin``: the plan of its arguments, invalid arguments, and arguments without effect."""
 
 import math
 import re
@@ -82,7 +82,7 @@ HYBRID_CASES: list[tuple[dict[str, Any], Plan]] = [
     ),
 ]
 HYBRID_NOT_YET: dict[str, Any] = {"broadcast_buffers": False, "scheduler_nodes": []}
-# Without effect here, each said below; both values alike; or no part of a plan.
+# Arguments without effect (tested below), with equal values, or outside of the plan.
 PIPELINE: dict[str, Any] = {"num_microbatches": 4, "microbatch_size": 2, "pp_style": "interleaved"}
 PIPELINE |= {"num_model_chunks": 2, "num_layers_per_stage": [2], "enable_metadata_cache": False, "overlap_p2p": False}
 SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": "ring_attn", "inner_ring_size": 2}
@@ -100,7 +100,7 @@ def test_hybrid_plan(given: dict[str, Any], plan: Plan) -> None:
     assert plugin.plan(world_size=8) == plan
 
 
-def test_hybrid_not_yet() -> None:
+def test_hybrid_unavailable_arguments() -> None:
     for given, told in (
         *(({**TP, k: v}, f"^{k}={re.escape(str(v))} is not available yet; ") for k, v in HYBRID_NOT_YET.items()),
         ({"tp_size": 2, "pp_size": 1, "update": "backward"}, "update='backward'.*tp_size=2$"),
@@ -109,7 +109,7 @@ def test_hybrid_not_yet() -> None:
         raises(NotImplementedError, told, HybridParallelPlugin, **given)
 
 
-def test_a_pipelines_arguments_that_do_not_fit() -> None:
+def test_invalid_pipeline_arguments() -> None:
     for given, told in (
         ({"pp_style": "interleaved"}, "num_model_chunks=1 with pp_style='interleaved'.*at least 2"),
         ({"num_model_chunks": 2}, "num_model_chunks=2 with pp_style='1f1b': give 1"),
@@ -126,20 +126,20 @@ def test_a_pipelines_arguments_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("dp_outside", [True, False])
-def test_who_has_which_data_is_what_the_mesh_says(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that share sequences, and without these."""
+def test_data_parallel_ranks_match_the_mesh(dp_outside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare ``data_parallel()`` with the rank grid, with and without sequence parallelism."""
     together = HybridParallelPlugin(**SEQUENCES, pp_size=2, sp_size=2, dp_outside=dp_outside)
     assert together.plan(16).mesh.sp == 2
     alone = HybridParallelPlugin(**STAGES, zero_stage=1, dp_outside=dp_outside)
     for plugin, ranks in ((together, 16), (alone, 8)):
-        grid = rank_grid(tuple(range(ranks)), plugin.plan(ranks).mesh.resolve(ranks))  # [stage, replica, shard, part]
+        grid = rank_grid(tuple(range(ranks)), plugin.plan(ranks).mesh.resolve(ranks))  # [stage, replica, shard, sp]
         for rank in range(ranks):
             monkeypatch.setattr(base, "all_ranks", lambda rank=rank, ranks=ranks: (rank, ranks))
             ((_, replica, shard, _),) = (grid == rank).nonzero().tolist()
             assert plugin.data_parallel() == (replica // 2 if plugin is together else shard, 2)
 
 
-def test_hybrid_refuses() -> None:
+def test_hybrid_invalid_arguments() -> None:
     for name, value, more in (
         *(("tp_size", 0, {}), ("sp_size", 0, {}), ("sp_size", 2, {}), ("enable_sequence_overlap", True, {})),
         *(("precision", "fp64", {}), ("zero_stage", 3, {}), ("sequence_parallelism_mode", "ulysses", {})),
@@ -152,7 +152,7 @@ def test_hybrid_refuses() -> None:
         assert str(value) in raises(ValueError, name, HybridParallelPlugin, **given)
 
 
-def test_hybrid_says_once_what_has_no_effect() -> None:
+def test_hybrid_arguments_without_effect_warn_once() -> None:
     for given, reason in (
         *(({"tp_size": 2, name: value}, r"no pipeline \(pp_size=1\)") for name, value in PIPELINE.items()),
         *(({"tp_size": 2, name: value}, "enable_sequence_parallelism=True only") for name, value in SEQUENCE.items()),
@@ -177,7 +177,7 @@ def test_hybrid_says_once_what_has_no_effect() -> None:
         assert len(found) == 1 and plugin.plan(8) == HybridParallelPlugin(pp_size=1, **others).plan(8)
 
 
-def test_ranks_that_do_not_divide() -> None:
+def test_invalid_number_of_ranks() -> None:
     for given, told in (
         ({"tp_size": 1, "pp_size": 3}, "tp_size=1 x pp_size=3 does not divide the 4 ranks"),
         ({"tp_size": 3, "pp_size": 1}, "tp_size=3 does not divide the 4 ranks"),
@@ -186,7 +186,7 @@ def test_ranks_that_do_not_divide() -> None:
         raises(ValueError, told, HybridParallelPlugin(**given).plan, 4)
 
 
-def test_a_pipeline_is_named_where_there_is_none() -> None:
+def test_execute_pipeline_without_a_pipeline_raises() -> None:
     booster = Booster(plugin=HybridParallelPlugin(tp_size=1, pp_size=1))
     told = r"HybridParallelPlugin\(pp_size > 1\).*plugin is HybridParallelPlugin"
     raises(NotImplementedError, told, booster.execute_pipeline, iter([]), nn.Linear(1, 1), nn.MSELoss())

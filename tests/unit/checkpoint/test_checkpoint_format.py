@@ -1,8 +1,8 @@
-"""The checkpoint directory itself: every byte is checked, and the documented reader reads it.
+"""Tests of the native checkpoint directory.
 
-Checkpoints whose tensors lie part after part: read whole, at the cost of what is asked for, and never believed
-before they are checked.
-Numbers that tell tensors apart.
+- Every byte is checked, and the reader in the documentation reads it.
+- Tensors stored as shards of several ranks are read with little overhead; an invalid cut is found.
+- ``sample_words`` gives tensors with different values different words.
 """
 
 import json
@@ -36,7 +36,9 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 
 
 class Small(nn.Module):
-    """A few dtypes, a tied weight, a buffer, nothing in one parameter, and one larger than a piece."""
+    """A model with several dtypes, a tied weight, a buffer, an empty parameter, and optionally one larger than a
+    piece.
+    """
 
     def __init__(self, large: bool = False) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ def training(model: nn.Module) -> Iterator[Session]:
 
 
 def saved(root: Path, large: bool = False, tags: tuple[str, ...] = ("one",), **given: Any) -> Small:
-    """Train, and save into ``root/one``."""
+    """Train, and save a checkpoint for each tag."""
     model = Small(large)
     with training(model) as session:
         session.backward(session.module(torch.ones(2, 3)))
@@ -77,17 +79,20 @@ def load(root: Path, tag: str | None = None) -> Any:
 
 
 def flip(file: Path, at: int) -> None:
-    """Change one bit of that byte."""
+    """Flip one bit of the byte at ``at``."""
     content = bytearray(file.read_bytes())
     content[at] ^= 1 << (at % 8)
     file.write_bytes(content)
 
 
 def flip_bytes(directory: Path, stride: int) -> int:
-    """Flip one bit of every ``stride``-th byte of every file, and of the ends of each piece and header, one at a time.
+    """Flip one bit of every ``stride``-th byte of each file, and of the first and last bytes of pieces and headers, in
+    turn.
+
+    Each flip must be found.
 
     Returns:
-        How many: all are found.
+        The number of flips.
     """
     count = 0
     with NativeSource(directory) as source:
@@ -112,13 +117,13 @@ def flip_bytes(directory: Path, stride: int) -> int:
 
 @pytest.mark.parametrize("stride", [43, *campaign(1)])
 def test_every_flipped_byte_is_found_and_named(tmp_path: Path, stride: int) -> None:
-    """By default a share of the bytes, and the ends, of every region."""
+    """By default every 43rd byte and the ends of each region are flipped; the campaign flips all."""
     saved(tmp_path)
     assert [file.name for file in sorted((tmp_path / "one").iterdir())] == ["manifest.json", "pieces-0.safetensors"]
     assert flip_bytes(tmp_path / "one", stride) > 17000 // stride
 
 
-def test_load_finds_what_verify_finds(tmp_path: Path) -> None:
+def test_load_finds_every_flipped_byte(tmp_path: Path) -> None:
     saved(tmp_path)
     file = tmp_path / "one" / "pieces-0.safetensors"
     content = file.read_bytes()
@@ -148,7 +153,7 @@ def test_missing_truncated_and_longer_files_are_found(tmp_path: Path) -> None:
     raises(FileNotFoundError, None, lambda: verify(tmp_path))
 
 
-def test_auto_skips_damaged_ones_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_skips_damaged_checkpoints_with_a_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load(tmp_path, "auto") is None
     saved(tmp_path, tags=("one", "two", "three", "four"))
     for name in ("four/manifest.json", "three/pieces-0.safetensors"):
@@ -171,7 +176,7 @@ def _documented_reader() -> dict[str, Any]:
     return names
 
 
-def test_the_documented_reader_reads_everything(tmp_path: Path) -> None:
+def test_documented_reader(tmp_path: Path) -> None:
     model = saved(tmp_path, large=True, user_state={"numbers": torch.arange(4)})
     reader = _documented_reader()
     with NativeSource(tmp_path / "one") as source:
@@ -205,7 +210,7 @@ RANKS = 6
 
 
 def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
-    """As ranks of an axis save it, each a file of its own."""
+    """Write the tensor as the ranks of an axis save it, one file for each rank."""
     directory.mkdir()
     stored, files, pieces = StoredCut.of(whole.shape, cut), [], []
     for rank in range(cut.ranks):
@@ -229,7 +234,7 @@ def written(directory: Path, whole: torch.Tensor, cut: ShardSpec) -> None:
 
 
 def changed(directory: Path, change: Any, version: int = 2) -> None:
-    """Another cut, with the right checksum."""
+    """Replace the tensor's cut in the manifest, with a valid checksum."""
     file = directory / MANIFEST
     data = json.loads(file.read_bytes())
     head = {key: data[key] for key in ("format", "tag", "serial", "step")} | {"version": version}
@@ -239,8 +244,8 @@ def changed(directory: Path, change: Any, version: int = 2) -> None:
     file.write_bytes(content + f'"checksum": "{form.hexadecimal(content)}"}}\n'.encode())
 
 
-def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six parts of several pieces each: every block has something of each part, and one piece of each is kept."""
+def test_sharded_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor has six shards of several pieces each; no byte is read twice, with one cached piece for each shard."""
     monkeypatch.setattr(native, "CACHED_PIECES", 0)
     whole = torch.randn(1024, 6 * 1100)
     written(tmp_path / "one", whole, ShardSpec.even(1, whole.shape[1], RANKS))
@@ -251,7 +256,7 @@ def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Mo
             numel = min(step, whole.numel() - start)
             assert torch.equal(source.read("model/w", start, numel), flat[start : start + numel])
         assert source.bytes_read <= sum(file.nbytes for file in source.manifest.files), "something is read twice"
-    # A rank with the same part reads that; one with another part those parts that it is of.
+    # A rank with the same shard reads only that; other ranks read only the shards that overlap theirs.
     for ranks, rank in ((RANKS, 3), (2, 1)):
         part = Part(whole.shape, ShardSpec.even(1, whole.shape[1], ranks), rank)
         with NativeSource(tmp_path / "one") as source:
@@ -261,7 +266,7 @@ def test_a_whole_tensor_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Mo
             assert source.bytes_read < 1.1 * out.nbytes
 
 
-def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
+def test_sharded_tensor_is_read_unsharded(tmp_path: Path) -> None:
     whole = torch.randn(6, 10, 3)
     written(tmp_path / "one", whole, ShardSpec.even(1, 10, 3))
     assert form.read_head(str(tmp_path / "one")).tag == "one" and verify(tmp_path / "one") == []
@@ -284,7 +289,7 @@ def test_every_reader_has_the_whole_tensor(tmp_path: Path) -> None:
         [1, [[[0, 10]], *([[]] * (1 << 15))]], [1, []],
     ],
 )  # fmt: skip
-def test_a_cut_that_is_none_is_damage_with_the_file_named(tmp_path: Path, cut: Any) -> None:
+def test_invalid_cut_names_the_manifest(tmp_path: Path, cut: Any) -> None:
     written(tmp_path / "one", torch.randn(6, 10, 3), ShardSpec.even(1, 10, 3))
     changed(tmp_path / "one", cut)
     raises(CheckpointDamage, r"one/manifest\.json", lambda: NativeSource(tmp_path / "one"))
@@ -303,8 +308,8 @@ def small(*values: float, dtype: torch.dtype = torch.float32) -> Tensor:
         (small(float("nan")), small(float("inf"))), (small(0.0), small(-0.0)),
     ],
 )  # fmt: skip
-def test_other_values_have_another_word(one: Tensor, other: Tensor) -> None:
-    """Also numbers that have but another sign or exponent, as those of masks, and counts of steps."""
+def test_different_values_have_different_words(one: Tensor, other: Tensor) -> None:
+    """The words also differ for values that differ in sign or exponent only, such as masks and step counts."""
     assert int(word_of(one)) % WORD != int(word_of(other)) % WORD
     assert sample_words([one]) != sample_words([other])
     assert sample_words([one]) == sample_words([one.clone()])

@@ -1,4 +1,4 @@
-"""Hugging Face directories against transformers itself: both directions, tied weights, shards, damage."""
+"""Tests of Hugging Face directories against transformers: reading, writing, tied weights, shards and damage."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ MODELS = {
 
 
 def _source(model: Any) -> LazySource:
-    """The model as this package has it: a tied tensor under its first name."""
+    """Return a source with the model's tensors; a tied tensor has its first name."""
     names: dict[int, str] = {}
     entries, aliases = {}, {}
     for name, value in model.state_dict().items():
@@ -37,7 +37,7 @@ def _source(model: Any) -> LazySource:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("size_per_shard", [1024, 0.004])
-def test_from_pretrained_loads_what_is_written(kind: str, size_per_shard: float, tmp_path: Path) -> None:
+def test_from_pretrained_loads_written_directories(kind: str, size_per_shard: float, tmp_path: Path) -> None:
     model = MODELS[kind]()
     source = _source(model)
     assert bool(source.state()["aliases"]) == (kind != "llama")
@@ -63,7 +63,7 @@ def test_from_pretrained_loads_what_is_written(kind: str, size_per_shard: float,
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "5KB"])
-def test_what_save_pretrained_writes_is_read(kind: str, max_shard_size: str, tmp_path: Path) -> None:
+def test_save_pretrained_directories_are_read(kind: str, max_shard_size: str, tmp_path: Path) -> None:
     model = MODELS[kind]()
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     source = open_checkpoint(tmp_path)
@@ -74,7 +74,7 @@ def test_what_save_pretrained_writes_is_read(kind: str, max_shard_size: str, tmp
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) -> None:
+def test_bin_files_and_their_ties(sharded: bool, tmp_path: Path) -> None:
     model = MODELS["gpt2"]()
     state = dict(model.state_dict())
     if sharded:
@@ -88,15 +88,15 @@ def test_bin_files_are_read_and_their_ties_found(sharded: bool, tmp_path: Path) 
     else:
         torch.save(state, tmp_path / "pytorch_model.bin")
     source = open_checkpoint(tmp_path)
-    if not sharded:  # in separate files the tie cannot be seen
+    if not sharded:  # ties cannot be seen across files
         assert source.state()["aliases"] == {"lm_head.weight": "transformer.wte.weight"}
         assert differing(_source(model), source) == []
     else:
         assert differing(LazySource("m", {f"model/{n}": entry_of_tensor(v) for n, v in state.items()}), source) == []
 
 
-def test_odd_tensors_pass_unchanged_and_other_files_stay(tmp_path: Path) -> None:
-    """That a write that fails leaves the old model is in test_output_files.py."""
+def test_unusual_tensors_and_other_files_are_kept(tmp_path: Path) -> None:
+    """test_output_files.py tests that a failed write keeps the old model."""
     source, out = odd_source(), tmp_path / "out"
     out.mkdir()
     (out / "tokenizer.json").write_text("{}")
@@ -106,13 +106,13 @@ def test_odd_tensors_pass_unchanged_and_other_files_stay(tmp_path: Path) -> None
         assert differing(source, open_huggingface(out), "model/") == []
     left = {path.name for path in out.iterdir()}
     assert left == {"tokenizer.json", "config.json", "model.safetensors"}, "shards of the earlier save are gone"
-    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:  # the library's own reader
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:  # read by the safetensors library
         assert set(file.keys()) == {name.removeprefix("model/") for name in source.tensors() if name[:6] == "model/"}
         assert file.metadata() == {"format": "pt"}
         assert same_bits(file.get_tensor("scale"), torch.tensor(1.5))
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_directories_name_the_file(tmp_path: Path) -> None:
     write_huggingface(odd_source(), tmp_path / "out", 1e-4)
     file = sorted((tmp_path / "out").glob("*.safetensors"))[1]
     content = file.read_bytes()

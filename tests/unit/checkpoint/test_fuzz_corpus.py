@@ -1,4 +1,6 @@
-"""Inputs that once made a reader fail are refused or read, for ever; and the judge of the campaign can find one."""
+"""Tests of the recipes that fuzzing found: each damaged checkpoint is read or refused, and the judge detects bad
+readers.
+"""
 
 import json
 import sys
@@ -26,7 +28,7 @@ WRONG: dict[str, str] = {
     "raise_(ValueError('many'))": "ValueError",
     "os.kill(os.getpid(), 9)": "died with -9",
 }
-"""What a broken reader does, and what is said of it."""
+"""What a broken reader does, and the words of its outcome."""
 BROKEN = """
 import os, pickle, time
 from tests.faults.fuzz import child, trial
@@ -56,7 +58,7 @@ def reader() -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_was_once_found_stays_mended(reader: Reader, name: str) -> None:
+def test_recipes_are_read_or_refused(reader: Reader, name: str) -> None:
     recipe, outcome = reader.run(RECIPES[name])
     assert outcome in (READ, REFUSED), (recipe, outcome)
 
@@ -65,11 +67,11 @@ OF_A_KIND = (
     *("native-root", "converted", "hf-bins", "torch-older", "titan", "colossalai-safe"),
     *("zero1", "zero2", "trainer", "accelerate"),
 )
-"""Others of the same reader are in the quick set."""
+"""Not in the quick set, which has subjects of the same reader."""
 
 
 @pytest.mark.parametrize("name", [*(name for name in SUBJECTS if name not in OF_A_KIND), *full(*OF_A_KIND)])
-def test_every_checkpoint_reads_as_it_was_written(reader: Reader, name: str) -> None:
+def test_undamaged_checkpoints_are_read(reader: Reader, name: str) -> None:
     ways = [way for way in dict.fromkeys(ways_of(SUBJECTS[name])) if not way.startswith("convert")]
     for way in ways:
         _, outcome = reader.run({"subject": name, "way": way, "changes": []})
@@ -77,7 +79,7 @@ def test_every_checkpoint_reads_as_it_was_written(reader: Reader, name: str) -> 
 
 
 @pytest.mark.full
-def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
+def test_bad_readers_are_detected(reader: Reader) -> None:
     call = {"op": "pickle", "file": ".metadata", "do": "insert", "at": 1, "code": CALLS[0].hex()}
     code = BROKEN.replace("WRONG", repr([*WRONG]))
     broken = Reader(reader.place, [sys.executable, "-W", "ignore", "-c", code])
@@ -89,6 +91,6 @@ def test_a_reader_that_does_wrong_is_found(reader: Reader) -> None:
         broken.close()
 
 
-def test_the_corpus_is_there() -> None:
+def test_corpus_exists() -> None:
     assert CORPUS.is_dir() and len(RECIPES) >= 20
     assert all(len(json.dumps(recipe)) < 10_000 for recipe in RECIPES.values())

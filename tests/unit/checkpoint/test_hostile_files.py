@@ -1,6 +1,6 @@
-"""Files from anyone: nothing in them runs, leads out of their directory, hangs, or costs more than their bytes.
+"""Tests of untrusted checkpoint files: no code runs, no path leaves the directory, nothing hangs, memory is bounded.
 
-Names, sizes and counts that no file can mean: refused in words that can be shown, before they cost anything.
+Invalid names, sizes and counts are refused with a printable message before they cost anything.
 """
 
 import json
@@ -33,7 +33,7 @@ from tests.support.on_ranks import raises
 
 
 def nested_tuples(levels: int) -> bytes:
-    """A tuple that stands for 2**levels values, on the stack."""
+    """Return pickle opcodes for a tuple that stands for 2**levels values."""
     return b")" + b"".join(b"\x94" + b"h" + bytes([level]) + b"\x86" for level in range(levels))
 
 
@@ -43,16 +43,16 @@ def dcp(folder: Path, code: bytes) -> Path:
     return folder
 
 
-def test_an_index_changes_no_class_of_any_library(tmp_path: Path) -> None:
+def test_index_cannot_change_a_class(tmp_path: Path) -> None:
     before = pathlib.PurePosixPath.is_absolute, dict(vars(pathlib.PurePosixPath))
     for module, name in (("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")):
-        # BUILD of the class itself, with a pair whose second part is set attribute by attribute.
+        # BUILD on the class itself: the second part of the pair would be set attribute by attribute.
         code = f"c{module}\n{name}\n".encode() + b"N}\x8c\x0bis_absoluteK\x00s\x86b"
         raises(CheckpointError, None, open_checkpoint, dcp(tmp_path / "d", code))
         assert (pathlib.PurePosixPath.is_absolute, dict(vars(pathlib.PurePosixPath))) == before
 
 
-def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path: Path) -> None:
+def test_exponentially_nested_keys_are_refused(tmp_path: Path) -> None:
     code = b"}" + nested_tuples(200) + b"K\x01s"
     raises(CheckpointDamage, r"more than .* values", lambda: open_checkpoint(dcp(tmp_path / "d", code)))
     with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
@@ -62,7 +62,7 @@ def test_keys_that_share_their_parts_are_refused_before_they_are_hashed(tmp_path
 
 
 @pytest.mark.parametrize("plant", [".t.output-replaced-0123456789abcdef", ".t.output-saving-0123456789abcdef"])
-def test_links_that_wait_for_a_conversion_are_not_taken_for_ours(saved: Path, tmp_path: Path, plant: str) -> None:
+def test_conversion_does_not_follow_planted_links(saved: Path, tmp_path: Path, plant: str) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "mine").write_text("mine")
@@ -77,7 +77,7 @@ def test_links_that_wait_for_a_conversion_are_not_taken_for_ours(saved: Path, tm
         shutil.rmtree(target)
 
 
-def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+def test_failed_conversion_leaves_nothing(saved: Path, tmp_path: Path) -> None:
     piece = next(saved.glob("pieces-*"))
     content = piece.read_bytes()
     piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -87,7 +87,7 @@ def test_a_conversion_that_fails_leaves_nothing(saved: Path, tmp_path: Path) -> 
         assert to == "huggingface" or not target.exists()
 
 
-def test_values_that_share_their_parts_are_refused(tmp_path: Path) -> None:
+def test_exponentially_nested_values_are_refused(tmp_path: Path) -> None:
     shared: Any = [0]
     for _ in range(60):
         shared = [shared, shared]
@@ -114,7 +114,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Write a manifest with the right checksum, whatever else is wrong with it."""
+    """Edit the manifest and write it with a valid checksum."""
     path = folder / native.MANIFEST
     data = json.loads(path.read_text())
     del data["checksum"]
@@ -171,7 +171,7 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("what", EDITS)
-def test_a_manifest_that_lies_is_one_line(saved: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_manifests(saved: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert verify(saved) == []
     change(saved, EDITS[what])
     caught = raises((CheckpointError, ValueError), None, lambda: NativeSource(saved).close())
@@ -183,7 +183,7 @@ def test_a_manifest_that_lies_is_one_line(saved: Path, what: str, capfd: pytest.
     assert "Traceback" not in out + err and "\x1b" not in out + err
 
 
-def test_json_nested_without_end(saved: Path, tmp_path: Path) -> None:
+def test_deeply_nested_json(saved: Path, tmp_path: Path) -> None:
     text = '{"format": "shardwise checkpoint", "version": 1, "tag": "t", "serial": 1, "step": 1,\n"x": ' + "[" * 100_000
     body = (text + "]" * 100_000 + ",\n").encode()
     (saved / native.MANIFEST).write_bytes(body + native._last_line(body))
@@ -198,7 +198,7 @@ def test_json_nested_without_end(saved: Path, tmp_path: Path) -> None:
     assert main(["checkpoint", "inspect", str(tmp_path / "m.safetensors")]) == 2
 
 
-def test_pipes_are_refused_and_not_waited_for(saved: Path, tmp_path: Path) -> None:
+def test_pipes_are_refused(saved: Path, tmp_path: Path) -> None:
     piece = next(saved.glob("pieces-*"))
     piece.unlink()
     os.mkfifo(piece)
@@ -217,7 +217,7 @@ def test_pipes_are_refused_and_not_waited_for(saved: Path, tmp_path: Path) -> No
         assert main(["checkpoint", "verify", str(folder / name)]) == 2
 
 
-def test_saving_does_not_follow_a_planted_link(tmp_path: Path) -> None:
+def test_saving_does_not_follow_planted_links(tmp_path: Path) -> None:
     from shardwise.core.checkpoint.directory import CheckpointRoot
 
     victim = tmp_path / "victim"
@@ -274,7 +274,7 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", HEADERS)
-def test_a_header_that_lies_is_one_line(tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_safetensors_headers(tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str]) -> None:
     path = safetensors(tmp_path / "m.safetensors", HEADERS[what], b"\0" * 4)
     raises(CheckpointError, r"m\.safetensors", lambda: open_checkpoint(path))
     for action in ("inspect", "verify"):
@@ -283,15 +283,15 @@ def test_a_header_that_lies_is_one_line(tmp_path: Path, what: str, capfd: pytest
     assert "Traceback" not in out + err and "\x1b" not in out + err
 
 
-# ---- every byte
+# ---- names and messages
 
 
 LONG = ["a" * 256, "ä" * 200, "a/" * 600 + "a", "x" * 100_000]
-"""Names that no file can have, by their length in bytes."""
+"""Names that are too long in bytes for any file."""
 
 
 @pytest.mark.parametrize("name", LONG, ids=[0, 1, 2, 3])
-def test_names_that_no_file_can_have_are_damage(tmp_path: Path, name: str) -> None:
+def test_too_long_file_names(tmp_path: Path, name: str) -> None:
     raises(CheckpointDamage, "not a plain name", lambda: checked_name(name, "an index"))
     shards, parts = tmp_path / "shards", tmp_path / "parts"
     for folder in (shards, parts):
@@ -310,7 +310,7 @@ def test_names_that_no_file_can_have_are_damage(tmp_path: Path, name: str) -> No
     assert find_step(step) is None
 
 
-def test_the_latest_of_an_engine_stays_in_its_directory(tmp_path: Path) -> None:
+def test_latest_stays_in_its_directory(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     root = tmp_path / "root"
@@ -327,7 +327,7 @@ def test_the_latest_of_an_engine_stays_in_its_directory(tmp_path: Path) -> None:
     raises(CheckpointDamage, None, lambda: tag_directory(root, None, "latest"))
 
 
-def test_what_a_file_says_is_shown_printable_in_every_error() -> None:
+def test_errors_are_printable() -> None:
     def raising() -> None:
         raise ValueError("a\0b\x1b[2J\nand more")
 

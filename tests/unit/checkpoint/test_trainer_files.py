@@ -1,4 +1,6 @@
-"""Directories of the shape that Trainer, accelerate, FSDP and DeepSpeed write: every part is seen."""
+"""Tests of reading directories that Hugging Face's Trainer, accelerate, FSDP and DeepSpeed write, with every file in
+them.
+"""
 
 import json
 import os
@@ -37,7 +39,7 @@ def generators() -> dict[str, Any]:
 
 
 def trainers(path: Path, ranks: int = 1) -> Path:
-    """A Trainer's checkpoint without Trainer."""
+    """Write a checkpoint as Trainer does."""
     model, optimizer = stepped()
     path.mkdir(parents=True, exist_ok=True)
     save_file(model.state_dict(), str(path / "model.safetensors"))
@@ -55,7 +57,7 @@ def beside(path: Path, ranks: int = 1) -> None:
     (path / "trainer_state.json").write_text(json.dumps({"global_step": 9, "log_history": [{"loss": float("nan")}]}))
 
 
-def test_everything_beside_the_model_is_seen(tmp_path: Path) -> None:
+def test_all_parts_of_a_trainer_checkpoint_are_read(tmp_path: Path) -> None:
     path = trainers(tmp_path / "checkpoint-9", ranks=2)
     state = open_checkpoint(path).state()
     assert detect_format(path) == "trainer"
@@ -71,7 +73,7 @@ def test_everything_beside_the_model_is_seen(tmp_path: Path) -> None:
     assert read_lr_scheduler(path).state["step_size"] == 7 == read_lr_scheduler(tmp_path).state["step_size"]
 
 
-def test_the_last_checkpoint_by_its_number(tmp_path: Path) -> None:
+def test_latest_checkpoint_has_the_highest_number(tmp_path: Path) -> None:
     for number in (9, 10, 2):
         trainers(tmp_path / f"checkpoint-{number}")
     (tmp_path / "checkpoint-11.txt").write_text("no directory")
@@ -83,7 +85,7 @@ def test_the_last_checkpoint_by_its_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folders", "whole"])
-def test_what_fsdp_leaves_under_accelerate(tmp_path: Path, kind: str) -> None:
+def test_fsdp_checkpoints_of_accelerate(tmp_path: Path, kind: str) -> None:
     model, optimizer = stepped()
     weights, moments = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     if kind == "whole":
@@ -109,7 +111,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scaler.pt"])
-def test_no_part_runs_code(tmp_path: Path, name: str) -> None:
+def test_hostile_pickles_are_refused(tmp_path: Path, name: str) -> None:
     path = trainers(tmp_path / "checkpoint-1")
     torch.save({"python": Hostile(), "state": Hostile()}, path / name)
     raises(RefusedPickle, name, lambda: open_checkpoint(path))
@@ -117,8 +119,8 @@ def test_no_part_runs_code(tmp_path: Path, name: str) -> None:
     raises(CheckpointError, name, lambda: open_checkpoint(path))
 
 
-def test_a_state_that_is_none_is_damage_before_anything_is_loaded(tmp_path: Path) -> None:
-    """Of generators, and Trainer's own."""
+def test_damaged_states(tmp_path: Path) -> None:
+    """Damaged states of random generators and of the Trainer are found when the checkpoint is opened."""
     path = trainers(tmp_path / "checkpoint-1")
     for key, value in (
         ("python", (3, (1, 2), None)),

@@ -1,4 +1,6 @@
-"""Parameters in the same memory that are not one object are refused; neighbours in one memory are not."""
+"""Tests of ``check_apart``: distinct parameters that share memory are refused; adjacent views of one buffer are
+accepted.
+"""
 
 from collections.abc import Callable
 
@@ -15,7 +17,7 @@ from tests.support.on_ranks import raises
 
 
 class Two(nn.Module):
-    """A parameter ``a`` and another named ``b``."""
+    """A module with a parameter ``a`` and ``b = make_b(a)``."""
 
     def __init__(self, make_b: Callable[[nn.Parameter], torch.Tensor], trainable: bool = True) -> None:
         super().__init__()
@@ -24,7 +26,7 @@ class Two(nn.Module):
 
 
 class Attribute(nn.Module):
-    """``attribute(a)`` of its parameter ``a`` is what a layer ``inner`` keeps in ``plain``, beside a buffer."""
+    """A module with a parameter ``a`` whose submodule has the plain attribute ``attribute(a)``, and a buffer."""
 
     def __init__(self, attribute: Callable[[nn.Parameter], object], trainable: bool = True) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ def columns(first: slice, second: slice) -> nn.Module:
 
 
 def flattened() -> nn.Module:
-    """As a user's own flat buffer, and torch's for LSTMs, have it."""
+    """Return an LSTM with all parameters in one flat buffer, as torch and users make it."""
     model = nn.LSTM(3, 4, num_layers=2)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     start = 0
@@ -87,15 +89,15 @@ APART: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_memory_is_refused_with_both_names(name: str) -> None:
+def test_shared_memory_error_has_both_names(name: str) -> None:
     make, *words = SHARED[name]
     raised = raises(ValueError, "before sharding", lambda: check_no_shared_storage(make()))
     assert all(word in raised for word in words), raised
 
 
 @pytest.mark.parametrize("name", sorted(SHARED.keys() - {"foreign_storage", "other_dtype"}))
-def test_it_is_refused_before_there_are_values(name: str) -> None:
-    """Deferred, attributes have got values of their own."""
+def test_shared_memory_of_deferred_models_is_refused(name: str) -> None:
+    """In a deferred model, plain attributes that alias a parameter are refused, too."""
     of_attribute = name in ("attribute", "in_a_list", "in_a_dict")
     for early in (torch.device("meta"), *([] if of_attribute else [deferred_init()])):
         with early:
@@ -104,18 +106,18 @@ def test_it_is_refused_before_there_are_values(name: str) -> None:
 
 
 ACCEPTED = {**APART, **{name: case.factory for name, case in MODELS.items()}}
-"""Neighbours in one memory, and what shares a parameter object."""
+"""Adjacent views of one buffer, and models that share a parameter object."""
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_shares_no_memory_is_accepted(name: str) -> None:
+def test_parameters_without_shared_memory_are_accepted(name: str) -> None:
     with deferred_init():
         later = ACCEPTED[name]()
     for model in (ACCEPTED[name](), later):
         assert check_no_shared_storage(model) is None  # type: ignore[func-returns-value]
 
 
-def test_build_leaves_a_refused_model_as_it_was() -> None:
+def test_build_leaves_a_refused_model_unchanged() -> None:
     model = by_data()
     before = model["e"].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,6 +1,8 @@
-"""A program in which another library's name is ours: the processes that it starts, and its command line.
+"""Tests of ``shardwise.cli.as_world``, which runs a program with shardwise in place of another library.
 
-What programs for ColossalAI and Lightning ask for that is not here: the error says what to do, and that works."""
+Child processes and argument parsers of the program work. Names of ColossalAI and Lightning that do not exist here
+raise an error with advice that works.
+"""
 
 import argparse
 import sys
@@ -41,10 +43,10 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
-    """By multiprocessing's spawn, which imports the program again, and as programs of their own."""
+def test_child_processes_use_shardwise(tmp_path: Path) -> None:
+    """Children by multiprocessing's spawn, which imports the program again, and by subprocess."""
     (tmp_path / "program.py").write_text(CHILDREN)
-    # What a site has to say to every process is still said.
+    # The site's own sitecustomize must still run.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own_site = 'own'\n")
     command = ["-m", "shardwise.cli.as_world", "colossalai", "program.py"]
     shown = python(*command, cwd=tmp_path, env=surroundings(tmp_path))
@@ -53,7 +55,7 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
     assert spawned == "shardwise.colossalai shardwise.colossalai.nn"
     assert started.startswith("shardwise.colossalai 0.5.0 own ") and "children" not in started
 
-    # A process that cannot have them ends, since it would go on with another library than the program.
+    # A child that cannot install the names exits, because it would use another library than its parent.
     broken = {"SHARDWISE_AS": "colossalai", "PYTHONPATH": str(as_world.CHILDREN)}
     program = "import sys, types; sys.modules['colossalai'] = types.ModuleType('colossalai'); import sitecustomize"
     again = python("-S", "-c", program, env=surroundings(**broken))
@@ -62,7 +64,7 @@ def test_processes_that_a_program_starts_have_our_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", [["missing.py"], ["-m", "missing"]])
-def test_a_program_that_is_missing_is_one_line(tmp_path: Path, program: list[str]) -> None:
+def test_missing_program_prints_one_line(tmp_path: Path, program: list[str]) -> None:
     shown = python("-m", "shardwise.cli.as_world", "deepspeed", *program, cwd=tmp_path, env=surroundings(tmp_path))
     assert shown.returncode == 2 and shown.stderr.count("\n") == 1 and "missing" in shown.stderr, shown.stderr
 
@@ -77,10 +79,10 @@ def test_a_program_that_is_missing_is_one_line(tmp_path: Path, program: list[str
         (["plain", "--lr", "1"], "1", []),
     ],
 )
-def test_parsers_that_know_the_local_rank_are_given_it(
+def test_argument_parsers_get_the_local_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], launched: str, expected: list[int]
 ) -> None:
-    """As by DeepSpeed's launcher; without it, such programs train each rank alone."""
+    """DeepSpeed's launcher passes --local_rank; without it, such programs train each rank alone."""
     facts = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": launched, "LOCAL_WORLD_SIZE": "2"} if launched else {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -101,14 +103,14 @@ def test_parsers_that_know_the_local_rank_are_given_it(
     assert sys.argv[1:] == own and (expected or found[0].kind == "plain")
 
 
-def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device() -> None:
+def test_master_weights_and_moving_a_boosted_model() -> None:
     torch.manual_seed(0)
     own = nn.Linear(3, 2)
     before = own.weight.detach().clone()
     booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16"))
     model, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
     assert not hasattr(optimizer, "_param_store")
-    # Masters begin with the model's own values, not with rounded ones.
+    # Master weights start with the original values, not with rounded ones.
     one = booster.plugin.session(model).one(own.weight)
     assert own.weight.dtype is torch.bfloat16 and not torch.equal(own.weight.float(), before)
     assert torch.equal(one.value(), before) and torch.equal(one.value(own=True), before.flatten())
@@ -120,11 +122,11 @@ def test_masters_of_a_boosted_optimizer_and_a_model_that_is_to_leave_its_device(
 
 @pytest.mark.parametrize("package", [shardwise.lightning, shardwise.fabric])
 @pytest.mark.parametrize("name", ["deepspeed_engine", "_deepspeed_engine"])
-def test_the_engine_of_a_strategy(package: object, name: str) -> None:
+def test_missing_engine_of_a_strategy(package: object, name: str) -> None:
     level = LOG.level
     try:
         strategy = package.DeepSpeedStrategy(stage=2)  # type: ignore[attr-defined]
     finally:
-        LOG.setLevel(level)  # Fabric's sets it
+        LOG.setLevel(level)  # Fabric's strategy sets the level
     assert not hasattr(strategy, name)
     raises(AttributeError, r"strategy\.session.*get_grad_norm.*checkpoints\.save", lambda: getattr(strategy, name))

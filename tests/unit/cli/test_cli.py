@@ -1,7 +1,7 @@
-"""The command line without ranks: arguments, one-line errors, and launchers.
+"""Tests of the command line without training: arguments, one-line errors, and how commands end.
 
-How ``shardwise run`` ends: killed, interrupted while it waits for other hosts, and where there are none.
-Commands whose output nobody takes or that has no room, and files that are refused: a status, and at most a line.
+- ``shardwise run``: arguments for torch's launcher, exit statuses, signals, kills, and launches across hosts.
+- Commands whose standard output is closed or full end with a status and at most one line.
 """
 
 import contextlib
@@ -53,19 +53,19 @@ BAD_RUN = [
 
 
 def _words(options: str) -> list[str]:
-    """With the name of this file, which may have spaces, for a script."""
+    """Split the options, and put the path of this file, which may have spaces, in place of ``SCRIPT``."""
     return [__file__ if each == "SCRIPT" else each for each in options.split()]
 
 
 @pytest.mark.parametrize(("command", "rest"), [("run", "--stepz 3"), ("checkpoint verify", "x --y")])
-def test_an_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option(command: str, rest: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*command.split(), *rest.split()) == 2
     text, program = capsys.readouterr().err, f"shardwise {command}"
     assert text.startswith(f"{program}: error: unrecognized") and f"{program} --help" in text
 
 
 @pytest.mark.parametrize(("options", "expected"), BAD_RUN)
-def test_run_refuses_in_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_run_options_print_one_line(options: str, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert status("run", *_words(options)) == 2
     shown = capfd.readouterr().err
     assert expected in shown and shown.count("\n") == 1
@@ -103,7 +103,7 @@ def test_env_describes_the_machine(capsys: pytest.CaptureFixture[str], monkeypat
     assert "WORLD_SIZE=2 is set without RANK" in text
 
 
-def test_run_across_hosts() -> None:
+def test_run_options_for_several_hosts() -> None:
     launcher, _ = _run_options("--nproc 8 --nnodes 2 --node-rank 1 --rdzv-endpoint h:1 --rdzv-id job SCRIPT")
     assert "--standalone" not in launcher
     expected = {"--nnodes=2", "--rdzv-endpoint=h:1", "--rdzv-id=job", "--node-rank=1", "--rdzv-conf=is_host=0"}
@@ -148,7 +148,7 @@ def _is_known(host: str) -> bool:
 
 @pytest.mark.skipif(not _is_known(socket.getfqdn()), reason="ranks meet under this host's name, which is unknown")
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
-def test_launchers_of_two_hosts_make_one_group(tmp_path: Path, whole: bool) -> None:
+def test_launchers_of_two_hosts_form_one_group(tmp_path: Path, whole: bool) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "found"
     script.write_text(MEETING)
     folder.mkdir()
@@ -188,7 +188,7 @@ import shardwise.deepspeed.as_deepspeed
 
 
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
-def test_run_puts_our_names_in_place_of_a_library(whole: bool, tmp_path: Path) -> None:
+def test_run_replaces_a_library(whole: bool, tmp_path: Path) -> None:
     runs = python if whole else forked_python
     (tmp_path / "beside.py").write_text("VALUE = 3\n")
     program = tmp_path / "program.py"
@@ -217,8 +217,8 @@ while True:
 
 
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -> None:
-    """Also those that are deaf to what can be refused."""
+def test_ranks_end_with_a_killed_launcher(tmp_path: Path, whole: bool) -> None:
+    """Ranks that ignore SIGTERM and SIGINT end, too."""
     script, log = tmp_path / "script.py", tmp_path / "log"
     script.write_text(TRAINING)
     ranks: dict[int, int] = {}
@@ -238,20 +238,20 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, whole: bool) -
 
 
 def _launch(port: int) -> None:
-    """Waits for a host that never answers, as long as torch lets it."""
+    """Wait for a host that never answers, with a very long timeout."""
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x"]
     sys.exit(launch([*meeting, "--rdzv-conf=is_host=0,read_timeout=100000"], [__file__], 1))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *full(signal.SIGINT)])
-def test_a_signal_ends_a_launcher_that_waits_for_another_host(number: signal.Signals) -> None:
+def test_signal_ends_a_launcher_in_the_rendezvous(number: signal.Signals) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         silent.settimeout(SECONDS)
         launcher = Forked(forked(_launch, silent.getsockname()[1]))
         try:
-            peer, _ = silent.accept()  # from here on it is in torch's C++ code
+            peer, _ = silent.accept()  # the launcher now waits in torch's C++ code
             with contextlib.closing(peer):
                 launcher.send_signal(number)
                 assert launcher.wait(SECONDS) == 128 + number
@@ -261,7 +261,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_another_host(number: signal.Sig
 
 
 def _check(monkeypatch: pytest.MonkeyPatch, options: str, unknown: set[str], until: int = 10**9) -> list[str]:
-    """The names that were looked up; those of ``unknown`` are known from the look-up number ``until`` on."""
+    """Return the host names that were looked up; those in ``unknown`` can be resolved from look-up ``until`` on."""
     asked: list[str] = []
 
     def look_up(host: str, *_: Any, **__: Any) -> list[object]:
@@ -277,7 +277,7 @@ def _check(monkeypatch: pytest.MonkeyPatch, options: str, unknown: set[str], unt
     return asked
 
 
-def test_a_meeting_place_that_is_unknown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unresolvable_rendezvous_endpoint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     two = "--nnodes 2 --rdzv-endpoint "
     assert _check(monkeypatch, "", set()) == []
     assert _check(monkeypatch, two + "host0:29500", set()) == ["host0", "this-host"]
@@ -298,7 +298,7 @@ COMMANDS = ["schedule", "trace", "checkpoint inspect", "checkpoint inspect --jso
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[[str], list[str]]:
-    """The arguments of a command that prints."""
+    """Return a function that makes the arguments of a command that prints."""
 
     def found(name: str) -> list[str]:
         if name == "schedule":
@@ -317,16 +317,16 @@ def command(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def ended(arguments: list[str], output: TextIO, monkeypatch: pytest.MonkeyPatch) -> int:
-    with output, monkeypatch.context() as patch:  # leaving it writes what is left, as the end of a program does
+    with output, monkeypatch.context() as patch:  # closing the file flushes it, as the end of a program does
         patch.setattr(sys, "stdout", output)
         return main(arguments)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_output_that_nobody_reads_or_that_has_no_room(
+def test_closed_or_full_standard_output(
     name: str, command: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends as by the signal of a closed pipe, or with one line."""
+    """A closed pipe ends the command with status 141, a full device with one line."""
     for buffered in (True, False):
         reading, writing = os.pipe()
         os.close(reading)

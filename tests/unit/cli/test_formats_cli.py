@@ -1,7 +1,4 @@
-"""`shardwise checkpoint` and the detection of formats.
-
-``convert`` to what needs more than tensors: a configuration, an adapter's settings.
-"""
+"""Tests of ``shardwise checkpoint`` (inspect, convert, diff, verify) and of the detection of formats."""
 
 import copy
 import json
@@ -31,14 +28,14 @@ def convert(place: Path, target: Path, to: str, *options: object) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str], expected: str, *arguments: object) -> None:
-    """The command ends with status 2 and one line, in which ``expected`` is."""
+    """Check that the command ends with status 2 and one line that contains ``expected``."""
     assert _run(*arguments) == 2, arguments
     shown = capsys.readouterr().err
     assert expected in shown and shown.count("\n") == 1 and "Traceback" not in shown, (arguments, shown)
 
 
 def flip(file: Path, at: int) -> None:
-    """Change one bit of that byte."""
+    """Flip one bit of the byte at ``at``."""
     content = bytearray(file.read_bytes())
     content[at] ^= 1
     file.write_bytes(content)
@@ -59,7 +56,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def test_every_format_is_recognised(places: dict[str, Path]) -> None:
+def test_every_format_is_detected(places: dict[str, Path]) -> None:
     for name, path in places.items():
         assert formats.detect_format(path) == name
         assert len(open_checkpoint(path).tensors()) > 0
@@ -70,7 +67,7 @@ def test_every_format_is_recognised(places: dict[str, Path]) -> None:
     assert differing(odd_source(), open_checkpoint(places["native"].parent)) == []
 
 
-def test_nothing_and_several_are_errors(places: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_and_ambiguous_checkpoints(places: dict[str, Path], tmp_path: Path) -> None:
     raises(FileNotFoundError, "no such file", lambda: open_checkpoint(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     raises(FileNotFoundError, "holds no checkpoint", lambda: open_checkpoint(tmp_path / "empty"))
@@ -84,7 +81,7 @@ def test_nothing_and_several_are_errors(places: dict[str, Path], tmp_path: Path)
     raises(ValueError, "which has names", lambda: open_checkpoint(places["huggingface"], parameter_names=["a"]))
 
 
-def test_native_holds_everything(places: dict[str, Path], tmp_path: Path) -> None:
+def test_native_keeps_everything(places: dict[str, Path], tmp_path: Path) -> None:
     source, again = odd_source(), open_checkpoint(places["native"])
     assert differing(source, again) == [] and optimizer_facts(again) == optimizer_facts(source)
     assert again.state()["aliases"] == {"head.weight": "embed.weight"}
@@ -116,7 +113,7 @@ def test_convert_and_back(to: str, places: dict[str, Path], tmp_path: Path, caps
     names = tmp_path / "names.txt"
     names.write_text("\n".join(["embed.weight", "scale", "layers.0.weight", "layers.0.bias", "strided"]))
     extra = ["--parameter-names-b", names] if to == "colossalai" else []
-    # Formats without ties list the other name as a tensor; a Hugging Face directory drops it.
+    # Formats without ties list both names as tensors; a Hugging Face directory drops one.
     expected = 1 if to == "huggingface" else 0
     options = ["--model-only"] if lossy else []
     assert _run("diff", places["native"], target, *options, *extra) == expected
@@ -125,7 +122,7 @@ def test_convert_and_back(to: str, places: dict[str, Path], tmp_path: Path, caps
     assert _run("verify", target) == 0
 
 
-def test_convert_refuses(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp, x = places["dcp"], tmp_path / "x"
     cases = [
         (["convert", dcp, x, "--to", "zip"], "invalid choice"),
@@ -238,7 +235,7 @@ class Net(nn.Module):
 
 
 def adapted(**settings: Any) -> tuple[nn.Module, nn.Module]:
-    """The base model, and a model with an adapter whose every parameter is random."""
+    """Return the base model, and a model with an adapter whose parameters are random."""
     peft = pytest.importorskip("peft")
     base = Net()
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**settings))
@@ -259,7 +256,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def bare(model: nn.Module, place: Path) -> Path:
-    """A checkpoint of the parameters alone."""
+    """Write a checkpoint with parameters only."""
     write_native(LazySource("m", {f"model/{n}": entry_of_tensor(v) for n, v in model.state_dict().items()}), place)
     return place
 
@@ -271,7 +268,7 @@ def same_outputs(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_adapters_configuration_is_deduced_from_its_parameters(kind: str, tmp_path: Path) -> None:
+def test_adapter_configuration_from_the_parameters(kind: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(**ADAPTERS[kind])
     options = ["--lora-alpha", ADAPTERS[kind]["lora_alpha"], "--base", "a/b"]
@@ -280,7 +277,7 @@ def test_an_adapters_configuration_is_deduced_from_its_parameters(kind: str, tmp
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "a/b"
 
 
-def test_an_adapters_configuration_of_a_run_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_configuration_from_a_run_or_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     base, model = adapted(r=2, lora_alpha=7, target_modules=["k"], use_rslora=True)
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
@@ -300,7 +297,7 @@ def test_an_adapters_configuration_of_a_run_or_a_file(tmp_path: Path, capsys: py
     assert json.loads((tmp_path / "x" / "adapter_config.json").read_text())["use_rslora"] is True
 
 
-def test_a_models_configuration_comes_from_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_configuration_from_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     model = gpt2()
     run = Checkpointer(TorchRun(model)).save(tmp_path / "runs", "one")
@@ -311,7 +308,7 @@ def test_a_models_configuration_comes_from_its_run(tmp_path: Path, capsys: pytes
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())
 
 
-def test_a_missing_configuration_is_said_and_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = bare(nn.Linear(3, 1), tmp_path / "run"), tmp_path / "out", "huggingface"
     assert convert(*command) == 0
     said = capsys.readouterr().err

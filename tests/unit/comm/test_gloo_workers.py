@@ -1,4 +1,6 @@
-"""What gloo's workers still hold when a process ends; see [Note: Workers that are late]."""
+"""Test of ``wait_for_idle_workers``, which waits for gloo's worker threads at exit; see [Note: Workers that are
+late].
+"""
 
 import threading
 import time
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.skipif(not release.TASKS.is_dir(), reason="the system d
 
 @contextmanager
 def worker(work: Callable[[], object]) -> Iterator[None]:
-    """A thread by the name of gloo's workers, which does ``work`` and waits then."""
+    """Run a thread with the name of gloo's workers that does ``work`` and then waits."""
     named, over = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -33,8 +35,8 @@ def worker(work: Callable[[], object]) -> Iterator[None]:
         thread.join()
 
 
-def test_a_worker_that_wants_the_lock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "MOST_S", 600.0)  # a busy machine may keep it from working for long
+def test_running_workers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "MOST_S", 600.0)  # longer than a busy machine can delay the worker
     done: list[str] = []
 
     def late() -> None:

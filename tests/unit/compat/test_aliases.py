@@ -1,7 +1,8 @@
-"""Foreign names made from a table: what works is ours, what cannot says what to do, and only when it is used.
+"""Tests of ``shardwise.compat``: aliases of other libraries' names from tables.
 
-The tables of foreign names: each is in order, what works is there, and what cannot says what to do when used.
-Every name of a table that works has a test that uses it, beyond those that look at the tables themselves.
+- A name that works is our object; one that cannot work raises an error with advice when it is used.
+- The TOML tables are sorted and consistent, and the pages show them.
+- A test outside of these table tests uses each name that works.
 """
 
 import ast
@@ -62,7 +63,7 @@ parts = ["Odd"]
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A home package; everything is restored after the test."""
+    """Install the test's table in a home package; everything is restored afterwards."""
     monkeypatch.setitem(HOMES, TABLE.foreign, TABLE.home)  # type: ignore[arg-type]
     monkeypatch.setattr("shardwise.compat.import_hooks.alias_table", lambda foreign: TABLE)
     finders, modules = list(sys.meta_path), set(sys.modules)
@@ -78,15 +79,15 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def test_names_are_ours(home: Any) -> None:
+def test_aliases_are_our_objects(home: Any) -> None:
     layers = import_module(f"{TABLE.home}.nn.layers")
     assert layers.Linear is nn.Linear and layers.Wide is nn.Bilinear
     assert home.zeros(2).shape == (2,)
-    assert home.nn.layers is layers  # by attributes, as after a plain import of the top
+    assert home.nn.layers is layers  # by attributes, as after a plain import of the package
     assert layers.__all__ == ["Linear", "Odd", "Wide"]
 
 
-def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
+def test_wildcard_entries_of_a_module(home: Any) -> None:
     parts = import_module(f"{TABLE.home}.parts")
     assert parts.ReLU is nn.ReLU and parts.deep.GELU is nn.GELU and parts.deep is home.parts.deep
     for name, said in (("Odd", "use ReLU"), ("Anything", "leave it out")):
@@ -95,15 +96,15 @@ def test_the_rest_of_a_module_cannot_work_either(home: Any) -> None:
     raises(ImportError, "'Anything'", lambda: import_module(f"{TABLE.home}.parts.deep.Anything"))
 
 
-def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
+def test_unsupported_names_raise_when_used(home: Any) -> None:
     odd = home.nn.layers.Odd
     deep = import_module(f"{TABLE.home}.tracing.passes").Anything
 
     class Both(nn.Module, odd):  # type: ignore[misc]
-        """Programs derive from names on paths that they never take."""
+        """Programs derive from names on code paths that they never run."""
 
     class WithAbc(ABC, odd):  # type: ignore[misc]
-        """Of another metaclass."""
+        """A class with another metaclass."""
 
     assert not isinstance(3, odd) and not hasattr(odd, "method")
     assert odd | None and odd[int] is odd
@@ -121,13 +122,13 @@ def test_what_cannot_work_says_so_when_it_is_used(home: Any) -> None:
         ("import shardwise_of_a_test as top\ntop.nn.Linaer", AttributeError),
     ],
 )
-def test_what_is_not_in_the_table_is_named(home: Any, statement: str, error: type[Exception]) -> None:
+def test_unknown_names_raise_import_errors(home: Any, statement: str, error: type[Exception]) -> None:
     raises(error, r"foreignlib.* has no name 'Linaer'.*foreignlib 1\.2\.3.*shardwise port", lambda: exec(statement, {}))
 
 
-def test_a_program_that_is_not_changed(home: Any) -> None:
+def test_impersonate(home: Any) -> None:
     compat.impersonate(TABLE.foreign)
-    compat.impersonate(TABLE.foreign)  # again changes nothing
+    compat.impersonate(TABLE.foreign)  # a second call changes nothing
     layers = import_module("foreignlib.nn.layers")
     assert layers is home.nn.layers and layers.__spec__.name == f"{TABLE.home}.nn.layers"
     assert import_module("foreignlib") is home
@@ -138,7 +139,7 @@ def test_a_program_that_is_not_changed(home: Any) -> None:
     raises(ModuleNotFoundError, r"foreignlib\.nothing", lambda: import_module("foreignlib.nothing"))
 
 
-def test_the_library_itself_was_first(home: Any) -> None:
+def test_impersonate_after_import_of_the_library_raises(home: Any) -> None:
     sys.modules["foreignlib"] = ModuleType("foreignlib")
     raises(ImportError, r"foreignlib is imported already.*first line", compat.impersonate, TABLE.foreign)
 
@@ -147,11 +148,11 @@ FILES = sorted(Path(compat.__file__).parent.glob("*.toml"))
 KEYS = {"version", "partial", "also", "here", "differs", "absent", "ignored", "refused", "values"}
 OLDER = {"ColossalAIPrecisionPlugin", "ColossalAIStrategy", "DeepSpeedPlugin"}
 OLDER |= {"DDPFullyShardedPlugin", "DDPFullyShardedStrategy"}
-"""Names of Lightning 1.x, which later releases do not have."""
+"""Names of Lightning 1.x that later releases do not have."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_file_is_in_order(file: Path) -> None:
+def test_tables_are_sorted(file: Path) -> None:
     table = tomllib.loads(file.read_text("utf-8"))
     assert Version(table["version"]) and table.keys() <= KEYS
     for section in KEYS & table.keys() - {"version", "partial", "also"}:
@@ -166,24 +167,24 @@ def test_a_file_is_in_order(file: Path) -> None:
                 assert not seen & told, (said, place)
                 seen |= told
         table[section] = seen
-    assert not table["here"] & table.get("absent", set())  # one of them would win in silence
+    assert not table["here"] & table.get("absent", set())  # an entry in both sections would be ambiguous
     assert table.get("differs", set()) <= table["here"]
 
 
 @pytest.mark.parametrize("foreign", HOMES)
-def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> None:
+def test_every_name_is_an_alias_or_raises(foreign: str) -> None:
     table = alias_table(foreign)
     for path, name, entry in table.entries():
         if isinstance(entry, Alias):
             ours = getattr(import_module(entry.module), entry.name)
-            if table.partial and name not in OLDER:  # which stays beside us
+            if table.partial and name not in OLDER:  # the library stays installed next to ours
                 assert hasattr(import_module(table.full_name(path)), name), (path, name)
-        if table.home == "shardwise.huggingface":  # whose modules nobody imports under ours
+        if table.home == "shardwise.huggingface":  # programs do not import its modules under our name
             continue
         module: Any = import_module(f"{table.home}.{path}".rstrip("."))
         found = getattr(module, "anything" if name == ANY_NAME else name)
         if isinstance(entry, Alias):
-            assert found is ours or isinstance(found, ModuleType), (path, name)  # a file of ours goes before a name
+            assert found is ours or isinstance(found, ModuleType), (path, name)  # modules come first
             continue
         assert isinstance(entry, Unsupported) and not isinstance(object(), found)
         caught = raises(UnsupportedName, None, found, 1, key=2)
@@ -191,7 +192,7 @@ def test_every_name_is_here_or_says_what_to_do_when_it_is_used(foreign: str) -> 
 
 
 @pytest.mark.parametrize("foreign", HOMES)
-def test_arguments_and_values_are_of_names_that_work(foreign: str) -> None:
+def test_arguments_and_values_belong_to_aliases(foreign: str) -> None:
     table = alias_table(foreign)
     for place in table.arguments:
         path, name = place.split(":")
@@ -219,15 +220,15 @@ def test_pages_show_the_tables(page: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 TESTS = Path(__file__).parents[2]
-OF_TABLES = ("test_colossalai_names.py", "test_positions.py", "test_port.py", Path(__file__).name)
-"""These import, list and inspect names, which is no use of them."""
+OF_TABLES = ("test_colossalai_names.py", "test_positional_arguments.py", "test_port.py", Path(__file__).name)
+"""These import, list and inspect names, which does not count as use."""
 WORD = re.compile(r"\w+")
 
 
 def read(text: str) -> Iterator[str]:
-    """What a program reads, calls or asks for by name: never what it only imports or makes.
+    """Yield the names that a program reads or calls, but not those that it only imports or assigns.
 
-    A text that is one word counts, too: many tests have what they try in a table of names.
+    Strings that are one word count, too: many tests have names in a table.
     """
     tree = ast.parse(text)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -248,24 +249,24 @@ def texts() -> tuple[str, ...]:
 
 
 def unused(table: AliasTable) -> set[str]:
-    """Names of the table, under none of which a test uses what they stand for."""
+    """Return names of the table for which no test uses the object that they stand for."""
     called: dict[tuple[str, str], set[str]] = {}
     for _, name, entry in table.entries():
         if isinstance(entry, Alias):
             called.setdefault((entry.module, entry.name), {entry.name}).add(name)
     left = list(called.values())
-    for text in texts():  # a file is parsed if a name that is left may be in it
+    for text in texts():  # a file is parsed only if it may contain one of the remaining names
         if {each for names in left for each in names}.intersection(WORD.findall(text)):
             used = set(read(text))
             left = [names for names in left if not names & used]
     return {min(names) for names in left}
 
 
-def test_an_import_is_no_use() -> None:
+def test_imports_do_not_count_as_use() -> None:
     text = "from a import b as c, d\nimport e\nf = c(g.h, 'i', 'two words')\n__all__ = ['j']\n"
     assert set(read(text)) == {"b", "g", "h", "i", "j"}
 
 
 @pytest.mark.parametrize("table", compat.alias_tables(), ids=lambda table: table.foreign)
-def test_each_name_that_works_is_used(table: AliasTable) -> None:
+def test_each_alias_is_used_by_a_test(table: AliasTable) -> None:
     assert unused(table) == set(), f"write tests that use these names of {table.foreign}"

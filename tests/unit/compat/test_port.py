@@ -1,4 +1,4 @@
-"""What is said of a program's foreign names, and its text with ours."""
+"""Tests of ``shardwise port``: the report on a program's foreign names, and the program rewritten with ours."""
 
 import ast
 import stat
@@ -78,7 +78,7 @@ REWRITTEN = [
     ("from \\\n  foreignlib.nn import Linear\r\nx = 1\r\n", "from \\\n  ours.foreignlib.nn import Linear\r\nx = 1\r\n"),
     ("import foreignlibrary\nfrom . import foreignlib\nfrom foreign import lib\n", None),
     ("from ours.foreignlib.nn import Linear\n", None),
-    # A library that stays: what is ours moves, and the rest stays.
+    # A library that stays installed: our names are replaced, and other imports stay.
     ("from stays.inner.strategies import Other\n", None),
     ("import stays.inner\n", None),
     ("from stays.inner.strategies import Deep\n", "from ours.stays import Deep\n"),
@@ -90,12 +90,12 @@ REWRITTEN = [
 
 
 @pytest.mark.parametrize(("old", "new"), REWRITTEN, ids=[repr(old)[:50] for old, _ in REWRITTEN])
-def test_imports_are_ours_and_all_else_stays(old: str, new: str | None) -> None:
+def test_imports_are_rewritten(old: str, new: str | None) -> None:
     expected = old if new is None else new
     got = rewritten(old, TABLES)
     assert got == expected
     ast.parse(got)
-    assert rewritten(got, TABLES) == got  # a second time there is nothing to do
+    assert rewritten(got, TABLES) == got  # idempotent
 
 
 JUDGED = [
@@ -119,7 +119,7 @@ JUDGED = [
      ("stays.inner.strategies.Old", "missing", "import New from ours.more")),
     ("import foreignlib\nforeignlib.tools.start(1)\nfrom foreignlib.tools.start import go",
      ("foreignlib.tools.start", "missing", "call it by hand"), ("foreignlib.tools.start.go", "same", "")),
-    # Values that mean something here under another name, and those of a name that another package shows again.
+    # Argument values that have another name here, and those of a class that two packages export.
     ("from stays import Trainer\nimport stays.inner as s\nTrainer(kind='deep_3', file=1)\n"
      "s.Trainer(kind='a' if x else 'deep_3', file=None)\nTrainer(kind='plain')",
      ("stays.inner.Trainer(kind='deep_3')", "missing", "write kind='ours_deep_3' after `import ours.stays`"),
@@ -129,7 +129,7 @@ JUDGED = [
 
 
 @pytest.mark.parametrize("row", JUDGED, ids=[text[:50] for text, *_ in JUDGED])
-def test_each_name_is_judged(row: tuple[Any, ...]) -> None:
+def test_verdict_of_each_name(row: tuple[Any, ...]) -> None:
     text, *expected = row
     got = findings(text, TABLES)
     assert [(each.name, each.verdict) for each in got] == [(name, verdict) for name, verdict, _ in expected]
@@ -138,7 +138,7 @@ def test_each_name_is_judged(row: tuple[Any, ...]) -> None:
         assert each.lines and all(each.lines)
 
 
-def test_the_table_of_a_page_has_every_name() -> None:
+def test_markdown_table_has_every_name() -> None:
     text = markdown([WHOLE])
     assert text.startswith("# Names of `foreignlib`\n") and "imported as before" in markdown([PARTIAL])
     assert "| `foreignlib.nn` | `Linear`, `Wide` |" in text
@@ -152,7 +152,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.compat.alias_tables", lambda: TABLES)
 
 
-def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_and_write(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, other = tmp_path / "train.py", tmp_path / "deep" / "other.py"
     for name in ("deep", ".hidden"):
         (tmp_path / name).mkdir()
@@ -174,7 +174,7 @@ def test_files_are_changed_when_asked(known: None, tmp_path: Path, capsys: pytes
     assert stat.S_IMODE(program.stat().st_mode) == 0o750 and other.read_text() == "import os\n"
 
 
-def test_bad_input(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for content, name, message in (
         (b'{{"cells": null', "a.ipynb", "a.ipynb: not Python"),
         (b"x = '\xe9'\n", "latin.py", "latin.py: not Python (invalid or missing encoding"),
@@ -190,7 +190,7 @@ def test_bad_input(known: None, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert message in capsys.readouterr().err
 
 
-def test_every_library_has_its_version() -> None:
+def test_version_attributes_are_aliases() -> None:
     text = "import colossalai, deepspeed\nprint(colossalai.__version__, deepspeed.__version__)\n"
     found = [(each.name, each.verdict) for each in findings(text, alias_tables())]
     assert found == [("colossalai.__version__", "same"), ("deepspeed.__version__", "same")]

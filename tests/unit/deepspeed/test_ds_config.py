@@ -1,6 +1,6 @@
-"""``ds_config -> Plan`` by equality, one row a key; what is ignored, refused, unknown or "auto".
+"""Tests of the translation of a DeepSpeed configuration into a ``Plan``, one row for each key.
 
-Configurations as Hjson files.
+Keys may be used, ignored, refused, unknown or "auto"; files may be JSON or Hjson.
 """
 
 # The tables are wider than a line.
@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 
 def plan(stage: int) -> Plan:
-    """What ``{"zero_optimization": {"stage": stage}, "gradient_clipping": 0}`` means."""
+    """Return the plan of ``{"zero_optimization": {"stage": stage}, "gradient_clipping": 0}``."""
     if stage < 3:
         begun = zero(stage) if stage else replicated()
         return begun.but(packing=ByNumel(chunk_numel=500_000_000, min_chunks=8))
@@ -35,7 +35,7 @@ def plan(stage: int) -> Plan:
 
 
 def tree_of(path: str, value: Any, stage: int = 0) -> Tree:
-    """A configuration with one key; the blocks around it are switched on, so that it counts."""
+    """Return a configuration with one key, and with the blocks around it enabled, so that the key has an effect."""
     tree: Tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
     around = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
     place, *names = tree, *path.split(".")
@@ -66,7 +66,7 @@ FP16 = {"param_dtype": torch.float16, "scaler": scaler()}
 BF16 = {"param_dtype": torch.bfloat16, "scaler": constant(1.0)}
 DISK = DiskPlan(directory="/fast", threads=1, state_buffers=4)
 NVME: Tree = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast", "pin_memory": False}}}
-ON_NVME = {"disk": DISK, "state_disk_fraction": 1.0}  # in this order: the share needs the disk
+ON_NVME = {"disk": DISK, "state_disk_fraction": 1.0}  # order matters: the fraction needs the disk
 ZERO, OPTIM, PARAM = "zero_optimization.", "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
 CPU_OPTIM: Tree = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 GROUPS = MeshPlan(dp_shard=2, dp_replicate=-1)
@@ -79,7 +79,7 @@ def disk(**changes: Any) -> dict[str, Any]:
     return {**ON_NVME, "disk": replace(DISK, **changes)}
 
 
-# (path, value, stage, what else is configured, how the plan differs from the stage's)
+# (path, value, stage, more configuration, difference from the plan of the stage)
 USED: list[tuple[str, Any, int, Tree, dict[str, Any]]] = [
     ("zero_optimization.stage", 1, 1, {}, {}),
     ("zero_optimization.stage", "2", 2, {}, {}),
@@ -161,8 +161,8 @@ def test_a_key_changes_the_plan(path: str, value: Any, stage: int, more: Tree, c
     assert path.replace("bfloat16", "bf16") in report.used and not report.ignored
 
 
-def test_every_other_name_has_a_row() -> None:
-    """That every key has one is in test_ds_zero_to_fp32.py."""
+def test_every_alias_has_a_row() -> None:
+    """Each alias has a row here. test_ds_key_effects_and_zero_to_fp32.py checks that each key has one."""
     of_used = {alias for alias, path in ALIASES.items() if path not in KEYS or KEYS[path].role == "used"}
     assert {alias for alias in of_used if "." in alias} <= {path for path, *_ in USED}
 
@@ -173,13 +173,13 @@ REFUSED = sorted(path for path, key in KEYS.items() if key.role == "refused")
 
 
 def other(path: str) -> Any:
-    """A value that asks for something."""
+    """Return a value that differs from the default of the key."""
     key = KEYS[path]
     return not (key.exact and key.exact[0]) if key.kind == "bool" else OTHER.get(key.kind, True)
 
 
 @pytest.mark.parametrize("path", IGNORED)
-def test_a_key_without_effect_is_listed_once_with_its_reason(path: str) -> None:
+def test_ignored_keys_are_listed_once_with_the_reason(path: str) -> None:
     stage = 3 if "offload_param" in path else 1
     tree = tree_of(path, other(path), stage)
     if "offload_" in path:
@@ -195,22 +195,22 @@ def test_a_key_without_effect_is_listed_once_with_its_reason(path: str) -> None:
         assert exact[0] == found and not exact[1].ignored and path in exact[1].used
 
 
-def test_an_old_name_of_offloading_is_told() -> None:
+def test_deprecated_cpu_offload_is_noted() -> None:
     report = to_plan(tree_of(ZERO + "cpu_offload", True, 2), 4)[1]
     told = f"Config parameter {ZERO}cpu_offload is deprecated: give {ZERO}offload_optimizer={{'device': 'cpu'}}"
     assert report.notes == [told]
 
 
 @pytest.mark.parametrize("path", REFUSED)
-def test_a_key_that_is_not_available_is_refused(path: str) -> None:
+def test_unavailable_keys_are_refused(path: str) -> None:
     refusal = rf"{path}=.*{KEYS[path].reason[:20]}"
     raises(NotImplementedError, refusal, to_plan, tree_of(path, other(path), 1), 4)
     assert path in to_plan(tree_of(path, KEYS[path].default, 1), 4)[1].used
 
 
 @pytest.mark.parametrize("path", sorted(path for path, block in BLOCKS.items() if block.role != "refused"))
-def test_a_block_is_ignored_where_it_is_on(path: str) -> None:
-    """Refused ones are in test_ds_parts.py."""
+def test_ignored_blocks_are_listed_if_enabled(path: str) -> None:
+    """Refused blocks are tested in test_ds_optimizers_and_utilities.py."""
     name = BLOCKS[path].switch or "anything"
     assert to_plan(tree_of(path, {name: 4}, 1), 4)[1].ignored == {path: BLOCKS[path].reason}
     off = to_plan(tree_of(path, {name: False}, 1), 4)
@@ -258,7 +258,7 @@ WRONG: list[tuple[Tree, str]] = [
 
 
 @pytest.mark.parametrize(("tree", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_faults_say_what_to_do(tree: Tree, message: str) -> None:
+def test_invalid_configurations(tree: Tree, message: str) -> None:
     raises(ValueError, message, lambda: to_plan(tree, 4))
 
 
@@ -299,7 +299,7 @@ def test_auto_is_the_default() -> None:
     assert settings["optimizer.params"] == {"betas": [0.9, 0.99]}
 
 
-def test_files_comments_and_old_forms(tmp_path: Path) -> None:
+def test_files_comments_and_deprecated_forms(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     zero = {"stage": 1, "_why": 0, "offload_param": None}
     tree = {"_comment": "x", "//": 1, "gradient_clipping": 0, "zero_optimization": zero}
@@ -315,7 +315,7 @@ def test_files_comments_and_old_forms(tmp_path: Path) -> None:
     raises(TypeError, "give a dict", lambda: to_plan(3, 4))
 
 
-def test_the_default_norm_is_said_and_a_quiet_configuration_warns_of_nothing() -> None:
+def test_default_clipping_is_noted() -> None:
     found, report = to_plan({"zero_optimization": {"stage": 1}}, 4)
     assert found == plan(1).but(max_norm=1.0) and "0.0 is off" in report.notes[0]
     with warnings.catch_warnings(action="error"):
@@ -336,12 +336,12 @@ ASIDE = [
 
 
 @pytest.mark.parametrize(("tree", "path"), ASIDE)
-def test_what_other_values_make_meaningless_is_ignored(tree: Tree, path: str) -> None:
+def test_keys_without_effect_next_to_other_values_are_ignored(tree: Tree, path: str) -> None:
     report = to_plan({"gradient_clipping": 0.0, **tree}, 4)[1]
     assert list(report.ignored) == [path] and path not in report.used
 
 
-def test_sizes_of_the_model_turn_limits_into_units_and_shares() -> None:
+def test_limits_in_elements_depend_on_the_model_size() -> None:
     def three(**zero: Any) -> Plan:
         tree = {"gradient_clipping": 0.0, "zero_optimization": {"stage": 3, **zero}}
         return to_plan(tree, 4, numels=NUMELS)[0]
@@ -384,7 +384,7 @@ AS_JSON = {
 }
 
 
-def test_texts_by_hand(tmp_path: Path) -> None:
+def test_hjson_files(tmp_path: Path) -> None:
     path = tmp_path / "ds.hjson"
     path.write_text(HAND)
     assert load_config(path) == load_config(str(path)) == AS_JSON

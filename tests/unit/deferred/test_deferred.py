@@ -1,6 +1,8 @@
-"""Deferred initialisation equals a normal construction bit for bit, one tensor in memory at a time.
+"""Tests of ``deferred_init`` and ``materialise``.
 
-Deferred initialisation: one tensor in memory at a time, how values are put in, and what is refused.
+- The model equals a normally constructed one bit for bit, and the state of the random generators is the same.
+- At most one layer is in memory at a time.
+- ``adopt`` replaces the data of a parameter and keeps the object. Unsupported uses raise an error.
 """
 
 import copy
@@ -45,7 +47,7 @@ def materialise(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(expected: nn.Module, model: nn.Module) -> None:
-    """The same tensors, types, flags and ties."""
+    """Check that both models have the same tensors, types, flags and ties."""
     left, right = tensors_of(expected), tensors_of(model)
     assert list(left) == list(right)
     for name, want in left.items():
@@ -57,7 +59,7 @@ def assert_same(expected: nn.Module, model: nn.Module) -> None:
 
 
 def both(build: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, nn.Module]:
-    """``build()`` normally and deferred, then materialised; the generator is checked on the way."""
+    """Build normally and deferred, materialise the second, and check the random generator at each step."""
     torch.manual_seed(seed)
     expected = build()
     after = torch.get_rng_state()
@@ -129,7 +131,7 @@ def second_pass() -> nn.Module:
 
 
 def truncated_and_orthogonal() -> nn.Module:
-    """A loop until all values are within bounds, and a decomposition."""
+    """Initializers with a loop until all values are within bounds, and with a decomposition."""
     truncated, orthogonal = nn.Linear(40, 30), nn.Linear(12, 20)
     nn.init.trunc_normal_(truncated.weight, std=1.0)
     nn.init.orthogonal_(orthogonal.weight)
@@ -156,7 +158,7 @@ def other_dtypes() -> nn.Module:
 
 
 def branches() -> nn.Module:
-    """Python that depends on values."""
+    """Python code that branches on values."""
     layer = nn.Linear(4, 4)
     while layer.weight.abs().max() > 0.1:
         layer.weight.data.mul_(0.9)
@@ -169,7 +171,7 @@ def branches() -> nn.Module:
 
 
 def spread_out() -> nn.Module:
-    """Several parameters from one draw, in-place writes through views, data from real tensors."""
+    """Several parameters from one draw, in-place writes through views, and copies of tensors."""
     model = nn.Module()
     draw = torch.randn(3, 4, 4)
     for index, name in enumerate("qkv"):
@@ -185,7 +187,7 @@ def spread_out() -> nn.Module:
 
 
 def used_while_building() -> nn.Module:
-    """Forwards, a backward, an optimizer step, a loaded state, lazy and shared parameters, all in the constructor."""
+    """Forward, backward, an optimizer step, load_state_dict, lazy and shared parameters, all during construction."""
     norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LazyLinear(2))
     norm(torch.randn(5, 3)).sum().backward()
     optimizer = torch.optim.SGD(norm.parameters(), 0.1)
@@ -216,7 +218,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", ZOO)
-def test_deferred_equals_normal(name: str) -> None:
+def test_deferred_model_equals_a_normal_one(name: str) -> None:
     both(ZOO[name])
 
 
@@ -232,7 +234,7 @@ class Pair(NamedTuple):
 
 
 class Plain(nn.Module):
-    """Tensors that are neither parameters nor buffers, wherever a module may keep them."""
+    """A module with tensors that are neither parameters nor buffers, in all kinds of containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +253,7 @@ class Plain(nn.Module):
 
 
 class Bare(nn.Module):
-    """Registers nothing."""
+    """A module that registers nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +347,7 @@ def test_operations_after_the_context_are_recorded() -> None:
 # ---- the bare meta device -------------------------------------------------------------------------------------------
 
 
-def test_bare_meta_equals_normal() -> None:
+def test_meta_model_equals_a_normal_one() -> None:
     torch.manual_seed(1)
     expected = Modules()
     after = torch.get_rng_state()
@@ -363,7 +365,7 @@ def test_bare_meta_equals_normal() -> None:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_peak_memory_is_one_layer(bare: bool) -> None:
-    width, layers = 512, 15  # wide enough that two generator states of 5 KB a layer count for little
+    width, layers = 512, 15  # wide enough that the two recorded generator states of 5 KB for each layer do not matter
     layer_bytes, before = 4 * (width * width + width), live_tensor_bytes()
     with torch.device("meta") if bare else deferred_init():
         model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -406,7 +408,7 @@ def test_adopt_keeps_the_object(start: str) -> None:
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_source_is_named() -> None:
+def test_in_place_change_of_a_source_raises() -> None:
     source = torch.ones(3)
     with deferred_init():
         layer = nn.Linear(3, 1)
@@ -420,7 +422,7 @@ def test_a_changed_source_is_named() -> None:
         raises(RuntimeError, r"_local_scalar_dense.*needs the values.*outside", lambda: product.sum().item())
 
 
-def test_bare_meta_errors_name_the_module_and_the_way_out() -> None:
+def test_meta_modules_that_cannot_be_initialized() -> None:
     class Bare(nn.Module):
         def __init__(self, reset: bool) -> None:
             super().__init__()
@@ -443,7 +445,7 @@ def test_misuse() -> None:
         raises(RuntimeError, "Linear was called inside deferred_init", lambda: next(initial_values(model, CPU)))
         with deferred_init():
             inner = nn.Linear(2, 2)
-        assert inner.weight.device == CPU  # what a normal construction would say
+        assert inner.weight.device == CPU  # as in a normal construction
     assert is_deferred(inner)
     raises(KeyError, r"'weight' is not a buffer of Linear", lambda: set_buffer(model, ["weight"], torch.ones(2, 2)))
     assert "meta" in repr(model.weight)

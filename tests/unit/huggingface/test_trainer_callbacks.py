@@ -1,4 +1,4 @@
-"""Callbacks that mix a model into its reference, and in whose Trainer they do it."""
+"""Tests of ``gather_for_references``: callbacks that mix a model into its reference model get gathered parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 
 class Callback:
-    """As TRL's."""
+    """A callback as TRL's ``SyncRefModelCallback``."""
 
     def __init__(self) -> None:
         self.seen: list[list[str]] = []
@@ -41,11 +41,11 @@ def gather_in(callback: Any, session_of: Any) -> None:
 
 
 def sessions(name: str, *models: nn.Module) -> Any:
-    """The ``session_of`` of an accelerator that has these."""
+    """Return a ``session_of`` for an accelerator with these models."""
     return {model: Sharded(f"{name}{index}") for index, model in enumerate(models)}.get
 
 
-def test_a_callback_gathers_the_models_of_the_trainer_that_uses_it_now() -> None:
+def test_callback_gathers_the_models_of_the_current_trainer() -> None:
     (a, b), (c, d) = ([nn.Linear(1, 1) for _ in range(2)] for _ in range(2))
     first, second = sessions("first", a, b), sessions("second", c, d)
     callback = Callback()
@@ -56,11 +56,11 @@ def test_a_callback_gathers_the_models_of_the_trainer_that_uses_it_now() -> None
     assert callback.seen == [one, two, two, one]
 
 
-def test_a_method_that_a_callback_has_put_on_itself_is_gathered_for() -> None:
+def test_method_set_on_the_callback_is_wrapped() -> None:
     model, target = nn.Linear(1, 1), nn.Linear(1, 1)
     callback: Any = Callback()
     seen: list[list[str]] = []
-    for _ in range(2):  # it may do so again
+    for _ in range(2):  # the callback may replace its method again
         callback.sync_target_model = lambda model, target_model, alpha: seen.append([*OPEN, f"{alpha}"])
         gather_in(callback, sessions("it", model, target))
         callback.sync_target_model(model, target, alpha=0.25)

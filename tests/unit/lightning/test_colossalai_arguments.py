@@ -1,4 +1,6 @@
-"""ColossalAIStrategy's own arguments -> plan, each with its effect, and what is said of those without one."""
+"""Tests of the arguments of ``ColossalAIStrategy``: the plan that each one makes, and warnings of arguments without
+effect.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -56,7 +58,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("arguments", "changes"), CHANGES, ids=lambda value: ",".join(value))
 def test_each_argument_changes_the_plan(arguments: dict[str, Any], changes: dict[str, Any]) -> None:
-    """`chunk_size` and `enable_distributed_storage` among them, which ColossalAI stored and never used."""
+    """``chunk_size`` and ``enable_distributed_storage`` have an effect here; ColossalAI stored and never used them."""
     assert plan(**arguments) == DEFAULT.but(**changes)
 
 
@@ -80,7 +82,7 @@ def test_precisions(precision: str, dtype: torch.dtype | None) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_at_once(arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any]) -> None:
     (value,) = arguments.values()
     with pytest.raises(ValueError, match=str(value)):
         ColossalAIArguments(**arguments)

@@ -1,7 +1,8 @@
-"""The strategies' published signatures, their two packages, their names, and what their arguments mean.
+"""Tests of the classes of the Lightning front-end.
 
-Lightning's names in the places where programs import them: ours, or what to do instead.
-Lightning's own entries as data of a native checkpoint: what comes back as it was, what is refused or left out.
+- The strategies' published signatures, methods, properties and names, for both packages of Lightning.
+- Precision plugins, the plans of ``DDPFullyShardedStrategy``, ``wrap``, and refused callbacks.
+- Lightning's own entries of a checkpoint: what is restored, refused or left out.
 """
 
 import argparse
@@ -84,13 +85,13 @@ METHODS = {
         "setup": "trainer",
     },
 }
-# Published calls work; the two that Lightning 2 leaves out, or gives by name, may be left out.
+# Published calls work; arguments that Lightning 2 omits, or passes by name, are optional.
 MORE_DEFAULTS = {("ColossalAIStrategy", "optimizer_step"): {"opt_idx": None, "closure": None}}
 
 
 @pytest.mark.parametrize("package", NAMES)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_signature_is_the_published_one(package: str, name: str) -> None:
+def test_published_signatures(package: str, name: str) -> None:
     cls = getattr(PACKAGES[NAMES[package]], name)
     found = list(inspect.signature(cls).parameters.values())
     published = [p for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -102,7 +103,7 @@ def test_signature_is_the_published_one(package: str, name: str) -> None:
 
 @pytest.mark.parametrize("package", NAMES)
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in METHODS for method in METHODS[name]])
-def test_methods_are_the_published_ones(package: str, name: str, method: str) -> None:
+def test_published_methods(package: str, name: str, method: str) -> None:
     cls = getattr(PACKAGES[NAMES[package]], name)
     assert callable(inspect.getattr_static(cls, method))
     found = list(inspect.signature(getattr(cls, method)).parameters.values())[1:]
@@ -118,8 +119,10 @@ def test_methods_are_the_published_ones(package: str, name: str, method: str) ->
 
 @pytest.mark.parametrize("package", NAMES)
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_properties_are_the_published_ones(package: str, name: str) -> None:
-    """``handles_gradient_accumulation`` was true of two of them, which then counted otherwise than Lightning."""
+def test_published_properties(package: str, name: str) -> None:
+    """``handles_gradient_accumulation`` is False: two published strategies had True and counted differently from
+    Lightning.
+    """
     cls = getattr(PACKAGES[NAMES[package]], name)
     made = cls()
     values = {"handles_gradient_accumulation": False, "restore_checkpoint_after_setup": True}
@@ -130,8 +133,8 @@ def test_properties_are_the_published_ones(package: str, name: str) -> None:
 
 @pytest.mark.parametrize("package", NAMES)
 @pytest.mark.parametrize("name", [*PUBLISHED, *PLUGINS])
-def test_classes_are_found_by_name(package: str, name: str) -> None:
-    """Spawned processes receive a strategy by the name of its class."""
+def test_strategies_and_plugins_can_be_pickled(package: str, name: str) -> None:
+    """Spawned processes unpickle a strategy by the name of its class."""
     home = PACKAGES[NAMES[package]]
     made = getattr(home, name)()
     again = pickle.loads(pickle.dumps(made))
@@ -140,7 +143,7 @@ def test_classes_are_found_by_name(package: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("package", NAMES)
-def test_names(package: str) -> None:
+def test_registered_strategy_names(package: str) -> None:
     home = PACKAGES[NAMES[package]]
     registry = NAMES[package].load("strategies.StrategyRegistry")
     for name in ("colossalai", "shardwise_colossalai"):
@@ -153,14 +156,14 @@ def test_names(package: str) -> None:
         found = (zero["stage"], "offload_optimizer" in zero, "offload_param" in zero)
         assert found == (int(stage[0]), stage.endswith("offload"), stage == "3_offload")
     assert registry["shardwise_deepspeed_stage_3_offload_nvme"]["init_params"]["offload_params_device"] == "nvme"
-    # FairScale's strategy had this name as well; it is FSDPStrategy's now.
+    # FairScale's strategy was also named "fsdp"; the name now belongs to FSDPStrategy.
     assert registry["fsdp"]["strategy"] is NAMES[package].load("strategies.FSDPStrategy")
     options = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
     made = NAMES[package].load("Trainer")(strategy="ddp_fully_sharded", **options)
     assert isinstance(made.strategy, home.DDPFullyShardedStrategy)
 
 
-def test_built_in_names_are_taken_over_on_request_only() -> None:
+def test_take_over_deepspeed_names() -> None:
     registry = LIGHTNING.load("strategies.StrategyRegistry")
     before = dict(registry)
     stages = ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload", "_stage_3_offload_nvme")
@@ -178,7 +181,7 @@ def test_built_in_names_are_taken_over_on_request_only() -> None:
         registry.update(before)
 
 
-def test_too_new_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_lightning_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning.pytorch
 
     for version, fits in (("2.1.4", False), ("2.2.0", True), ("2.6.5", True), ("2.7.0", False)):
@@ -190,16 +193,16 @@ def test_too_new_a_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- precision
 
 
-def test_plugin_of_lightning_becomes_ours() -> None:
+def test_precision_plugin_of_lightning_is_replaced() -> None:
     strategy = shardwise.lightning.DDPFullyShardedStrategy()
-    assert strategy._precision_plugin is None  # or Lightning would ignore the Trainer's precision
+    assert strategy._precision_plugin is None  # otherwise Lightning would ignore the Trainer's precision
     assert strategy.precision_plugin.precision == "32-true" and strategy._precision_plugin is None
     strategy.precision_plugin = LIGHTNING.load("plugins.precision.HalfPrecision")("bf16-true")
     assert type(strategy.precision_plugin) is shardwise.lightning.ShardedPrecision
     assert strategy.format == PRECISIONS["bf16-true"]
 
 
-def test_plugins_that_would_be_lost_are_refused() -> None:
+def test_custom_precision_plugins_are_refused() -> None:
     mixed = LIGHTNING.load("plugins.precision.MixedPrecision")
     half = LIGHTNING.load("plugins.precision.HalfPrecision")
     strategy = shardwise.lightning.DDPFullyShardedStrategy
@@ -211,7 +214,7 @@ def test_plugins_that_would_be_lost_are_refused() -> None:
     assert given.format.name == "16-mixed"
 
 
-def test_short_forms() -> None:
+def test_short_forms_of_precisions() -> None:
     names = {16: "16-mixed", "bf16": "bf16-mixed", 32: "32-true", "16-true": "16-true"}
     assert {given: format_of(given).name for given in names} == names
     raises(ValueError, "transformer-engine", format_of, "transformer-engine")
@@ -239,13 +242,13 @@ def test_precisions_of_fully_sharded() -> None:
     assert plain.param_dtype is None and not plain.cast_inputs
 
 
-def test_homes() -> None:
+def test_offload_arguments() -> None:
     for params, grads, state in ((False, None, 0.0), (True, None, 1.0), (True, False, 0.0), (False, True, 1.0)):
         tiers = plan(cpu_offload=params, move_grads_to_cpu=grads).tiers
         assert (tiers.param_host_fraction, tiers.state_host_fraction) == (float(params), state)
 
 
-def test_packings() -> None:
+def test_packing_arguments() -> None:
     assert plan().shard.packing == ByNumel(chunk_numel=25 * 2**18, min_chunks=8)
     assert plan("bf16-mixed", bucket_cap_mb=1).shard.packing == ByNumel(chunk_numel=2**19, min_chunks=8)
     assert plan(bucket_cap_mb=0).shard.packing == ByModule(unit_classes=())
@@ -255,7 +258,7 @@ def test_packings() -> None:
     assert plan(units=("net.0",), bucket_cap_mb=-1).shard.packing.rest_numel is None
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments() -> None:
     for name, value in (("compute_dtype", torch.int64), ("compute_dtype", 16), ("min_num_params", -1)):
         raises(ValueError, f"{name}=", shardwise.lightning.DDPFullyShardedStrategy, **{name: value})
 
@@ -275,7 +278,7 @@ def test_wrap_marks_inside_the_context_only() -> None:
         assert wrap(model[1][0]) is model[1][0]
     wrap(model[0])
     assert unit_names(model) == ("1.0",)
-    assert next(iter(model.state_dict())) == "0.weight"  # names stay
+    assert next(iter(model.state_dict())) == "0.weight"  # names are unchanged
 
 
 def test_auto_wrap_follows_the_policy() -> None:
@@ -286,7 +289,7 @@ def test_auto_wrap_follows_the_policy() -> None:
     assert unit_names(model) == ("1.0", "1.1", "2")
     second = net()
     with enable_wrap():
-        auto_wrap(second)  # 1e8 elements: nothing is that large
+        auto_wrap(second)  # the default is 1e8 elements
     assert unit_names(second) == ()
 
 
@@ -307,7 +310,7 @@ def test_refused_callbacks(path: str) -> None:
     if cls is None:
         pytest.skip(f"this version of Lightning has no {path}")
     made = cls.__new__(cls)
-    made.finetune_function = lambda module, *_: made.make_trainable(module)  # BaseFinetuning's own is abstract
+    made.finetune_function = lambda module, *_: made.make_trainable(module)  # it is abstract in BaseFinetuning
     trainer = SimpleNamespace(state=SimpleNamespace(fn=LIGHTNING.load("trainer.states.TrainerFn").FITTING))
     trainer.callbacks, trainer.strategy = [made], shardwise.lightning.DDPFullyShardedStrategy()
     raises(NotImplementedError, f"{cls.__name__} with DDPFullyShardedStrategy: ", check_callbacks, LIGHTNING, trainer)
@@ -315,8 +318,8 @@ def test_refused_callbacks(path: str) -> None:
     check_callbacks(LIGHTNING, trainer)
 
 
-def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the published package chooses; what is only of one of them would be refused by the other's Trainer."""
+def test_lightning_colossalai_uses_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published package chooses the same way; each Trainer refuses classes of the other package."""
     from shardwise.lightning_colossalai.precision import ColossalAIPrecisionPlugin
     from shardwise.lightning_colossalai.strategy import ColossalAIStrategy
 
@@ -333,7 +336,7 @@ def test_lightning_colossalai_is_of_the_package_that_is_installed(monkeypatch: p
 
 
 def stored(checkpoint: dict[str, Any]) -> Any:
-    """The user state of a checkpoint, after it was on a disk."""
+    """Return the user state of a checkpoint after a round trip through JSON."""
     tensors: dict[str, torch.Tensor] = {}
     data = json.loads(json.dumps(tree.encode(pack(checkpoint), tensors, "user_state"), allow_nan=False))
     return tree.decode(data, tensors)
@@ -343,7 +346,7 @@ def restored(value: Any) -> Any:
     return unpack(stored({"own": {"a": [value]}}))["own"]["a"][0]
 
 
-def test_state_beside_the_weights() -> None:
+def test_state_without_the_weights() -> None:
     given = {"epoch": 3, "loops": {"a": {1: (2, float("inf"))}}, "callbacks": {"best": torch.tensor(0.5)}}
     state = stored({**given, "state_dict": {"w": torch.ones(3)}, "optimizer_states": [{}]})
     assert left_out(state) == [] and unpack(state) == given
@@ -367,7 +370,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=[f"{type(value).__name__}-{n}" for n, value in enumerate(VALUES)])
-def test_other_classes_come_back_as_they_were(value: Any) -> None:
+def test_values_of_other_classes_are_restored(value: Any) -> None:
     found = restored(value)
     assert type(found) is type(value) and found == value
 
@@ -387,7 +390,7 @@ NO_DATA = {"Odd": Odd.ONE, "Linear": nn.Linear(1, 1), "function": lambda: None, 
 
 
 @pytest.mark.parametrize("named", NO_DATA)
-def test_what_is_no_data_is_refused_or_left_out(named: str) -> None:
+def test_objects_are_refused_or_left_out(named: str) -> None:
     value = NO_DATA[named]
     told = rf"entry callbacks/mine/a/1 is a \S*{named} .*checkpoint_io"
     raises(TypeError, told, pack, {"callbacks": {"mine": {"a": [0, value]}}})

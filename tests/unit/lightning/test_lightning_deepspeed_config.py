@@ -1,4 +1,7 @@
-"""DeepSpeedStrategy's arguments -> DeepSpeed configuration -> Plan, one row an argument, and what Trainer completes."""
+"""Tests of the arguments of ``DeepSpeedStrategy``: the DeepSpeed configuration and the ``Plan`` that they make.
+
+Each argument has a row. The Trainer completes the configuration with its precision, clipping and accumulation.
+"""
 
 # The tables are wider than a line.
 # ruff: noqa: E501
@@ -28,7 +31,7 @@ CHECKPOINTING = (
     *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
     "synchronize_checkpoint_boundary",
 )
-# As Lightning 2.4 printed it for its defaults, and the two blocks of its offloads.
+# The configuration of the defaults as Lightning 2.4 printed it, and the two blocks of its offload.
 PRINTED: Tree = {
     "zero_allow_untested_optimizer": True,
     "zero_optimization": {
@@ -49,7 +52,7 @@ class Misconfigured(Exception):
 
 
 def completed(tree: Tree, precision: str = "32-true", given: DeepSpeedArguments | None = None, **changes: Any) -> Tree:
-    """The configuration ``tree`` with what Trainer has."""
+    """Return ``tree`` completed with the Trainer's values."""
     facts = {"accumulation": 1, "micro_batch": 4, "clip": 0.0, "precision": precision, **changes}
     return complete(tree, given or DeepSpeedArguments(), TrainerFacts(**facts), Misconfigured)
 
@@ -60,7 +63,7 @@ def plan_of(precision: str = "32-true", **arguments: Any) -> Plan:
     return to_plan(read(tree, RANKS), RANKS, NUMELS, clip_outside=True)[0]
 
 
-def test_the_dict_is_what_lightning_makes() -> None:
+def test_configuration_matches_lightnings() -> None:
     assert DeepSpeedArguments().to_config() == PRINTED
     offloaded = DeepSpeedArguments(stage=3, offload_optimizer=True, offload_parameters=True).to_config()
     assert offloaded["zero_optimization"] == {**PRINTED["zero_optimization"], "stage": 3, "offload_optimizer": OPTIM, "offload_param": PARAM}  # fmt: skip
@@ -91,10 +94,10 @@ def scaler(**changes: float) -> ScalerPlan:
 HOST = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
 NVME = {**HOST, "offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
 ON_DISK = {"disk": disk(), "state_disk_fraction": 1.0}
-# 100 of the model's 200060 elements stay in the memory of each of four ranks.
+# 100 of the model's 200060 elements stay in host memory on each of four ranks.
 IN_CPU = {"param_host_fraction": pytest.approx(400 / 200_060), "param_disk_fraction": pytest.approx(1 - 400 / 200_060)}
 
-# (arguments, precision, arguments of the plan to compare with, how it differs)
+# (argument, arguments, precision, arguments of the plan to compare with, difference)
 ROWS: list[tuple[str, Tree, str, Tree, Tree]] = [
     ("zero_optimization", {"zero_optimization": False}, "32-true", {"stage": 0}, {"packing": ByNumel(chunk_numel=500_000_000, min_chunks=8)}),
     ("stage", {"stage": 0}, "32-true", {}, {"mesh": MeshPlan(dp_shard=1, dp_replicate=-1), "reduce": "last"}),
@@ -158,12 +161,12 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision_of_trainer_is_the_format(precision: str) -> None:
+def test_precision_of_the_trainer(precision: str) -> None:
     found = plan_of(precision).precision
     assert (found.param_dtype, found.cast_inputs, found.scaler) == PRECISIONS[precision] and found.master_weights
 
 
-def test_a_config_goes_before_the_precision() -> None:
+def test_config_takes_precedence_over_the_precision() -> None:
     tree = {"fp16": {"enabled": False}, "zero_optimization": {"stage": 1}}
     assert completed(tree, "16-mixed")["fp16"] == {"enabled": False}
     on = {"fp16": {"enabled": True, "loss_scale": 8}}
@@ -174,14 +177,14 @@ def test_a_config_goes_before_the_precision() -> None:
         assert (found["fp16"]["enabled"], found["bfloat16"]["enabled"]) == expected
 
 
-def test_fp16_and_bf16_together_are_a_clear_error() -> None:
+def test_fp16_and_bf16_together_raise() -> None:
     for name, precision in (("bf16", "16-mixed"), ("bfloat16", "16-true"), ("fp16", "bf16-mixed")):
         told = f"enables {name.replace('bfloat', 'bf')} and Trainer has precision='{precision}'.*cannot both"
         raises(Misconfigured, told, completed, {name: {"enabled": True}}, precision)
 
 
-def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
-    """Lightning changed the user's dict, so that a second strategy made of it failed (its issue 19891)."""
+def test_the_users_dict_is_not_changed() -> None:
+    """Lightning changed the user's dict, so that a second strategy with the same dict failed (its issue 19891)."""
     tree: Tree = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_batch_size": "auto"}
     before = copy.deepcopy(tree)
     for _ in range(2):
@@ -193,7 +196,7 @@ def test_a_dict_is_never_changed_and_serves_a_second_strategy() -> None:
     assert found == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **filled}
 
 
-def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_path: Path) -> None:
+def test_precedence_of_argument_and_environment(tmp_path: Path) -> None:
     one, two, none = (tmp_path / f"{name}.json" for name in ("one", "two", "none"))
     one.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     two.write_text(json.dumps({"zero_optimization": {"stage": 3}}))
@@ -211,7 +214,7 @@ def test_the_argument_goes_before_the_environment_and_both_before_keywords(tmp_p
     raises(TypeError, "give a dict", chosen, 3, None)
 
 
-def test_accumulation_of_the_config_has_to_be_trainers() -> None:
+def test_accumulation_must_match_the_trainer() -> None:
     for value in (2, "auto", None):
         found = completed({"gradient_accumulation_steps": value}, accumulation=2)
         assert found["gradient_accumulation_steps"] == 2
@@ -220,7 +223,9 @@ def test_accumulation_of_the_config_has_to_be_trainers() -> None:
 
 
 def test_auto_values_are_resolved_from_trainer() -> None:
-    """DeepSpeed itself stops at ``"auto"`` outside of some blocks; configurations for other trainers are full of it."""
+    """DeepSpeed itself accepts ``"auto"`` in some blocks only, but configurations for other trainers use it
+    everywhere.
+    """
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     tree = {
         **dict.fromkeys(sizes, "auto"),
@@ -257,7 +262,7 @@ WRONG: list[tuple[Tree, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda v: v if isinstance(v, str) else "")
-def test_wrong_arguments_are_errors_at_once(arguments: Tree, message: str) -> None:
+def test_invalid_arguments(arguments: Tree, message: str) -> None:
     raises((TypeError, ValueError), re.escape(message), lambda: DeepSpeedArguments(**arguments))
 
 
@@ -280,7 +285,7 @@ UNUSED: list[tuple[Tree, Tree | None, list[str]]] = [
 
 
 @pytest.mark.parametrize(("arguments", "config", "names"), UNUSED)
-def test_arguments_that_mean_nothing_are_named(arguments: Tree, config: Tree | None, names: list[str]) -> None:
+def test_arguments_without_effect(arguments: Tree, config: Tree | None, names: list[str]) -> None:
     found = deepspeed_config.without_effect(DeepSpeedArguments(**arguments), config)
     assert [name for each in found.values() for name in each] == names
 
@@ -295,7 +300,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str, Tree]] = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) -> None:
+def test_ignored_arguments_are_listed_once_with_the_reason(name: str) -> None:
     value, reason, more = WITHOUT_EFFECT[name]
     given = DeepSpeedArguments(**{"stage": 3, **more, name: value})
     report = to_plan(read(completed(given.to_config(), given=given), RANKS), RANKS, NUMELS, True)[1]
@@ -306,13 +311,13 @@ def test_an_argument_without_effect_is_listed_once_with_its_reason(name: str) ->
     assert not any(name in names for names in deepspeed_config.without_effect(given, None).values())
 
 
-def test_the_loss_scale_is_for_16_bits_without_a_config_of_its_own() -> None:
+def test_loss_scale_without_effect() -> None:
     changed = DeepSpeedArguments(loss_scale=3.0)
     for tree, precision, expected in (({}, "16-mixed", ""), ({}, "32-true", "loss_scale=3.0"), ({"fp16": {"enabled": True}}, "16-true", "loss_scale=3.0")):  # fmt: skip
         assert deepspeed_config.scale_without_effect(changed, completed(tree, precision, changed)) == expected
 
 
-def test_autocast_is_lightnings_own() -> None:
+def test_torch_autocast_block_is_refused() -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     told = r"torch_autocast\.enabled=True .* is not available under Lightning"
     raises(NotImplementedError, told, deepspeed_config.read_lightning_config, given)

@@ -1,8 +1,9 @@
-"""The disk store: what goes in comes out, two versions a record, buffers, lifetime.
+"""Tests of the disk tier's ``DiskStore``, checksum and ``RunDirectory``.
 
-The checksum is its definition, and every kind of change is found.
-Shards on a disk share a pool of few buffers: gathers in flight, reads ahead.
-A run's directory goes with its process, however that ends, and never with another's.
+- The store returns what was written; each record has a committed and a new version; buffers and threads are released.
+- The checksum equals its definition and detects any single change.
+- ``DiskSource`` objects share a few buffers for gathers and reads ahead.
+- A run's directory is removed with its process, and those of other processes are kept.
 """
 
 import os
@@ -41,7 +42,7 @@ def store(tmp_path: Path) -> Iterator[DiskStore]:
 BLOCKS = ((4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1))
 
 
-# By default every block with one that is direct, and one that is buffered; the campaign has the others.
+# By default direct I/O with every block size, and buffered I/O with one; the campaign has the other cases.
 @pytest.mark.parametrize(
     ("direct", "block", "depth", "threads"),
     [
@@ -50,7 +51,7 @@ BLOCKS = ((4 * KIB, 32, 2), (12 * KIB, 3, 1), (MIB, 8, 3), (8 * MIB, 1, 1))
         *campaign(*((False, *block) for block in BLOCKS if block != BLOCKS[1])),
     ],
 )
-def test_odd_sizes_round_trip(
+def test_round_trip_of_odd_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, block: int, depth: int, threads: int
 ) -> None:
     if not direct:
@@ -74,7 +75,7 @@ def test_odd_sizes_round_trip(
 
 
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where temporary files are in memory, which is not asked."""
+    """Make ``open`` refuse O_DIRECT, and skip the check for file systems in memory."""
     real = os.open
     monkeypatch.setattr(disk_file, "_in_memory", lambda folder: None)
 
@@ -91,7 +92,7 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes=st.lists(st.integers(0, 70_000), min_size=1, max_size=5),
     moves=st.lists(st.tuples(st.sampled_from(["write", "commit", "rollback"]), st.integers(0, 4)), max_size=25),
 )
-def test_versions_are_those_of_a_dictionary(tmp_path: Path, sizes: list[int], moves: list[tuple[str, int]]) -> None:
+def test_versions_match_a_model(tmp_path: Path, sizes: list[int], moves: list[tuple[str, int]]) -> None:
     current: dict[int, int] = {}
     written: dict[int, int] = {}
     with DiskStore(disk_plan(tmp_path, block_bytes=8 * KIB)) as store:
@@ -133,7 +134,7 @@ def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
         first, second = store.buffer(8 * KIB), store.buffer(8 * KIB)
         log.gate.clear()
         reading = store.read(record, first)
-        writing = store.write(record, second.fill_(2))  # the other version: allowed
+        writing = store.write(record, second.fill_(2))  # the other version may be written
         assert not reading.finished() and not writing.finished()
         raises(RuntimeError, "while writing record 'weights'", lambda: store.write(record, second))
         raises(DiskError, r"newest version .* is not complete", lambda: store.read(record, second, newest=True))
@@ -151,8 +152,10 @@ def test_a_version_in_use_is_not_overwritten(tmp_path: Path) -> None:
         assert torch.equal(first, torch.full_like(first, 2))
 
 
-def test_a_buffer_goes_back_once_its_transfers_are_over(tmp_path: Path) -> None:
-    """Also where nobody waited for them: an interrupt may come in between, and the next user wants it untouched."""
+def test_give_waits_for_transfers(tmp_path: Path) -> None:
+    """``give`` waits for transfers that nobody waited for, as after an interrupt, so that the next user can reuse the
+    buffer.
+    """
     log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(1, 8 * KIB)
@@ -179,7 +182,7 @@ def test_arguments_are_checked(store: DiskStore, tmp_path: Path) -> None:
         other.write(record, whole)
 
 
-def test_nothing_stays(tmp_path: Path) -> None:
+def test_close_releases_everything(tmp_path: Path) -> None:
     parent = tmp_path / "new" / "deeper"
     threads, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     store = DiskStore(disk_plan(parent, threads=3), rank=7)
@@ -190,7 +193,7 @@ def test_nothing_stays(tmp_path: Path) -> None:
     handle = store.write(record, buffer)
     store.close()
     store.close()
-    handle.wait()  # close waits for what runs
+    handle.wait()  # close() waits for transfers in flight
     assert list(parent.iterdir()) == []
     assert set(threading.enumerate()) == threads and set(os.listdir("/proc/self/fd")) == files
     for use in (lambda: store.create("more", 1), lambda: store.write(record, buffer)):
@@ -211,13 +214,13 @@ raise SystemExit(3)
 
 
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
-def test_the_end_of_the_interpreter_closes(whole: bool, tmp_path: Path) -> None:
+def test_store_is_closed_at_exit(whole: bool, tmp_path: Path) -> None:
     done = (python if whole else forked_python)("-c", EXITS, str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_process_has_no_store(store: DiskStore, tmp_path: Path) -> None:
+def test_forked_process_cannot_use_the_store(store: DiskStore, tmp_path: Path) -> None:
     record = store.create("weights", 100)
     put(store, record, 1)
     buffer = store.buffer(100)
@@ -236,7 +239,7 @@ def test_a_forked_process_has_no_store(store: DiskStore, tmp_path: Path) -> None
     assert holds(store, record, 1)
 
 
-def test_buffered_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffered_io_where_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _refuse_direct(monkeypatch)
     with pytest.warns(UserWarning, match="refuses O_DIRECT") as found:
         store = DiskStore(disk_plan(tmp_path))
@@ -253,7 +256,7 @@ def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 def by_definition(data: bytes, row_words: int = _ROW_WORDS) -> int:
-    """The same in plain integers."""
+    """Return the checksum, computed with plain integers."""
     words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
     while len(words) > row_words:
         rows = [words[i : i + row_words] for i in range(0, len(words), row_words)]
@@ -266,14 +269,14 @@ def by_definition(data: bytes, row_words: int = _ROW_WORDS) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, ROW - 1, ROW, ROW + 1, 3 * ROW + 13, 2**20])
-def test_it_is_its_definition(nbytes: int) -> None:
+def test_checksum_matches_its_definition(nbytes: int) -> None:
     data = random_bytes(nbytes)
     assert checksum(data) == by_definition(data.tobytes())
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4 * ROW), st.data())
-def test_every_single_change_and_shift_is_found(nbytes: int, choose: st.DataObject) -> None:
+def test_checksum_detects_changes_and_shifts(nbytes: int, choose: st.DataObject) -> None:
     data = random_bytes(nbytes)
     before = checksum(data)
     assert nbytes == 1 or checksum(np.roll(data, choose.draw(st.integers(1, nbytes - 1)))) != before
@@ -293,7 +296,7 @@ def source(store: DiskStore, shared: ReadAhead, name: str, numel: int) -> DiskSo
     return made
 
 
-def test_many_gathers_in_flight_share_two_buffers(tmp_path: Path) -> None:
+def test_gathers_in_flight_share_two_buffers(tmp_path: Path) -> None:
     with DiskStore(disk_plan(tmp_path)) as store:
         shared = ReadAhead(40_000, 2)
         store.reserve(2, 40_000)
@@ -307,7 +310,7 @@ def test_many_gathers_in_flight_share_two_buffers(tmp_path: Path) -> None:
         assert store.idle_buffers(40_000) == 2
 
 
-def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> None:
+def test_reads_ahead_are_discarded_after_a_write(tmp_path: Path) -> None:
     with DiskStore(disk_plan(tmp_path)) as store:
         shared = ReadAhead(400, 4)
         store.reserve(4, 400)
@@ -326,7 +329,7 @@ def test_what_was_read_ahead_is_not_gathered_after_a_write(tmp_path: Path) -> No
         assert shared.count == 0 and store.idle_buffers(400) == 4
 
 
-def test_a_directory_and_its_end(tmp_path: Path) -> None:
+def test_run_directory(tmp_path: Path) -> None:
     directory = RunDirectory(str(tmp_path / "a" / "b"))
     path = Path(directory.path)
     assert path.parent == tmp_path / "a" / "b" and re.fullmatch(r"shardwise-disk-[0-9a-f]{16}", path.name)
@@ -337,7 +340,7 @@ def test_a_directory_and_its_end(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_remove_abandoned_keeps_other_files(tmp_path: Path) -> None:
     name = "shardwise-disk-0123456789abcdef"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -1,6 +1,8 @@
-"""The knobs of the transfers mean what they say, and every fault is an error with its place that harms nothing else.
+"""Tests of the disk tier's transfers, faults and media.
 
-The store behind the disk tier over a medium of others: what it is asked for, names, and one that cannot be used.
+- The options of transfers (threads, queue depth, overlap) are respected.
+- Each fault raises an error that says where it occurred and affects nothing else.
+- ``register_medium``: the store over another medium than files, invalid names, and media that fail.
 """
 
 import errno
@@ -24,7 +26,7 @@ from tests.support.sets import full
 
 COUNTS, WAYS = [(1, 1), (1, 5), (3, 4), (4, 1)], [(True, True), (False, True), (True, False), (False, False)]
 QUICK = [count + way for count, way in zip(COUNTS, WAYS, strict=True)]
-"""Each number of threads and requests with one of the ways to submit them."""
+"""Each number of threads and requests with one way of submission."""
 OTHERS = [count + way for count in COUNTS for way in WAYS if count + way not in QUICK]
 
 
@@ -38,7 +40,7 @@ def test_requests_in_flight(tmp_path: Path, threads: int, depth: int, overlap: b
         buffers = [store.buffer(4 * MIB).fill_(n) for n in range(3)]
         log.gate.clear()
         writes = [store.write(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
-        while len(log.threads) < threads or log.in_flight < threads * depth:  # all queues fill up without a result
+        while len(log.threads) < threads or log.in_flight < threads * depth:  # waits until all queues are full
             assert not writes[0].finished()
         log.gate.set()
         for write in writes:
@@ -54,7 +56,9 @@ def test_requests_in_flight(tmp_path: Path, threads: int, depth: int, overlap: b
 
 
 @pytest.mark.parametrize("allowed", range(4))
-def test_too_few_threads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+def test_failure_to_start_threads_releases_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
     before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     real, started = threading.Thread.start, list[str]()
 
@@ -80,7 +84,7 @@ def faulty(tmp_path: Path) -> Iterator[tuple[DiskStore, Log]]:
         yield store, log
 
 
-def test_a_write_that_fails_changes_nothing_committed(faulty: tuple[DiskStore, Log]) -> None:
+def test_failed_write_keeps_the_committed_version(faulty: tuple[DiskStore, Log]) -> None:
     store, log = faulty
     records = [store.create(name, 3 * MIB + 5) for name in ("first", "second")]
     for record in records:
@@ -105,7 +109,7 @@ def test_a_write_that_fails_changes_nothing_committed(faulty: tuple[DiskStore, L
 
 
 def test_every_request_can_fail(tmp_path: Path) -> None:
-    """No position of the failure hangs, or lets a buffer be touched afterwards."""
+    """No position of the failure hangs or leaves a request in flight that uses a buffer."""
     for position in range(8):
         log = Log()
         plan = disk_plan(tmp_path, block_bytes=4 * KIB, queue_depth=2, overlap_events=bool(position % 2))
@@ -145,13 +149,13 @@ def test_short_transfers_are_continued(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_content_that_was_changed(faulty: tuple[DiskStore, Log], stale: bool) -> None:
-    """Where a bit is another one, and where a block is the older version's; other changes are in test_disk.py."""
+def test_changed_content_is_detected(faulty: tuple[DiskStore, Log], stale: bool) -> None:
+    """One flipped bit, or a block of the older version; test_disk.py has other changes."""
     store, _ = faulty
     record = store.create("weights", 3 * MIB - 3)
     put(store, record, 1)  # at offset 0
     put(store, record, 2)  # at offset 3 MiB
-    fd = os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)  # again, as somebody else would
+    fd = os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)  # opened again, as another process would
     base = 3 * MIB
     block = bytearray(os.pread(fd, MIB, MIB if stale else base + MIB))
     if not stale:
@@ -162,12 +166,12 @@ def test_content_that_was_changed(faulty: tuple[DiskStore, Log], stale: bool) ->
     with pytest.raises(DiskError, match=expected) as found:
         holds(store, record, 2)
     assert found.value.errno == 0
-    # The other version was not touched, and the store goes on.
+    # The other version is intact, and the store can be used.
     put(store, record, 3)
     assert holds(store, record, 3)
 
 
-def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
+def test_dead_thread_raises(tmp_path: Path) -> None:
     log = Log()
     with DiskStore(disk_plan(tmp_path), queues=log.queue) as store:
         store.reserve(1, MIB)
@@ -175,7 +179,7 @@ def test_a_dead_thread_is_an_error_not_a_hang(tmp_path: Path) -> None:
         log.break_at = 1
         handle = store.write(record, buffer)
         raises(DiskError, r"writing record 'weights'.* thread stopped: ZeroDivisionError: broken on", handle.wait)
-        assert handle.finished() and log.closed == 1  # nothing in flight any more
+        assert handle.finished() and log.closed == 1  # nothing is in flight
         raises(DiskError, "thread stopped", lambda: store.write(record, buffer).wait())
         store.rollback()
 
@@ -192,7 +196,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         for part in ("cannot reserve 12582912 bytes", "record 'more'", f"free: {free} bytes", "ENOSPC", "free space"):
             assert part in str(found.value)
         assert store.reserved_bytes == 6 * MIB
-        # Somebody else fills the disk: what is reserved is still there.
+        # Another file fills the disk; reserved space can still be written.
         with open(folder / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
             while True:
                 filler.write(bytes(64 * KIB))
@@ -203,7 +207,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         put(store, store.create("more", 2 * MIB), 4)
 
 
-def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_directories(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     is_file = r"cannot make a run directory in '.*/file'.*choose a directory, not a file"
     raises(DiskError, is_file, DiskStore, disk_plan(tmp_path / "file"))
@@ -216,7 +220,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 class Shelf(CompressedMemory):
-    """Keeps account of what it is asked for; may raise an error when it is closed."""
+    """A medium that records its requests and may raise an error in close()."""
 
     def __init__(self, stuck: Exception | None = None) -> None:
         super().__init__()
@@ -254,7 +258,7 @@ def registered(open: Callable[[DiskPlan, int], Any]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("block", "depth", "threads"), [(4 * KIB, 5, 2), (12 * KIB, 3, 1), (MIB, 8, 3)])
-def test_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None:
+def test_medium_with_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None:
     shelf = Shelf()
     plan = disk_plan("somewhere", medium="shelf", block_bytes=block, queue_depth=depth, threads=threads)
     with registered(lambda plan, rank: shelf), DiskStore(plan) as store:
@@ -271,7 +275,7 @@ def test_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None
         store.commit()
         assert all(holds(store, record, seed + 50) for seed, record in enumerate(records))
         wrote = set(shelf.asked["write"])
-        assert set(shelf.asked["read"]) == wrote  # the same blocks, and sizes
+        assert set(shelf.asked["read"]) == wrote  # the same offsets and sizes
         assert len(wrote) == len({at for at, _ in wrote}) and max(size for _, size in wrote) == block
         assert all(at % 4096 == 0 == size % 4096 for at, size in wrote)
         assert store.bytes_written == 2 * sum(record.padded_bytes for record in records)
@@ -279,7 +283,7 @@ def test_odd_sizes_in_two_versions(block: int, depth: int, threads: int) -> None
     assert shelf.closed == 1
 
 
-def test_one_that_cannot_be_opened_or_closed() -> None:
+def test_medium_that_cannot_be_opened_or_closed() -> None:
     plan = disk_plan("somewhere", medium="shelf")
 
     def refuses(plan: DiskPlan, rank: int) -> Medium:
@@ -298,7 +302,7 @@ def test_one_that_cannot_be_opened_or_closed() -> None:
     assert shelf.closed == 1
 
 
-def test_names() -> None:
+def test_names_of_media() -> None:
     tape = disk_plan("somewhere", medium="tape")
     raises(ValueError, r"medium='tape': give one of \['file'\], or register it on every rank", DiskStore, tape)
     take_back = register_medium("zlib", open_compressed)

@@ -1,10 +1,9 @@
-"""trace_memory on plain modules: numbers against formulas, every kind of model, and everything put back afterwards.
+"""Tests of memory traces.
 
-``shardwise trace``: what it writes and prints, and one line for everything that is wrong.
-
-Memory traces: recording, files, and the arithmetic of budgets, on traces made by hand.
-
-The pictures: valid SVG of any trace, with areas that have the right heights, and names as data.
+- ``trace_memory`` on plain modules: bytes against formulas, all kinds of models, and everything restored afterwards.
+- ``shardwise trace``: output files, text, and one-line errors.
+- ``MemStats``: recording, files, and the arithmetic of budgets.
+- ``draw``: valid SVG for any trace, with the right heights and escaped names.
 """
 
 import copy
@@ -41,7 +40,7 @@ CPU = torch.device("cpu")
 F32 = 4
 
 
-def test_an_mlp_by_hand() -> None:
+def test_trace_of_an_mlp() -> None:
     rows, a, b, c = 8, 16, 32, 4
     model = nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Linear(b, c))
     x = torch.ones(rows, a)
@@ -62,7 +61,7 @@ def test_an_mlp_by_hand() -> None:
     assert stats.moments[-1].kinds == {"parameters": parameters, "gradients": parameters}
     assert stats.capacity_bytes == 10**6 and stats.device == "cpu"
     assert stats.gathered_bytes == {0: 0, 1: weights[0] + weights[1], 2: 0, 3: weights[2] + weights[3]}
-    # At the end only the batch and the scalar loss are left besides model data.
+    # At the end only the batch and the scalar loss remain besides model data.
     assert stats.moments[-1].non_model_bytes <= batch + F32 + hidden + weights[0]
 
 
@@ -84,7 +83,7 @@ def test_optimizer_state_is_model_data() -> None:
     again.step()
     held = trace_memory(model, x, optimizer=again)
     assert held.moments[0].kinds["optimizer state"] == state == held.moments[-1].kinds["optimizer state"]
-    # With a new optimizer it is not that of the first step, which begins without state, but of all others.
+    # A new optimizer is traced as in all steps but the first, which begins without state.
     assert not optimizer.state
     without, state_held = ([(m.name, m.kinds, m.non_model_bytes) for m in each.moments] for each in (stats, held))
     assert without == state_held and stats.peak_bytes == held.peak_bytes
@@ -122,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_odd_models(name: str) -> None:
+def test_all_kinds_of_models(name: str) -> None:
     case = MODELS[name]
     model, batch = case.factory(), case.batch(0)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -132,7 +131,7 @@ def test_odd_models(name: str) -> None:
     assert {m.phase for m in stats.moments} == {"forward", "backward", "step"}
     assert all(m.non_model_bytes >= 0 and sum(m.kinds.values()) == m.model_bytes for m in stats.moments)
     assert stats.moments[0].kinds["parameters"] == storage_bytes(model.parameters(), CPU)
-    # The same step without a tracer.
+    # Compare with the same step without a tracer.
     case.loss(model, batch).backward()
     gradients = storage_bytes((p.grad for p in model.parameters()), CPU)
     assert stats.moments[-1].kinds["gradients"] == gradients
@@ -142,7 +141,7 @@ def test_odd_models(name: str) -> None:
 
 
 class Busy(nn.Module):
-    """Changes whatever a forward pass can change."""
+    """A module whose forward pass changes buffers, random numbers and attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ class Busy(nn.Module):
 
 
 @pytest.mark.parametrize("fails", ["", "forward", "loss", "backward", "step"])
-def test_everything_is_put_back(fails: str) -> None:
+def test_everything_is_restored(fails: str) -> None:
     model, x = Busy(), torch.ones(4, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(x).sum().backward()
@@ -221,7 +220,7 @@ def test_outputs_and_batches() -> None:
         assert stats.moments[-1].kinds["gradients"] == 20 * F32 and stats.moments[0].non_model_bytes == x.nbytes
 
 
-def test_wrong_uses_are_named() -> None:
+def test_invalid_arguments() -> None:
     x = torch.ones(2, 4)
     raises(TypeError, "no floating tensor", lambda: trace_memory(Returns(lambda y: y.argmax()), x))
     raises(TypeError, r"loss gave 3\.0, a float", lambda: trace_memory(Returns(lambda y: y), x, lambda m, b: 3.0))
@@ -229,7 +228,7 @@ def test_wrong_uses_are_named() -> None:
     raises(ValueError, r"0\.weight is not initialised", lambda: trace_memory(nn.Sequential(nn.LazyLinear(3)), x))
 
 
-def test_on_the_meta_device() -> None:
+def test_meta_device() -> None:
     def traced(device: str) -> MemStats:
         model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
         return trace_memory(model, torch.ones(4, 8).to(device), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -301,7 +300,7 @@ def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.count("\n") == 1 and "capacity 1 GiB" in (folder / "q.svg").read_text()
 
 
-def test_bad_input_is_one_line(folder: Path) -> None:
+def test_command_errors_are_one_line(folder: Path) -> None:
     for arguments, message in (
         ("", "neither of"),
         ("traced_models.py:build --stats old.json", "both of"),
@@ -328,13 +327,13 @@ def test_bad_input_is_one_line(folder: Path) -> None:
         assert not (folder / "trace.svg").exists()
 
 
-def test_help_and_a_saved_trace_need_no_torch(folder: Path) -> None:
+def test_saved_trace_needs_no_torch(folder: Path) -> None:
     MemStats([], "cpu").save(folder / "s.json")
     code = "import sys\nfrom shardwise.cli.main import main\nmain(sys.argv[1:])\nsys.exit('torch' in sys.modules)"
     arguments = ("-c", code, "trace", "--stats", "s.json")
     done = python(*arguments, cwd=folder, env=surroundings(PYTHONIOENCODING="ascii"))
     assert done.returncode == 0, done.stderr
-    assert "# model data" in done.stdout  # plain letters where the terminal has no others
+    assert "# model data" in done.stdout  # ASCII letters on terminals without other characters
 
 
 def moment(unit: int, non_model: int, model: int = 0, phase: Phase = "forward", name: str = "m") -> Moment:
@@ -342,7 +341,7 @@ def moment(unit: int, non_model: int, model: int = 0, phase: Phase = "forward", 
 
 
 class Peaks:
-    """A tracker that says what it is told to."""
+    """A tracker that returns a given peak."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -351,7 +350,7 @@ class Peaks:
         return self.next
 
 
-def test_intervals_go_to_the_moment_before() -> None:
+def test_peaks_belong_to_the_previous_moment() -> None:
     peaks = Peaks()
     recorder = MemoryRecorder(peaks, device="cpu", capacity_bytes=1000, gathered_bytes={0: 10})
     for step in range(2):
@@ -376,11 +375,11 @@ STATS = MemStats(
     moments=[
         moment(3, 10),
         moment(1, 50),
-        moment(1, 90),  # the same unit again: one use
-        moment(-1, 60),  # no unit: part of the use before it
+        moment(1, 90),  # the same unit again counts as one use
+        moment(-1, 60),  # no unit: part of the previous use
         moment(2, 30, phase="backward"),
         moment(1, 80, 500, phase="backward"),
-        moment(-1, 5000, phase="step"),  # the step's own peak bounds no gathering
+        moment(-1, 5000, phase="step"),  # the step has no gathers, so its peak is ignored
     ],
     device="cpu",
 )
@@ -399,13 +398,13 @@ def budget(stats: MemStats | None, position: int, capacity: int = 1000, steady: 
 def test_budgets() -> None:
     assert budget(None, 0) == budget(None, 99) == 1000 - 800 + (math.floor(1000 * (1 - 0.8)) - 200)
     assert [budget(STATS, i) for i in range(4)] == [890, 810, 870, 820]
-    assert budget(STATS, -1) == budget(STATS, 4) == 810  # unknown: as at the worst moment
+    assert budget(STATS, -1) == budget(STATS, 4) == 810  # unknown position: the largest interval
     assert budget(STATS, 0, capacity=11) == 0 and budget(STATS, 3, capacity=80) == 0
     assert budget(MemStats([], "cpu"), 0) == 900
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, math.inf])
-def test_bad_ratios(ratio: float) -> None:
+def test_invalid_ratios(ratio: float) -> None:
     raises(ValueError, f"steady_capacity_ratio={ratio}", lambda: budget(STATS, 0, steady=ratio))
     raises(ValueError, f"margin_ratio={ratio}", margin, ratio)
     raises(ValueError, "capacity_bytes=-1", lambda: budget(STATS, 0, capacity=-1))
@@ -416,19 +415,19 @@ def margin(ratio: float, stats: MemStats | None = None, **given: Any) -> int:
     return margin_bytes(stats or STATS, margin_ratio=ratio, **given)
 
 
-def test_margin_is_a_share_of_what_remains_at_the_tightest_moment() -> None:
+def test_margin_is_a_fraction_of_the_smallest_remainder() -> None:
     assert margin(1.0) == 9000 - 5000 and margin(0.25) == 1000 and margin(0.0) == 0
     assert margin(1.0, needed_bytes=600) == 9000 - 5000 - 600 and margin(1.0, needed_bytes=9000) == 0
     small = MemStats(STATS.moments[:6], "cpu")
     assert margin(0.5, small, capacity_bytes=1000, steady_capacity_ratio=1) == (1000 - 580) // 2
 
 
-def test_json_is_exact(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path: Path) -> None:
     rng = random.Random(1)
     name = 'layer "ä"\n<0>'
     moments = [Moment(i - 1, name, "backward", 2**60 + i, rng.randrange(2**55), {"gradients": i}) for i in range(50)]
     stats = MemStats(moments, "cuda:0", 2**40, {7: 3, 0: 2**62})
-    for each in (stats, STATS):  # the second replaces the first
+    for each in (stats, STATS):  # the second file replaces the first
         each.save(tmp_path / "s.json")
         assert MemStats.load(tmp_path / "s.json") == each and os.listdir(tmp_path) == ["s.json"]
     raises(FileNotFoundError, None, lambda: STATS.save(tmp_path / "nowhere" / "s.json"))
@@ -441,7 +440,7 @@ def _changed(**changes: Any) -> str:
 ROW = [0, "a", "forward", 1, 2, {}]
 
 
-def test_bad_files_are_named(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     for text, message in (
         ("", "no JSON"),
         (_changed(version=2), "version 2"),
@@ -483,7 +482,7 @@ def make(count: int, capacity: int | None = None) -> MemStats:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 17, 499, 1001, 5000])
 @pytest.mark.parametrize("capacity", [None, 0, 1 << 20, 1 << 30, 1 << 50])
-def test_it_is_svg_of_bounded_size(count: int, capacity: int | None) -> None:
+def test_svg_is_valid_and_bounded_in_size(count: int, capacity: int | None) -> None:
     stats = make(count, capacity)
     text = draw(stats)
     root = ElementTree.fromstring(text)
@@ -501,8 +500,8 @@ def test_it_is_svg_of_bounded_size(count: int, capacity: int | None) -> None:
     assert drawn == (capacity is not None and 0 < capacity <= 2 * max(stats.peak_bytes, 1))
 
 
-def test_heights_are_the_sizes() -> None:
-    """The top of each kind's area, read back from the paths in bytes."""
+def test_svg_heights_match_the_bytes() -> None:
+    """The top of each kind's area is converted back from the path's coordinates to bytes."""
     moments = [
         Moment(0, "a", "forward", 100, 50, {"parameters": 100}),
         Moment(1, "b", "forward", 300, 500, {"parameters": 100, "gradients": 150}),
@@ -519,7 +518,7 @@ def test_heights_are_the_sizes() -> None:
     for kind, expected in (
         ("parameters", [100, 100, 100]),
         ("gradients", [100, 250, 250]),
-        (picture.MODEL, [100, 300, 250]),  # what no kind accounts for
+        (picture.MODEL, [100, 300, 250]),  # model data without a kind
         (picture.NON_MODEL, [150, 800, 250]),
     ):
         assert heights[picture.color_of(kind, [])] == pytest.approx(expected, abs=2)
@@ -528,7 +527,7 @@ def test_heights_are_the_sizes() -> None:
 EVIL = "</text><script>alert('x')</script>&\"\x00\x1b[31m\n" + "long" * 50
 
 
-def test_names_are_data() -> None:
+def test_names_are_escaped() -> None:
     stats = MemStats([Moment(0, EVIL, "forward", 5, 5, {EVIL: 3})], EVIL)
     for text in (draw(stats, EVIL), picture.draw_tiers({EVIL: {EVIL: 5}}, {EVIL: 3}, EVIL)):
         root = ElementTree.fromstring(text)

@@ -1,4 +1,6 @@
-"""TensorTracker against formulas and a scan of live tensors; AllocatorTracker against a fake of CUDA's allocator."""
+"""Tests of ``TensorTracker`` against formulas and a scan of live tensors, and of ``AllocatorTracker`` with a fake
+CUDA.
+"""
 
 import gc
 import random
@@ -24,7 +26,7 @@ def tracker() -> TensorTracker:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_lowers_it(reentrant: bool) -> None:
+def test_checkpointing_lowers_live_and_peak_bytes(reentrant: bool) -> None:
     rows, width, depth = 1024, 32, 6
     layers = ((nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.GELU()) for _ in range(depth))
     blocks = [nn.Sequential(*each) for each in layers]
@@ -49,11 +51,11 @@ def test_checkpointing_lowers_it(reentrant: bool) -> None:
     kept_less, peak_less = run(True)
     assert kept_less == depth * row
     assert peak_less < peak * 0.5
-    # Backward of one block needs what it recomputes: seen although it runs inside the engine.
+    # Recomputed activations count, although they are allocated inside the autograd engine.
     assert peak_less >= row * depth + row * 10
 
 
-def test_exceptions_leave_nothing_behind() -> None:
+def test_exceptions_restore_everything() -> None:
     t = tracker()
     depth = torch._C._len_torch_dispatch_stack()
 
@@ -83,18 +85,18 @@ def test_excluded_storages() -> None:
     with t:
         base = torch.ones(5)
         chunk = torch.empty(1000)
-        t.exclude(chunk[10:20])  # any view of it
-        assert t.live_bytes == 20 and t.take_peak() == 20  # as if it had never been counted
+        t.exclude(chunk[10:20])  # a view excludes the entire storage
+        assert t.live_bytes == 20 and t.take_peak() == 20  # the peak is as if it had never been counted
         chunk.resize_(2000)
         rows = chunk.view(2, 1000)[1]
         assert t.live_bytes == 20 and t.take_peak() == 20
         temporary = torch.ones(50)
         assert t.take_peak() == 220
-        t.exclude(base)  # was there during the whole interval
+        t.exclude(base)  # existed during the entire interval
         assert t.take_peak() == 200
         del temporary
         torch.ones(300)
-        later = torch.ones(100)  # while the peak was before it was made
+        later = torch.ones(100)  # created after the peak
         t.exclude(later)
         assert t.take_peak() == 1200 and t.live_bytes == 0
     del rows, chunk, old, base, later
@@ -102,7 +104,7 @@ def test_excluded_storages() -> None:
 
 
 def live_storages() -> int:
-    """Brute force: the storages of all tensors that Python's collector knows."""
+    """Return the bytes of the storages of all tensors that Python's garbage collector tracks."""
     found = {}
     for thing in gc.get_objects():
         if type(thing) is Tensor:
@@ -129,7 +131,7 @@ OPERATIONS: list[Callable[[list[Tensor], int], None]] = [
 def test_against_a_scan_of_all_tensors() -> None:
     numbers = random.Random(7)
     gc.collect()
-    gc.freeze()  # what is there is no longer listed
+    gc.freeze()  # existing objects are no longer listed
     for _ in range(60):
         with tracker() as t:
             kept = [torch.ones(7)]
@@ -138,7 +140,7 @@ def test_against_a_scan_of_all_tensors() -> None:
                 assert t.live_bytes == live_storages()
         kept.clear()
         assert t.live_bytes == live_storages() == 0
-        kept.append(torch.ones(5))  # not entered: not seen
+        kept.append(torch.ones(5))  # created outside of the context, so not counted
         assert t.live_bytes == 0 and live_storages() == 20
         kept.clear()
 
@@ -158,10 +160,10 @@ def test_allocator_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
         model["bytes"] += 4000
         cuda.allocate(20)
         assert t.take_peak() == 170
-        cuda.allocate(-4000)  # it shrinks
+        cuda.allocate(-4000)  # model data shrinks
         model["bytes"] -= 4000
         t.sample()
         cuda.allocate(500)
         assert t.take_peak() == 670 and t.live_bytes == 670
-        model["bytes"] += 600  # what was there becomes model data: it was part of the rest when the interval began
+        model["bytes"] += 600  # Memory that becomes model data was non-model data at the beginning of the interval.
         assert t.take_peak() == 670 and t.take_peak() == t.live_bytes == 70

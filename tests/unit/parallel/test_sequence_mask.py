@@ -1,6 +1,7 @@
-"""Masks of whole sequences as data: what is said of ranges without a matrix is what the matrix says.
+"""Tests of ``SequenceMask`` and ``Parts`` of sequence parallelism.
 
-Tiles in which nothing is seen: on a CPU they are left out; on a GPU, which is not waited for, they add nothing.
+``SequenceMask.relation`` must agree with the explicit mask matrix, though it does not build one. ``Parts`` divides
+sequences among ranks and puts them together again.
 """
 
 import random
@@ -22,7 +23,7 @@ def window(q: int, q_end: int, k: int, k_end: int) -> Tensor:
 
 
 def masks() -> Iterator[tuple[str, SequenceMask, Tensor]]:
-    """Beside what each is as a matrix, made in another way."""
+    """Yield name, mask, and the same mask as an independently computed matrix."""
     at = torch.arange(LENGTH)
     below = at <= at[:, None]
     everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
@@ -40,7 +41,7 @@ def masks() -> Iterator[tuple[str, SequenceMask, Tensor]]:
 
 
 @pytest.mark.parametrize("which", range(9))
-def test_a_relation_is_what_the_matrix_says(which: int) -> None:
+def test_relation_matches_the_mask_matrix(which: int) -> None:
     name, mask, matrix = list(masks())[which]
     matrix = matrix.expand(ROWS, LENGTH, LENGTH)
     assert torch.equal(mask.full(CPU).expand(ROWS, 1, -1, -1)[:, 0], matrix)
@@ -55,7 +56,7 @@ def test_a_relation_is_what_the_matrix_says(which: int) -> None:
         assert torch.equal(mask.tile(q, q_end, k, k_end, CPU).expand(ROWS, 1, -1, -1)[:, 0], tile)
         relation = mask.relation(q, q_end, k, k_end)
         met.add(relation)
-        counts = tile[:, : max(LENGTH - q, 0)]  # queries behind the end are nobody's
+        counts = tile[:, : max(LENGTH - q, 0)]  # rows beyond the sequence are ignored
         if relation is Relation.NONE:
             assert not counts.any(), (name, q, q_end, k, k_end)
         elif relation is Relation.ALL:
@@ -64,10 +65,10 @@ def test_a_relation_is_what_the_matrix_says(which: int) -> None:
             square = torch.ones(q_end - q, k_end - k, dtype=torch.bool).tril()
             assert (q, q_end) == (k, k_end) and bool((counts == square[: counts.shape[1]]).all()), (name, q, q_end)
     assert Relation.NONE in met
-    assert mask.window is not None or Relation.ALL in met  # what is known without a matrix is said
+    assert mask.window is not None or Relation.ALL in met  # a mask without a window must find fully visible ranges
 
 
-def test_parts_are_put_together_as_they_were_taken() -> None:
+def test_parts_are_divided_and_merged() -> None:
     x = torch.arange(2 * 13 * 3).view(2, 13, 3)
     for ranks in (1, 2, 3, 4, 16):
         for zigzag in (False, True):

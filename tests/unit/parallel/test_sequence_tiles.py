@@ -1,6 +1,7 @@
-"""Tiles in which nothing is seen: on a CPU they are left out; on a GPU, which is not waited for, they add nothing.
+"""Tests of attention in tiles for sequence parallelism, and of torch's attention kernels that compute them.
 
-And torch's attention kernels, of which those of GPUs get no numbers here: the meta device checks arguments and shapes.
+Fully masked tiles are skipped on a CPU. On a GPU, where looking at the mask would synchronize, they add nothing.
+GPU kernels are tested on the meta device, which checks arguments and shapes only.
 """
 
 from itertools import product
@@ -19,7 +20,7 @@ LENGTH, EXACT = 12, torch.empty(0, dtype=torch.float64)
 
 
 def made(softcap: float | None, bias: Tensor | None) -> list[Tensor]:
-    """Of queries that see nothing at all, too."""
+    """Return output and gradients with a mask under which some queries attend to nothing."""
     padding = torch.ones(2, LENGTH, dtype=torch.bool)
     padding[0, :3] = False
     mask = SequenceMask(LENGTH, True, padding=padding)
@@ -27,7 +28,7 @@ def made(softcap: float | None, bias: Tensor | None) -> list[Tensor]:
 
 
 def of_blocks(scores: Scores, length: int, size: int, like: Tensor = EXACT) -> list[Tensor]:
-    """Output, and gradients of queries, keys and values, where two query heads share a head of these."""
+    """Return output and gradients of queries, keys and values, where two query heads share a key head."""
     generator = torch.Generator().manual_seed(3)
     drawn = (torch.randn(2, heads, length, size, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4))
     q, k, v, grad = (x.to(like) for x in drawn)
@@ -39,7 +40,7 @@ def of_blocks(scores: Scores, length: int, size: int, like: Tensor = EXACT) -> l
 
 
 def kernels_of(device: str, dtype: torch.dtype, tolerance: float) -> set[str | None]:
-    """The kernels that compute causal and full blocks, which are compared with explicit scores in fp64."""
+    """Compare causal and full blocks with explicit scores in fp64, and return the names of the kernels."""
     used = set()
     for causal, size in product((True, False), (8, 64)):
         like, mask = torch.empty(0, dtype=dtype, device=device), SequenceMask(40, causal)
@@ -52,12 +53,12 @@ def kernels_of(device: str, dtype: torch.dtype, tolerance: float) -> set[str | N
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
-def test_kernels_compute_what_explicit_scores_do(dtype: torch.dtype, tolerance: float) -> None:
+def test_kernels_match_explicit_scores(dtype: torch.dtype, tolerance: float) -> None:
     assert kernels_of("cpu", dtype, tolerance) == {internals.CPU_FLASH}
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [(internals.FLASH, torch.bfloat16), (internals.EFFICIENT, torch.float32)])
-def test_kernels_of_gpus_take_these_arguments(kernel: str, dtype: torch.dtype) -> None:
+def test_gpu_kernels_accept_the_arguments(kernel: str, dtype: torch.dtype) -> None:
     q, k = (torch.empty(2, 4, length, 8, dtype=dtype, device="meta") for length in (20, 36))
     out, lse = internals.attention(kernel, (q, k, k), False, 0.5)
     grads = internals.attention_backward(kernel, q, (q, k, k), out, lse, False, 0.5)
@@ -66,9 +67,9 @@ def test_kernels_of_gpus_take_these_arguments(kernel: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("biased", [False, True])
-def test_tiles_that_see_nothing_add_nothing(monkeypatch: Any, softcap: float | None, biased: bool) -> None:
+def test_fully_masked_tiles_add_nothing(monkeypatch: Any, softcap: float | None, biased: bool) -> None:
     bias = torch.linspace(-1, 1, 4 * LENGTH, dtype=torch.float64).view(1, 4, 1, LENGTH) if biased else None
-    # Tiles above the diagonal are asked as well.
+    # Makes tiles above the diagonal be computed, too.
     monkeypatch.setattr(SequenceMask, "relation", lambda *_: Relation.SOME)
     looked, shows = list[bool](), tiles._shows
 
@@ -84,5 +85,5 @@ def test_tiles_that_see_nothing_add_nothing(monkeypatch: Any, softcap: float | N
         assert bool(one.isfinite().all()) and torch.equal(one, other)
 
 
-def test_a_gpu_is_not_waited_for() -> None:
+def test_masks_on_a_gpu_are_not_read() -> None:
     assert tiles._shows(torch.zeros(2, 2, dtype=torch.bool, device="meta"))

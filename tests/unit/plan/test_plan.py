@@ -1,8 +1,8 @@
-"""Plans refuse what cannot be, show the value, and change by name.
+"""Tests of ``Plan`` and of the settings of ``shardwise.shard``.
 
-Plans as text: what is written is read as an equal plan, and what is wrong in a file is named.
-
-shardwise.shard: its settings -> a plan, what is refused, and names that come when they are asked for.
+- Plans refuse invalid values with the value in the message, and ``but`` changes fields by name.
+- ``save`` and ``load`` give an equal plan, and errors in a plan file have its name and the field.
+- ``Settings`` make the expected plan, and ``import shardwise`` loads names lazily.
 """
 
 import copy
@@ -29,7 +29,7 @@ from tests.support.program_setup import python
 from tests.support.sets import full
 
 
-def test_stages_are_data() -> None:
+def test_plans_of_the_zero_stages() -> None:
     one, two, three = zero(1), zero(2), zero(3)
     assert [p.shard.gathered_fraction for p in (one, two, three)] == [1.0, 1.0, 0.0]
     assert [p.shard.reduce for p in (one, two, three)] == ["last", "every", "every"]
@@ -41,7 +41,7 @@ def test_stages_are_data() -> None:
     assert zero(3, dp_replicate=2).mesh == MeshPlan(dp_shard=-1, dp_replicate=2)
 
 
-def test_but_changes_parts_and_whole_fields_by_name() -> None:
+def test_but_changes_fields_by_name() -> None:
     plan = zero(2).but(max_norm=1.0, prefetch=3, verbose=True, shared_memory=False, buffer_dtype=torch.float64)
     assert (plan.grad.max_norm, plan.shard.prefetch, plan.verbose) == (1.0, 3, True)
     assert plan.comm.shared_memory is False and plan.precision.buffer_dtype is torch.float64
@@ -117,7 +117,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "shown"), WRONG, ids=[shown for _, shown in WRONG])
-def test_wrong_values_are_shown(make: Callable[[], object], shown: str) -> None:
+def test_errors_show_the_invalid_value(make: Callable[[], object], shown: str) -> None:
     raises(ValueError, shown.replace(".", r"\."), lambda: make())
 
 
@@ -146,15 +146,15 @@ PLANS = {
 
 @pytest.mark.parametrize("ending", [".toml", ".json"])
 @pytest.mark.parametrize("name", PLANS)
-def test_a_file_gives_an_equal_plan(name: str, ending: str, tmp_path: Path) -> None:
+def test_save_and_load_give_an_equal_plan(name: str, ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan{ending}"
     PLANS[name].save(path)
     assert Plan.load(path) == PLANS[name]
     assert Plan.load(str(path)).differences(PLANS[name]) == []
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]  # nothing else is left
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]  # no temporary file is left
 
 
-def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
+def test_a_file_may_override_a_stage(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text('stage = 3\ndtype = "bfloat16"\n[grad]\nmax_norm = 1\n[shard.packing]\nunit_classes = ["Block"]\n')
     expected = zero(3, torch.bfloat16).but(max_norm=1.0)
@@ -171,7 +171,7 @@ def test_a_file_may_say_only_what_differs(tmp_path: Path) -> None:
 ON_DISK: dict[str, Any] = {"state_disk_fraction": 1.0, "disk": DiskPlan(directory="d")}
 
 
-def test_what_differs_is_listed() -> None:
+def test_differences() -> None:
     assert zero(2).differences(zero(2).but(max_norm=1.0, param_dtype=torch.bfloat16, **ON_DISK)) == [
         'precision.param_dtype: "none" -> "bfloat16"',
         "grad.max_norm: 0.0 -> 1.0",
@@ -219,11 +219,11 @@ WRONG_TEXTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("tables", "message"), WRONG_TEXTS, ids=[message[:60] for _, message in WRONG_TEXTS])
-def test_what_is_wrong_is_named(tables: dict[str, Any], message: str) -> None:
+def test_errors_name_the_field(tables: dict[str, Any], message: str) -> None:
     raises(ValueError, message, lambda: Plan.from_dict(tables, "plan.toml"))
 
 
-def test_files_that_are_no_plans(tmp_path: Path) -> None:
+def test_invalid_plan_files(tmp_path: Path) -> None:
     for name, text, message in (
         ("plan.yaml", "", r"plan\.yaml is neither \.toml nor \.json"),
         ("plan.toml", "stage = ", r"plan\.toml: is not TOML"),
@@ -237,7 +237,7 @@ def test_files_that_are_no_plans(tmp_path: Path) -> None:
     raises(FileNotFoundError, None, Plan.load, tmp_path / "nothing.toml")
 
 
-def test_the_file_that_the_page_shows() -> None:
+def test_plan_file_of_the_documentation() -> None:
     page = (Path(__file__).parents[3] / "docs" / "native.md").read_text("utf-8")
     shown = page.partition("```toml\n")[2].partition("```")[0]
     assert Plan.from_dict(tomllib.loads(shown)) == zero(3, torch.bfloat16).but(max_norm=1.0, state_host_fraction=1.0)
@@ -279,7 +279,7 @@ def test_every_setting_has_a_case() -> None:
     assert {each.name for each in fields(Settings)} == {name for given, _ in CASES for name in given}
 
 
-def test_an_editor_sees_every_setting() -> None:
+def test_shard_arguments_have_every_setting() -> None:
     assert get_type_hints(ShardArguments) == get_type_hints(Settings)
 
 
@@ -323,7 +323,7 @@ NOT_FITTING: list[tuple[type[Exception], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("error", "given", "message"), NOT_FITTING, ids=str)
-def test_what_does_not_fit(error: type[Exception], given: dict[str, Any], message: str) -> None:
+def test_invalid_settings(error: type[Exception], given: dict[str, Any], message: str) -> None:
     raises(error, message, lambda: shardwise.shard(**{"model": nn.Linear(2, 1), **given}))
 
 
@@ -336,8 +336,8 @@ def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_torchs_scaler_is_refused_before_it_steps(fused: bool) -> None:
-    """A fused optimizer scales by itself, if asked: the step was made with gradients that nobody had divided."""
+def test_torch_grad_scaler_is_refused(fused: bool) -> None:
+    """A fused optimizer unscales gradients only if asked, so the scaler would step it with scaled gradients."""
     model = nn.Linear(3, 2)
     session = shardwise.shard(model, torch.optim.SGD(model.parameters(), fused=fused), device="cpu")
     assert session.optimizer is not None and session.optimizer._step_supports_amp_scaling is fused
@@ -352,7 +352,7 @@ def test_torchs_scaler_is_refused_before_it_steps(fused: bool) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_is_neither_copied_nor_pickled_until_it_is_closed(stage: int) -> None:
+def test_sharded_model_cannot_be_copied_or_pickled(stage: int) -> None:
     model = nn.Linear(3, 2)
     session = shardwise.shard(model, torch.optim.SGD(model.parameters()), stage=stage, device="cpu")
     for copied in (copy.deepcopy, pickle.dumps, lambda found: torch.save(found, io.BytesIO())):
@@ -376,7 +376,7 @@ assert {'session', 'plan'} < {*dir(shardwise)} and 'import_module' not in dir(sh
 
 
 @pytest.mark.parametrize("program", [NOTHING, *full(NOTHING + ASKED_FOR)], ids=["nothing", "asked for"])
-def test_the_package_imports_nothing_until_a_name_is_asked_for(program: str) -> None:
+def test_package_imports_are_lazy(program: str) -> None:
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="module 'shardwise' has no attribute 'chard'"):

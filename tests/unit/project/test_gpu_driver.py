@@ -1,10 +1,9 @@
-"""The command for a machine with a GPU: it goes on after a kill, past a failure, and says what it left out.
+"""Tests of the commands for GPU machines.
 
-``python tests/gpu``: which tests its options select, how parts divide them, and what it records.
-
-The benchmark of the host's time runs, and counts what a step calls.
-
-The computed timeline of a step: its parts add up, each bound is one, and the table of the docs comes from counts.
+- ``benchmarks.gpu`` continues after a failed part and after a kill, and reports what it left out.
+- ``python tests/gpu``: the options select each test exactly once.
+- ``benchmarks.host`` runs and counts the calls of a step.
+- ``benchmarks.gpu.model`` computes the timelines of a step that the documentation shows.
 """
 
 import json
@@ -55,7 +54,7 @@ def stored(path: Path) -> dict[str, dict[str, object]]:
     return json.loads(path.read_text())["parts"]
 
 
-def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_failures_are_recorded_and_the_run_continues(tmp_path: Path) -> None:
     path, log = tmp_path / "r.json", tmp_path / "log"
     chosen = [
         part("bad", BAD, log),
@@ -81,7 +80,7 @@ def test_a_failure_is_kept_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["facts"]["device"] == "a device"
     kinds = [line.split()[0] for line in report(chosen, results)]
     assert kinds == ["FAILED"] * 3 + ["skipped"] * 3 + ["done"] * 2, "the worst first"
-    # A second call has nothing left to do, unless it is to try again what failed.
+    # A second call has nothing to do, unless it retries the failed parts.
     before = log.read_text()
     assert started(chosen, Results(path, FACTS, fresh=False)) and log.read_text() == before
     retried = [replace(chosen[0], command=part("bad", GOOD, log).command), *chosen[1:2]]
@@ -100,7 +99,7 @@ started([part("one", GOOD, log), part("two", STOPS, log), part("three", GOOD, lo
 
 
 def killed(path: Path, log: Path) -> None:
-    """A call that is killed in its second part."""
+    """Start a run and kill it in its second part."""
     command = [sys.executable, "-c", DRIVER, str(path), str(log)]
     pid = Path(f"{log}.pid")
     streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -112,7 +111,7 @@ def killed(path: Path, log: Path) -> None:
     pid.unlink()
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_killed_run_resumes(tmp_path: Path) -> None:
     path, log = tmp_path / "r.json", tmp_path / "log"
     killed(path, log)
     found = stored(path)
@@ -133,20 +132,20 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-def test_a_limit_leaves_the_rest_for_the_next_call(tmp_path: Path) -> None:
+def test_time_limit_leaves_parts_for_the_next_call(tmp_path: Path) -> None:
     path, log = tmp_path / "r.json", tmp_path / "log"
     chosen = [part("one", GOOD, log), part("long", GOOD, log, expects_s=5000.0), part("last", GOOD, log)]
     assert not started(chosen, Results(path, FACTS, fresh=False), limit_s=600.0)
     assert log.read_text().split() == ["one"]
     left = [line for line in report(chosen, Results(path, FACTS, fresh=False)) if line.startswith("not run yet")]
     assert left == ["not run yet  long", "not run yet  last"]
-    # A call begins with what the last one left, whatever it expects to take.
+    # A call begins with the part that the previous one left, even if it is expected to exceed the limit.
     assert started(chosen, Results(path, FACTS, fresh=False), limit_s=600.0)
     assert log.read_text().split() == ["one", "long", "last"]
 
 
 @pytest.mark.parametrize("facts", [FACTS, replace(FACTS, device_bytes=139 * GIB), STAND_IN], ids=["80", "141", "cpu"])
-def test_parts_of_a_machine(facts: Facts) -> None:
+def test_parts_for_a_machine(facts: Facts) -> None:
     found = parts(facts, "/disk")
     names = [each.name for each in found]
     assert len(set(names)) == len(names)
@@ -176,8 +175,8 @@ def _names(log: Path, *way: str) -> set[str]:
 
 
 @pytest.mark.full
-def test_parts_run_every_test_once(tmp_path: Path) -> None:
-    """Parts that take some of a file take all of it together, and have the time for it."""
+def test_parts_select_every_test_once(tmp_path: Path) -> None:
+    """Parts that select some tests of a file select all of them together, and have enough time."""
     expected, taken = _names(tmp_path / "all"), list[str]()
     for part, tests in (FIRST_TESTS | LATER_TESTS).items():
         of_file = [name for name in expected if name.startswith(f"test_{part.split()[0]}.py::")]
@@ -189,7 +188,7 @@ def test_parts_run_every_test_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_every_system_takes_steps() -> None:
+def test_host_benchmark_runs_every_system() -> None:
     given = ["--ranks", "2", "--blocks", "2", "--rounds", "1"]
     done = python("-W", "ignore", "-m", "benchmarks.host", *given)
     assert done.returncode == 0, done.stderr
@@ -205,7 +204,7 @@ LAYER, REST = Counts(50, 6.0, 0, 8.0, 2, 1), Counts(25, 0.0, 12, 0.0, 2, 2)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("system", ON_PCIE)
-def test_parts_add_up(system: str, name: str, ranks: int) -> None:
+def test_timeline_parts_add_up(system: str, name: str, ranks: int) -> None:
     size, home = MODELS[name], home_of(MODELS[name], ranks)
     assert (home == "") == (name == "70B" and ranks == 1)
     found = asdict(timeline(system, size, ranks, LAYER, REST))
@@ -224,14 +223,14 @@ def test_parts_add_up(system: str, name: str, ranks: int) -> None:
 
 
 @pytest.mark.full
-def test_the_table_is_computed_from_counts() -> None:
+def test_documented_timelines_are_computed_from_counts() -> None:
     done = python("-W", "ignore", "-m", "benchmarks.gpu.model")
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if line[:2] == "| "]
     counts = {(row[0], row[1]): row[2:] for row in rows if len(row) == 9 and row[0].isdigit()}
     for ranks in map(str, RANKS):
         ours, theirs = counts[ranks, "shardwise"], counts[ranks, "FSDP2"]
-        assert ours[1:3] == theirs[1:3] == (["0", "0"] if ranks == "1" else ["2", "1"])  # a layer
+        assert ours[1:3] == theirs[1:3] == (["0", "0"] if ranks == "1" else ["2", "1"])  # for each layer
         assert float(ours[5]) < float(theirs[5]), "fewer bytes are copied in passes"
     timelines = {" | ".join(row[:3]) for row in rows if len(row) == 11}
     assert len(timelines) == 18 and all(row in DOCUMENT.read_text() for row in timelines)

@@ -1,4 +1,4 @@
-"""What ``make site`` builds a site from: its navigation has every page, and the API reference names what there is."""
+"""Tests of the documentation site: navigation, API reference, pages without external resources, quoted messages."""
 
 import ast
 import importlib
@@ -18,11 +18,11 @@ yaml = pytest.importorskip("yaml", reason="the extra hf brings PyYAML")
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 OUTSIDE = {"CHANGELOG.md", "CONTRIBUTING.md"}
-"""Pages that stand in the root of the repository."""
+"""Pages in the root of the repository."""
 
 
 def pages_of(entries: list[Any]) -> list[str]:
-    """The pages of a navigation, in its order."""
+    """Yield the pages of a navigation in order."""
     found: list[str] = []
     for entry in entries:
         [below] = entry.values()
@@ -30,7 +30,7 @@ def pages_of(entries: list[Any]) -> list[str]:
     return found
 
 
-def test_the_navigation_has_every_page_once() -> None:
+def test_navigation_has_every_page_once() -> None:
     pages = pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"])
     internals = {path.name for path in (DOCS / "inside").glob("*.md")} - {"index.md"}
     there = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} | OUTSIDE
@@ -52,18 +52,18 @@ def test_every_example_is_listed() -> None:
     assert len(listed) == len(examples) and set(listed) == examples, "list the program in docs/examples.md"
 
 
-def test_the_reference_names_what_there_is() -> None:
+def test_reference_names_exist() -> None:
     pages = "".join(path.read_text("utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
     named = re.findall(r"(?m)^::: (.*)$", pages)
     assert len(named) > 10
     for path in named:
         module, _, name = path.rpartition(".")
-        if path != "shardwise.lightning":  # which may lack its package here
+        if path != "shardwise.lightning":  # optional packages may be missing here
             assert hasattr(importlib.import_module(module), name) or importlib.import_module(path), path
 
 
-def test_pages_fetch_nothing_from_elsewhere() -> None:
-    """In the repository's own pages; the hook looks at what MkDocs makes of them."""
+def test_pages_load_no_external_resources() -> None:
+    """Check the pages of the repository; a hook checks the built ones."""
     for path in DOCS.rglob("*.md"):
         assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link|iframe)\b", path.read_text("utf-8")), path
 
@@ -72,7 +72,7 @@ def blocks_of(page: str) -> list[str]:
     return re.findall(r"^```\w*\n(.*?)^```", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_of_clusters_has_our_error_our_options_and_a_manifest() -> None:
+def test_cluster_page_has_error_options_and_manifest() -> None:
     blocks = blocks_of("multi-node.md")
     there = [Listener(rank, f"node-{rank}", str(rank), "127.0.1.1", ["eth0", "docker0"]) for rank in (0, 1)]
     with pytest.raises(ValueError) as error:
@@ -92,8 +92,8 @@ def test_the_page_of_clusters_has_our_error_our_options_and_a_manifest() -> None
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
 
 
-def test_the_page_on_errors_quotes_our_messages() -> None:
-    """Up to what varies in them; two are of torch and of the system."""
+def test_troubleshooting_page_quotes_the_messages() -> None:
+    """Compare the fixed words of the messages; two of them are torch's and the system's."""
     table = re.findall(r"^\| (`.*?`.*?) \|", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
     quotes = [quote for cell in table for quote in re.findall(r"`([^`]+ [^`]+)`", cell)]
     known = {"Bus error", "more than one element of the written-to tensor refers to a single memory location"}
@@ -108,7 +108,7 @@ def test_the_page_on_errors_quotes_our_messages() -> None:
     assert [quote for quote in quotes if quote not in known and not any(quote in text for text in texts)] == []
 
 
-def test_the_pictures_are_what_draws_them_makes() -> None:
+def test_pictures_are_up_to_date() -> None:
     pictures = importlib.import_module("docs.pictures.__main__")
     there = {path.name: path.read_text("utf-8") for path in (DOCS / "pictures").glob("*.svg")}
     assert there == {name: draw() for name, draw in pictures.PICTURES.items()}, "make pictures draws them anew"

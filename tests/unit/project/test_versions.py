@@ -1,6 +1,7 @@
-"""All that says which Pythons and releases of torch are supported agrees, and the page's rows are read as written.
+"""Tests of the supported versions and of the pages on front-ends.
 
-What a page for users says of a front-end: every argument that there is stands on it, and every key that is used.
+All files of the project agree on the supported releases of Python and torch, and the table in ``docs/versions.md`` is
+read as it was written. The page of each front-end has every argument, and every DeepSpeed key that is used.
 """
 
 import importlib
@@ -30,7 +31,7 @@ def text_of(path: str) -> str:
     return (ROOT / path).read_text("utf-8")
 
 
-# ---- the project's files
+# ---- files of the project
 
 
 def test_this_python_and_torch_are_supported() -> None:
@@ -39,7 +40,7 @@ def test_this_python_and_torch_are_supported() -> None:
     assert sys.version_info[:2] in PYTHONS and minor_of(torch.__version__) in TORCHES
 
 
-def test_the_makefile_has_the_bounds() -> None:
+def test_makefile_has_the_supported_versions() -> None:
     makefile = text_of("Makefile")
     low, high = PYTHONS[0], PYTHONS[-1]
     assert f"sys.exit(not {low} <= sys.version_info[:2] <= {high})" in makefile
@@ -50,7 +51,7 @@ def test_the_makefile_has_the_bounds() -> None:
 
 
 @pytest.mark.parametrize("path", ["Makefile", "README.md", "CONTRIBUTING.md", "docs/versions.md"])
-def test_sentences_have_the_bounds(path: str) -> None:
+def test_pages_have_the_supported_versions(path: str) -> None:
     said = re.findall(r"Python (3\.\d+) (?:to|or) (3\.\d+)", text_of(path))
     assert said and set(said) == {(FIRST, LAST)}
     releases = set(re.findall(r"torch (2\.\d+) to (2\.\d+)", text_of(path)))
@@ -58,7 +59,7 @@ def test_sentences_have_the_bounds(path: str) -> None:
     assert releases <= {(dotted(TORCHES[0]), dotted(TORCHES[-1]))}
 
 
-def test_checks_are_made_for_the_oldest_python_and_ci_runs_all() -> None:
+def test_mypy_and_ruff_use_the_oldest_python_and_ci_runs_all() -> None:
     tools = tomllib.loads(text_of("pyproject.toml"))["tool"]
     assert tools["mypy"]["python_version"] == FIRST and tools["ruff"]["target-version"] == f"py{FIRST.replace('.', '')}"
     found = re.search(r"python: \[(.+)\]", text_of(".github/workflows/ci.yml"))
@@ -73,7 +74,7 @@ def test_every_release_of_torch_has_its_constraints() -> None:
         assert minor_of(found["torch"]) == torch and {"setuptools", "numpy", "pytest", "lightning"} <= found.keys()
 
 
-def test_the_table_has_a_row_for_each_cell_and_none_failed() -> None:
+def test_table_has_every_combination_and_none_failed() -> None:
     rows = read(table.PAGE.read_text("utf-8"))
     assert sorted(rows) == cells()
     for row in rows.values():
@@ -83,20 +84,20 @@ def test_the_table_has_a_row_for_each_cell_and_none_failed() -> None:
         assert any(row.good for row in tried), f"{minor} was not tried"
 
 
-def test_the_short_set_is_there() -> None:
+def test_short_set_exists() -> None:
     for name in environment.SHORT_SET:
         path, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}" in text_of(path)
 
 
-# ---- the script
+# ---- tests.matrix.table
 
 
 PAGE = f"# Versions\n\nBefore.\n\n{table.BEGIN}\n{table.HEAD}{table.END}\n\nAfter.\n"
 DONE = Row("3.12.1", "2.13.0+cpu", "2026-01-02", 812, 0, 3, 143)
 
 
-def test_rows_are_written_and_read_and_the_rest_of_the_page_stays() -> None:
+def test_rows_are_written_and_read() -> None:
     later = not_tried(Cell((3, 14), (2, 11)), "no Python 3.14")
     text = written(PAGE, {row.cell: row for row in (later, DONE)})
     assert read(text) == {DONE.cell: DONE, later.cell: later}
@@ -111,7 +112,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 
 def section(page: str, name: str) -> str:
-    """The text below a heading of the second level."""
+    """Return the text below a second-level heading."""
     text = (DOCS / page).read_text("utf-8")
     begin = text.index(f"\n## {name}\n")
     end = text.find("\n## ", begin + 1)
@@ -127,7 +128,7 @@ def whole(page: str) -> str:
 
 
 ZERO = "LowLevelZeroPlugin"
-"""What it says of the loss scale is not said again of the others."""
+"""Its section describes the loss scale, which the sections of the other plugins do not repeat."""
 PLANS = ("plan_of_ddp", "plan_of_fsdp", "plan_of_fully_shard")
 PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
     *((getattr(plugin, n), partial(section, "booster.md", n)) for n in (ZERO, "TorchDDPPlugin", "TorchFSDPPlugin")),
@@ -139,18 +140,18 @@ PAGES: list[tuple[Callable[..., object], Callable[[], str]]] = [
 
 
 @pytest.mark.parametrize(("function", "text"), PAGES, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_the_page_of_a_front_end_has_its_arguments(function: Callable[..., object], text: Callable[[], str]) -> None:
+def test_page_of_a_front_end_has_its_arguments(function: Callable[..., object], text: Callable[[], str]) -> None:
     arguments = set(inspect.signature(function).parameters) - {"model", "module"}
     assert len(arguments) > 5 and missing(arguments, text()) == []
 
 
-def test_the_page_of_deepspeed_names_every_key_that_is_used() -> None:
+def test_deepspeed_page_has_every_used_key() -> None:
     used = [path.rpartition(".")[2] for path, key in KEYS.items() if key.role == "used"]
     assert len(used) > 50 and missing(used, (DOCS / "deepspeed.md").read_text("utf-8")) == []
 
 
 @pytest.mark.parametrize("name", ["ColossalAIStrategy", "DeepSpeedStrategy", "DDPFullyShardedStrategy"])
-def test_the_page_of_lightning_has_all_arguments(name: str) -> None:
+def test_lightning_page_has_all_arguments(name: str) -> None:
     pytest.importorskip("lightning")
     strategy = getattr(importlib.import_module("shardwise.lightning"), name)
     own = (DOCS / "lightning.md").read_text("utf-8").partition("\n## What the Trainer does")[0]  # of all three

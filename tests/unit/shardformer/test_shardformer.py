@@ -1,4 +1,4 @@
-"""Shardformer's data: configurations, policies as cuts, attention and checkpointing of Hugging Face models."""
+"""Tests of Shardformer in one process: ``ShardConfig``, policies as plans, kernels and checkpointing."""
 
 import inspect
 import warnings
@@ -40,7 +40,7 @@ NOT_YET: dict[str, Any] = {"sequence_parallelism_mode": "ring", "sp_axis": 1, "i
 NOT_YET |= dict.fromkeys(GROUPS, object())
 
 
-def test_the_fields_of_a_configuration() -> None:
+def test_fields_of_a_shard_config() -> None:
     parameters = inspect.signature(ShardConfig).parameters
     assert list(parameters) == list(SHARD_CONFIG)
     config = ShardConfig()
@@ -48,12 +48,12 @@ def test_the_fields_of_a_configuration() -> None:
     assert (config.tensor_parallel_size, config.sequence_parallel_size, config.expert_parallel_size) == (1, 1, 1)
 
 
-def test_what_a_configuration_cannot_have_yet() -> None:
+def test_unsupported_options_of_a_shard_config() -> None:
     for name, value in NOT_YET.items():
         raises(NotImplementedError, f"^{name}=", ShardConfig, **{name: value})
 
 
-def test_a_configuration_is_checked() -> None:
+def test_invalid_shard_configs() -> None:
     for name, value, error in (
         ("make_vocab_size_divisible_by", 0, ValueError),
         ("parallel_output", "yes", TypeError),
@@ -91,7 +91,7 @@ def replaced(suffix: str, target: Any, ignore: bool = False, **kwargs: Any) -> R
 
 
 class ToyPolicy(Policy):
-    """Says what it is made with."""
+    """A policy with the given descriptions and ``preprocess``."""
 
     def __init__(self, descriptions: dict[Any, ModulePolicyDescription], before: Callable[[Any], Any] | None = None):
         super().__init__()
@@ -127,7 +127,7 @@ def shape(tp_plan: TPPlan, param: Any) -> tuple[int, ...] | None:
     return None if part is None else tuple(part.shape)
 
 
-def test_a_policy_becomes_cuts() -> None:
+def test_policy_makes_a_tensor_parallel_plan() -> None:
     model = Toy()
     inside = [
         replaced("layers[0]", layer.Linear1D_Col, seq_parallel_mode=None),
@@ -147,7 +147,7 @@ def test_a_policy_becomes_cuts() -> None:
     policy.append_or_create_method_replacement({"forward": lambda self: self.num_heads}, policy.descriptions, Inner)
     before = {name: param.shape for name, param in model.named_parameters()}
     tp_plan = collected(model, policy)
-    assert {name: param.shape for name, param in model.named_parameters()} == before  # nothing is done yet
+    assert {name: param.shape for name, param in model.named_parameters()} == before  # until install()
     inner = model.blocks[1]
     assert [shape(tp_plan, p) for p in inner.layers.parameters()] == [(6, 8), (6,), (8, 6), None]
     assert shape(tp_plan, model.head.weight) == (8, 8)  # 10 rows, padded to 16
@@ -176,7 +176,7 @@ def grown(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_policy_is_the_plans_architecture() -> None:
+def test_custom_policy_of_the_plugin() -> None:
     policy = of_toy()
     given: dict[str, Any] = {"tp_size": 2, "pp_size": 1, "make_vocab_size_divisible_by": 8, "parallel_output": False}
     plan = HybridParallelPlugin(**given, custom_policy=policy).plan(2)
@@ -188,7 +188,7 @@ def test_a_policy_is_the_plans_architecture() -> None:
         assert HybridParallelPlugin(tp_size=1, pp_size=1, custom_policy=policy).plan(1).tensor == TensorPlan()
 
 
-def test_what_a_policy_cannot_say() -> None:
+def test_unsupported_policies() -> None:
     for policy, error, words in (
         (of_toy(replaced("head", layer.Linear1D_Col, skip_bias_add=True)), NotImplementedError, "skip_bias_add=True"),
         (of_toy(replaced("head", layer.Linear1D_Row, parallel_input=False)), NotImplementedError, "parallel_input"),
@@ -213,7 +213,7 @@ def test_what_a_policy_cannot_say() -> None:
         raises(error, words, collected, Toy(), policy)
 
 
-def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
+def test_policy_sanity_check_and_uneven_shards() -> None:
     raises(ValueError, "two ranks at most", lambda: collected(Toy(), of_toy(), ranks=4))
     odd = of_toy(replaced("head", layer.Linear1D_Col))
     odd.config_sanity_check = lambda: None  # type: ignore[method-assign]
@@ -221,7 +221,7 @@ def test_a_policy_that_refuses_and_parts_that_are_not_equal() -> None:
     raises(ValueError, told, collected, Toy(), odd, ranks=3)
 
 
-# -- what is asked of a model
+# -- kernels and gradient checkpointing
 
 
 def llama() -> LlamaForCausalLM:
@@ -262,7 +262,7 @@ def test_defect_7_the_first_layers_are_checkpointed(config: GradientCheckpointCo
         torch.testing.assert_close(param.grad, grad)
 
 
-def test_each_stage_of_a_pipeline_has_its_own() -> None:
+def test_checkpointed_layers_of_pipeline_stages() -> None:
     for config, layers, again in (
         (GradientCheckpointConfig(0.5), [3, 2], [1, 0, 0, 1, 0]),
         (GradientCheckpointConfig(0.5), [4, 1], [1, 1, 0, 0, 0]),
@@ -276,20 +276,20 @@ def test_each_stage_of_a_pipeline_has_its_own() -> None:
         assert checkpointing(model) == list(map(bool, again))
 
 
-def test_a_checkpointing_configuration_is_checked() -> None:
+def test_invalid_checkpointing_configurations() -> None:
     raises(ValueError, "gradient_checkpointing_ratio=1.5", OfStages, gradient_checkpointing_ratio=1.5)
     raises(ValueError, r"num_ckpt_layers_per_stage\[1\]=-1", OfStages, num_ckpt_layers_per_stage=[1, -1])
     raises(TypeError, "gradient_checkpointing_ratio=None", OfStages, gradient_checkpointing_ratio=None)
 
 
-def test_flash_attention_is_torchs_own() -> None:
+def test_flash_attention_selects_sdpa() -> None:
     model = llama()
     with warnings.catch_warnings(action="error"), changed_model(model, Kernels(flash=True), checkpointing=None):
         pass
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_flash_attention_of_a_model_that_has_none() -> None:
+def test_flash_attention_without_effect_warns() -> None:
     for model in (BloomForCausalLM(BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16)), nn.Linear(1, 1)):
         told = f"enable_flash_attention=True without effect in a {type(model).__name__}"
         with pytest.warns(UserWarning, match=told) as warned, changed_model(model, Kernels(flash=True), None):

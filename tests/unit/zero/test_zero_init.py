@@ -1,4 +1,4 @@
-"""ZeroInitContext in one process, the plans that arguments mean, and the published signatures."""
+"""Tests of the older ZeRO interface in one process: ``ZeroInitContext``, the plans of its arguments, its signatures."""
 
 import inspect
 from operator import attrgetter
@@ -43,7 +43,7 @@ SIGNATURES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("function", "published"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", None))
-def test_published_arguments_in_name_order_and_default(function: Any, published: str) -> None:
+def test_signatures_match_the_published_ones(function: Any, published: str) -> None:
     both = (inspect.signature(of).parameters.values() for of in (function, eval(f"lambda {published}: None")))
     found, expected = ([(each.name, each.default) for each in parameters] for parameters in both)
     assert found[: len(expected)] == expected
@@ -77,22 +77,22 @@ class Whole(nn.Module):
         self.tied = nn.Linear(3, 4, bias=False)
         self.tied.weight = self.first.weight
         with torch.no_grad():
-            self.first.weight.mul_(2)  # values are asked for, and changed
+            self.first.weight.mul_(2)  # reads and changes values during construction
 
 
-def test_parameters_are_marked_and_counted() -> None:
+def test_context_marks_and_counts_parameters() -> None:
     numel = torch.tensor([100])
     with ZeroInitContext("cpu", TensorShardStrategy(), True, model_numel_tensor=numel) as context:
         model = Whole()
         assert context.shard_param and context.is_replicated
     marks = {name: p.colo_attr.param_is_sharded for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     assert marks == {"first.weight": True, "first.bias": True, "part.inner.weight": False, "part.inner.bias": False}
-    assert numel.tolist() == [100 + 12 + 4 + 9 + 3]  # the tied weight once
+    assert numel.tolist() == [100 + 12 + 4 + 9 + 3]  # the tied weight is counted once
     assert is_deferred(model)
 
 
 @pytest.mark.parametrize(("shard", "on_the_fly", "deferred"), [(0, 0, False), (0, 1, True), (1, 0, True), (1, 1, True)])
-def test_memory_waits_for_sharding(shard: int, on_the_fly: int, deferred: bool) -> None:
+def test_parameters_are_deferred_until_sharding(shard: int, on_the_fly: int, deferred: bool) -> None:
     torch.manual_seed(3)
     expected = nn.Linear(3, 4).weight.detach().clone()
     torch.manual_seed(3)
@@ -103,18 +103,18 @@ def test_memory_waits_for_sharding(shard: int, on_the_fly: int, deferred: bool) 
         assert torch.equal(model[0].weight, expected)
 
 
-def test_a_failing_constructor_leaves_nothing_behind() -> None:
+def test_an_error_in_the_context_restores_everything() -> None:
     own = (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
     context = ZeroInitContext("cpu", TensorShardStrategy(), True, seed=1, default_dtype=torch.float64)
     with pytest.raises(RuntimeError, match="broken"), context:
         raise RuntimeError("broken")
     assert torch.get_default_dtype() is torch.float32
     assert not hasattr(nn.Linear(2, 2).weight, "colo_attr")
-    # Upstream's exit puts state_dict functions back in the wrong places.
+    # ColossalAI's own context restores state_dict functions in the wrong places.
     assert own == (nn.Module.state_dict, nn.Module.load_state_dict, nn.Module.__init__)
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments_of_the_context() -> None:
     for arguments, error, told in (
         ({"shard_strategy": TensorShardStrategy}, TypeError, "shard_strategy"),
         ({"bf16": True, "convert_fp16": False}, ValueError, "bf16=True"),
@@ -146,7 +146,7 @@ def given(model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None 
 CPU = {"offload_config": {"device": "cpu"}}
 
 
-def test_strategies_are_packings() -> None:
+def test_packing_of_each_strategy() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.LayerNorm(2)), nn.Tanh())
     assert TensorShardStrategy().packing(model) == ByTensor(persist_numel=0)
     assert BucketTensorShardStrategy().packing(model) == ByModule(unit_classes=(), unit_names=("0", "1.0"))
@@ -184,12 +184,12 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], dict[st
 
 
 @pytest.mark.parametrize(("model", "optimizer", "facts", "expected"), PLANS)
-def test_what_arguments_mean(model: Any, optimizer: Any, facts: Any, expected: dict[str, Any]) -> None:
+def test_arguments_make_the_plan(model: Any, optimizer: Any, facts: Any, expected: dict[str, Any]) -> None:
     plan = to_plan(*given(model, optimizer, **facts))
     assert {path: attrgetter(path)(plan) for path in expected} == expected
 
 
-def test_wrong_arguments_of_models_and_optimizers() -> None:
+def test_invalid_arguments_of_models_and_optimizers() -> None:
     offloaded = given(optimizer={"cpu_offload": True})
     raises(RuntimeError, "cpu_offload=True of the optimizer", to_plan, *offloaded)
     for kind, name, value, told in (
@@ -208,7 +208,7 @@ def test_wrong_arguments_of_models_and_optimizers() -> None:
         raises(ValueError, "predivide", zero(3).but, predivide=divisor)
 
 
-def test_what_has_no_effect_is_said() -> None:
+def test_arguments_without_effect() -> None:
     for model, optimizer, facts, said in (
         ({"reduce_scatter_bucket_size_mb": 3}, None, {}, "reduce_scatter_bucket_size_mb=3"),
         ({"reduce_scatter_bucket_size_mb": 3}, None, {"packing": None}, None),
@@ -221,11 +221,11 @@ def test_what_has_no_effect_is_said() -> None:
         assert len(found) == (said is not None) and (said or "") in "".join(found)
 
 
-# ---- what the engine has for it
+# ---- the chunk layout
 
 
 @pytest.mark.parametrize("packing", [ByTensor(persist_numel=0), ByNumel(chunk_numel=100), ByModule(unit_classes=())])
-def test_kept_parameters_lie_in_persistent_chunks(packing: Packing) -> None:
+def test_reshard_after_forward_of_chunks(packing: Packing) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     facts = [ParamInfo((n,), p.shape, p.dtype, True, 0, 0) for n, p in model.named_parameters()]
     groups = (ParamGroupPlan(names=("0.bias", "1.weight"), reshard_after_forward=False),)

@@ -1,8 +1,9 @@
-"""What cannot be cut is one error before anything changes, and how heads are divided.
+"""Tests of the tensor-parallel partition in one process.
 
-What each rank stores covers the stored order once, and parts and the whole come back from it.
-A cut covers its dimension, and parts and whole are each other's inverse.
-Random numbers of a rank's part: what the generators are before, inside and behind it, also of a GPU's kind.
+- ``cut_model``: models that cannot be sharded raise one error before anything changes; heads are divided in groups.
+- ``propose_architecture``: rules from a model's own tensor-parallel plan.
+- ``ShardSpec`` and ``StoredCut``: shards cover the dimension, and sharding and unsharding are inverse.
+- ``RankRng``: random numbers of a rank inside a sharded region, and the common ones after it, also for CUDA generators.
 """
 
 from dataclasses import replace
@@ -35,13 +36,13 @@ PLAN = TensorPlan(vocabulary_multiple=4)
 
 
 def axis(size: int, rank: int = 0) -> Axis:
-    """Ranks that exchange nothing."""
+    """Return an axis whose ranks do not communicate."""
     group: Any = SimpleNamespace(size=size, rank=rank)
     return Axis(group)
 
 
 def message(model: nn.Module, size: int, plan: TensorPlan = PLAN) -> str:
-    """Of the error; nothing has changed."""
+    """Return the message of the error of ``cut_model``, and check that the model is unchanged."""
     before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     shapes = {name: param.shape for name, param in model.named_parameters()}
     error = raises(ValueError, None, lambda: cut_model(model, axis(size), plan))
@@ -50,7 +51,7 @@ def message(model: nn.Module, size: int, plan: TensorPlan = PLAN) -> str:
     return error
 
 
-def test_there_is_a_table_and_a_test_for_each_architecture() -> None:
+def test_each_architecture_has_rules_and_a_test() -> None:
     assert set(TABLES) == set(CASES) and set(TABLES) <= set(tensor.known_architectures())
 
 
@@ -59,8 +60,8 @@ class Quantised(nn.Linear):
         return super().forward(input).round()
 
 
-def test_models_that_cannot_be_cut() -> None:
-    """More ranks than heads; a model that is not known, without and with a plan of its own; and what layers say."""
+def test_models_that_cannot_be_sharded() -> None:
+    """More ranks than heads, unknown models with and without a plan of their own, and layers that cannot be sharded."""
     found = message(transformers.LlamaForCausalLM(decoder("Llama")), 8)
     assert found.startswith("LlamaForCausalLM cannot be cut over 8 ranks: model.layers.0.self_attn (LlamaAttention): ")
     assert "6 attention heads are fewer than 8 ranks; cut over 6 ranks at most" in found
@@ -79,7 +80,7 @@ def test_models_that_cannot_be_cut() -> None:
 
 
 class Ours(transformers.LlamaModel):
-    """A model of a user's, derived from one that is known; its head is tied, and no rule names it."""
+    """A user's subclass of a known model, with a tied head that no rule names."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -87,7 +88,7 @@ class Ours(transformers.LlamaModel):
         self.head.weight = self.embed_tokens.weight
 
 
-def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> None:
+def test_tied_layer_without_a_rule_raises() -> None:
     model = Ours(decoder("Llama"))
     assert "head.weight are tied to sharded layers" in message(model, 2)
     named = Architecture("ours", {"Ours": (tensor.Embedding("embed_tokens"), tensor.Head("head"))})
@@ -99,7 +100,7 @@ def test_a_tied_layer_that_no_rule_names_would_take_a_part_for_the_whole() -> No
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 3), (6, 2), (6, 1), (12, 4), (8, 2)])
 def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> None:
-    """Every query head is on one rank, together with the key head that it reads, as the local grouping finds it."""
+    """Each query head is on one rank, together with the key head that it uses in the rank's local grouping."""
     found, group = Heads.over(heads, kv_heads, ranks), heads // kv_heads
     seen = []
     for rank in range(ranks):
@@ -117,8 +118,8 @@ def test_heads_are_divided_in_groups(heads: int, kv_heads: int, ranks: int) -> N
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
-    """Of a llama with as many heads: everything but norms is divided, the vocabulary with its padding."""
+def test_number_of_parameters_of_a_rank(ranks: int) -> None:
+    """With as many key as query heads everything but norms is divided, and the vocabulary is padded."""
     config = decoder("Llama", num_attention_heads=4, num_key_value_heads=4, intermediate_size=24, hidden_size=32)
     model = transformers.LlamaForCausalLM(config)
     tp_plan = cut_model(model, axis(ranks), PLAN)
@@ -134,8 +135,8 @@ def test_parameters_of_a_rank_are_what_a_formula_says(ranks: int) -> None:
 # ---- proposed by the model's own plan
 
 
-def test_a_plan_says_what_the_table_says() -> None:
-    """Of Llama, Qwen3 and Qwen3-MoE each parameter's part is the same by either."""
+def test_proposed_architecture_matches_the_rules() -> None:
+    """Both give the same shard of each parameter of Llama, Qwen3 and Qwen3-MoE."""
     for kind in ("Llama", "Qwen3", "Qwen3Moe"):
         model = getattr(transformers, f"{kind}ForCausalLM")(decoder(kind))
         own = TensorPlan(architecture=propose_architecture(model), vocabulary_multiple=4)
@@ -145,7 +146,7 @@ def test_a_plan_says_what_the_table_says() -> None:
         assert parts == {name: by_plan.part_of(param) for name, param in model.named_parameters()}
 
 
-def test_plans_that_no_rule_says() -> None:
+def test_unsupported_tensor_parallel_plans() -> None:
     model = transformers.StableLmForCausalLM(decoder("StableLm"))
     raises(ValueError, "StableLmForCausalLM has no tensor-parallel plan of its own", propose_architecture, model)
     model = transformers.LlamaForCausalLM(decoder("Llama"))
@@ -160,7 +161,7 @@ def test_plans_that_no_rule_says() -> None:
 # ---- adapters
 
 
-def test_an_adapter_that_cannot_be_cut_is_named() -> None:
+def test_adapters_that_cannot_be_sharded() -> None:
     for config, text in (
         (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "only LoRA is cut with its layer"),
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "a variant of LoRA that needs whole layers"),
@@ -171,14 +172,14 @@ def test_an_adapter_that_cannot_be_cut_is_named() -> None:
 
 
 class _Says:
-    """An architecture that is no set of rules."""
+    """An architecture without rules."""
 
     def collect(self, model: nn.Module, tp_plan: object) -> None:
         raise AssertionError("not asked")
 
 
 class _Alone(nn.Module):
-    """Attention that is in no list of layers, and a part of its own beside it."""
+    """Attention outside of any list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,13 +188,13 @@ class _Alone(nn.Module):
 
 
 class _OwnRule:
-    """Cuts a layer of which it does not say where its block begins."""
+    """A rule that shards a layer without saying where its sequence-parallel block begins."""
 
     def collect(self, rules: tensor.ModuleRules) -> None:
         rules.columns("gate_proj", ShardSpec.even(0, 22, rules.ranks).ranges)
 
 
-def test_sequences_that_cannot_be_divided() -> None:
+def test_unsupported_sequence_parallel_models() -> None:
     divided = replace(PLAN, sequence="split_gather")
     llama = transformers.LlamaForCausalLM(decoder("Llama"))
     found = message(llama, 2, replace(divided, architecture=_Says()))
@@ -205,7 +206,7 @@ def test_sequences_that_cannot_be_divided() -> None:
     assert "model.layers.0: no rule says where the block of a Linear begins" in found and "Site.block" in found
 
 
-def test_logits_stay_cut_only_for_a_forward_pass_of_transformers_own() -> None:
+def test_logits_stay_sharded_for_the_original_forward_only() -> None:
     class Own(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
@@ -216,7 +217,7 @@ def test_logits_stay_cut_only_for_a_forward_pass_of_transformers_own() -> None:
     config = decoder("Llama")
     model: Any = transformers.LlamaForCausalLM(config)
     assert _is_causal(model) and _is_causal(Plain(config)) and not _is_causal(Own(config))
-    model.forward = model.forward  # as who stands around a model does
+    model.forward = model.forward  # as a wrapper of the model does
     assert not _is_causal(model)
 
 
@@ -225,7 +226,7 @@ Cut = tuple[tuple[int, ...], ShardSpec]
 
 @st.composite
 def cuts(draw: Any) -> Cut:
-    """Any cut: blocks side by side, uneven or empty, held by one rank or several, in any order, perhaps padded."""
+    """Draw a shape and a ``ShardSpec``: blocks that may be uneven, empty, replicated, in any order, or padded."""
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     ranges: list[list[tuple[int, int]]] = [[], [], []]
@@ -235,12 +236,12 @@ def cuts(draw: Any) -> Cut:
         for holder in draw(st.sets(st.integers(0, 2), min_size=1)):
             ranges[holder].insert(draw(st.integers(0, len(ranges[holder]))), (at, at + size))
         at += size
-    shape[dim] = draw(st.integers(max(at - 2, 0), at))  # what is beyond is padding
+    shape[dim] = draw(st.integers(max(at - 2, 0), at))  # elements above this size are padding
     return tuple(shape), ShardSpec(dim, at, tuple(tuple(each) or ((0, 0),) for each in ranges))
 
 
 def stored_by_definition(whole: torch.Tensor, stored: StoredCut | None) -> torch.Tensor:
-    """All of it in stored order, as the documentation says it."""
+    """Return the tensor in stored order, computed as the documentation defines it."""
     if stored is None:
         return whole.reshape(-1)
     parts = []
@@ -260,7 +261,7 @@ def reader(flat: torch.Tensor) -> order.ReadInto:
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(), st.data())
-def test_what_ranks_store_covers_the_stored_order_once(given_cut: Cut, data: Any) -> None:
+def test_stored_shards_cover_each_element_once(given_cut: Cut, data: Any) -> None:
     shape, cut = given_cut
     whole = torch.arange(1.0, prod(shape) + 1).reshape(shape)
     stored = StoredCut.of(shape, cut)
@@ -273,14 +274,14 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: Cut, data: Any
         part = Part(torch.Size(shape), cut, rank)
         local = part.of(whole).reshape(-1)
         bounds = sorted(data.draw(st.lists(st.integers(0, local.numel()), max_size=3)))
-        for start, end in zip([0, *bounds], [*bounds, local.numel()], strict=True):  # wherever shards are cut
+        for start, end in zip([0, *bounds], [*bounds, local.numel()], strict=True):  # for any boundaries of the shards
             for run in own_runs(part, start, end):
                 assert start <= run.local and run.local + run.numel <= end and run.numel > 0
                 there = slice(run.stored, run.stored + run.numel)
                 assert torch.equal(flat[there], local[run.local : run.local + run.numel])
                 seen[there] += 1
             known = torch.zeros(end - start)
-            for run in full_runs(part, start, end):  # also what others store
+            for run in full_runs(part, start, end):  # including elements that other ranks store
                 known[run.local - start : run.local - start + run.numel] = whole.view(-1)[run.stored :][: run.numel]
             assert torch.equal(known, local[start:end])
     assert bool((seen == 1).all())
@@ -288,8 +289,8 @@ def test_what_ranks_store_covers_the_stored_order_once(given_cut: Cut, data: Any
 
 @settings(max_examples=60, deadline=None)
 @given(cuts(), cuts(), st.data(), st.integers(1, 40), st.sampled_from([2, 1 << 15]))
-def test_ranges_of_the_whole_and_of_parts(written: Cut, here: Cut, data: Any, block: int, wide: int) -> None:
-    """Of a tensor stored under one cut: by itself, and under the same, another or no cut; in blocks of any size."""
+def test_read_ranges_of_tensors_and_shards(written: Cut, here: Cut, data: Any, block: int, wide: int) -> None:
+    """Read ranges of a tensor that is stored under one spec, and of its shards under the same, another or no spec."""
     (shape, cut), (other_shape, other) = written, here
     whole = torch.randn(shape)
     stored = StoredCut.of(shape, cut)
@@ -314,7 +315,7 @@ def test_ranges_of_the_whole_and_of_parts(written: Cut, here: Cut, data: Any, bl
     order._Columns.of.cache_clear()
 
 
-def test_what_is_no_cut_of_a_shape_is_refused() -> None:
+def test_invalid_stored_cut() -> None:
     for dim, ranges, said in (
         (2, (((0, 4),),), "dim 2"),
         (-1, (((0, 4),),), "dim -1"),
@@ -337,7 +338,7 @@ def test_shares_add_up_and_are_even(units: int, ranks: int, unit: int) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3), min_size=1, max_size=3), st.integers(0, 1))
-def test_parts_make_the_whole(blocks: list[list[int]], dim: int) -> None:
+def test_unshard_restores_the_tensor(blocks: list[list[int]], dim: int) -> None:
     cut = ShardSpec.of_sizes(dim, blocks)
     shape = (cut.size, 2) if dim == 0 else (2, cut.size)
     whole = torch.arange(2.0 * cut.size).view(shape)
@@ -346,13 +347,13 @@ def test_parts_make_the_whole(blocks: list[list[int]], dim: int) -> None:
     assert torch.equal(cut.unshard(parts), whole) and not cut.holders()
 
 
-def test_fused_matrices_are_cut_each() -> None:
+def test_fused_matrices_are_sharded_separately() -> None:
     cut = ShardSpec.even(0, 12, 2, blocks=3, unit=2)
     assert cut.ranges == (((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12)))
 
 
-def test_ranks_may_hold_the_same() -> None:
-    """Two key heads of size 2 over four ranks."""
+def test_replicated_ranges() -> None:
+    """Two key heads of size 2 are replicated over four ranks."""
     cut = ShardSpec(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
     whole = torch.arange(4.0)
     assert cut.part(whole, 1).tolist() == [0, 1]
@@ -360,7 +361,7 @@ def test_ranks_may_hold_the_same() -> None:
     assert cut.holders() == {(0, 2): (0, 1), (2, 4): (2, 3)}
 
 
-def test_what_is_no_cut_is_refused() -> None:
+def test_invalid_shard_spec() -> None:
     raises(ValueError, "6 attention heads do not divide into groups for 4 key/value heads", Heads.over, 6, 4, 2)
     raises(ValueError, "no rank holds element 2 of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((3, 4),))))
     raises(ValueError, r"rank 1 holds \(2, 5\) of 4", lambda: ShardSpec(0, 4, (((0, 2),), ((2, 5),))))
@@ -374,7 +375,7 @@ RATES = ((SimpleNamespace(p=0.5), "p"),)
 
 
 class Philox:
-    """What is asked of a GPU's generator: a seed, and how far it is."""
+    """The part of a CUDA generator that is used: its seed and offset."""
 
     device = torch.device("cuda", 0)
 
@@ -399,7 +400,7 @@ class Philox:
         return self.seed, self.offset
 
 
-def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
+def test_cuda_generator_continues_after_the_region() -> None:
     seeds: dict[int, list[int]] = {}
     for rank in range(4):
         generator, private = Philox(), RankRng(rank)
@@ -419,7 +420,7 @@ def test_a_generator_of_a_gpus_kind_goes_on_behind_the_part() -> None:
 
 
 def numbers(private: RankRng) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inside and behind, of one state before."""
+    """Return numbers drawn inside and after the sharded region, from one initial state."""
     torch.manual_seed(3)
     private.enter(CPU, RATES)
     inside = torch.rand(5)
@@ -427,7 +428,7 @@ def numbers(private: RankRng) -> tuple[torch.Tensor, torch.Tensor]:
     return inside, torch.rand(5)
 
 
-def test_ranks_draw_their_own_inside_and_the_same_behind() -> None:
+def test_random_numbers_differ_inside_and_agree_after_the_region() -> None:
     with torch.random.fork_rng(devices=[]):
         inside, behind = zip(*(numbers(RankRng(rank)) for rank in range(3)), strict=True)
         once_more = numbers(RankRng(1))
@@ -436,7 +437,7 @@ def test_ranks_draw_their_own_inside_and_the_same_behind() -> None:
     assert torch.equal(once_more[0], inside[1])
 
 
-def test_what_all_have_is_drawn_alike_inside_and_the_rest_goes_on() -> None:
+def test_replicated_draws_do_not_change_the_draws_of_a_rank() -> None:
     def draws(common: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         private = RankRng(1)

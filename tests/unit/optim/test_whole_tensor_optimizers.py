@@ -1,6 +1,7 @@
-"""LAMB and Muon against their formulas, their arguments, and what is an error.
+"""Tests of LAMB and Muon, which need whole tensors, and of the trial steps of ``couples_elements``.
 
-Which optimizers can be stepped in flat parts is found by trying, and the trial leaves nothing behind.
+LAMB and Muon match their formulas, and invalid arguments raise an error. ``couples_elements`` steps a copy of an
+optimizer to find out if it can be stepped in flat shards; the optimizer itself is unchanged afterwards.
 """
 
 import copy
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_tiles import element_wise
+from test_update_tiles import element_wise
 from torch import Tensor, nn
 
 from shardwise.core.optim import HybridAdam
@@ -83,11 +84,11 @@ def test_fused_lamb_is_lamb_but_for_its_options() -> None:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
 
     plain.register_step_pre_hook(clip)
-    check(walk(clipped), walk(plain), 1e-4)  # torch adds 1e-6 to the norm
+    check(walk(clipped), walk(plain), 1e-4)  # torch adds 1e-6 to the norm, so the tolerance is wider
     check(walk(own.FusedLAMB(params(), weight_decay=0, max_grad_norm=0)), walk(torch.optim.Adam(params(), eps=1e-6)))
 
 
-def test_16_bit_parameters_are_computed_with_in_fp32() -> None:
+def test_16_bit_parameters_are_stepped_in_fp32() -> None:
     for make in (own.Lamb, lambda p: own.FusedLAMB(p, max_grad_norm=0)):
         half, wide = params(torch.bfloat16), [nn.Parameter(each.float()) for each in params(torch.bfloat16)]
         for one, other, grad in zip(half, wide, gradients(0), strict=True):
@@ -111,7 +112,7 @@ KEPT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_state_of_16_bit_parameters_goes_on_in_fp32(name: str) -> None:
+def test_loaded_state_of_16_bit_parameters_is_fp32(name: str) -> None:
     first = KEPT[name](params(torch.bfloat16, 2))
     walk(first, 3)
     second = KEPT[name]([nn.Parameter(each.detach().clone()) for each in first.param_groups[0]["params"]])
@@ -126,7 +127,7 @@ def test_state_of_16_bit_parameters_goes_on_in_fp32(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [own.FusedAdam, own.HybridAdam, own.CPUAdam, own.FusedLAMB, own.Lamb])
-def test_a_count_in_the_groups_goes_on(kind: Any) -> None:
+def test_step_count_in_the_groups_is_loaded(kind: Any) -> None:
     first = kind(params())
     walk(first, 3)
     given = first.state_dict()
@@ -139,7 +140,7 @@ def test_a_count_in_the_groups_goes_on(kind: Any) -> None:
     check(walk(first), walk(second), 0.0)
 
 
-def test_wrong_arguments() -> None:
+def test_invalid_arguments() -> None:
     for kind, error, told, given in (
         (own.Lamb, ValueError, "lr=-1", {"lr": -1}),
         (own.Lamb, ValueError, r"betas\[1\]=1\.0", {"betas": (0.9, 1.0)}),
@@ -159,7 +160,7 @@ def test_options_by_name() -> None:
     check(walk(own.FusedSGD(params(), lr=0.1, momentum=0.9)), walk(torch.optim.SGD(params(), lr=0.1, momentum=0.9)))
 
 
-def test_muon_is_torchs_and_its_other_half_is_adamw() -> None:
+def test_muon_matches_torch_muon_and_adamw() -> None:
     matrices, rest = params(torch.float32, 2), params(torch.float32, 1)
     groups = [
         {"params": matrices, "use_muon": True, "lr": 0.1, "weight_decay": 0.1, "ns_method": "standard"},
@@ -173,7 +174,7 @@ def test_muon_is_torchs_and_its_other_half_is_adamw() -> None:
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 5), (7, 2, 5), (4, 3, 2, 2), (6, 6)])
 @pytest.mark.parametrize("method", ["gram", "standard"])
-def test_muon_of_every_shape_is_its_formula(shape: tuple[int, ...], method: str) -> None:
+def test_muon_matches_its_formula_for_every_shape(shape: tuple[int, ...], method: str) -> None:
     generator = torch.Generator().manual_seed(1)
     grad, before = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
     momentum, kept = before.clone(), grad.clone()
@@ -195,7 +196,7 @@ def test_muon_of_every_shape_is_its_formula(shape: tuple[int, ...], method: str)
     torch.testing.assert_close(found.double(), tall * torch.stack(expected).reshape(shape), rtol=limit, atol=limit)
 
 
-def test_wrong_groups_of_muon() -> None:
+def test_invalid_groups_of_muon() -> None:
     for dims, message, group in (
         (2, "use_muon=None of group 0: give True or False", {}),
         (2, "momentum=1.0", {"use_muon": True, "momentum": 1.0}),
@@ -211,7 +212,7 @@ Rule = Callable[["Own", Tensor, Tensor, dict[str, Any]], None]
 
 
 class Own(torch.optim.Optimizer):
-    """Somebody's optimizer: ``rule(self, values, gradient, state)`` for each parameter."""
+    """A user's optimizer: it calls ``rule(self, values, gradient, state)`` for each parameter."""
 
     def __init__(self, params: Any, rule: Rule, lr: float | Tensor = 0.01, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -298,8 +299,8 @@ def own_optimizer(rule: Rule, **options: Any) -> Own:
 
 @pytest.mark.parametrize("lr", [0.01, 0.0, 1e-9, torch.tensor(0.0)], ids=str)
 @pytest.mark.parametrize("rule", FINE + COUPLED, ids=lambda rule: rule.__name__)
-def test_found_by_trying(rule: Rule, lr: float | Tensor) -> None:
-    """Also where the learning rate of a warm-up is 0 at first."""
+def test_couples_elements(rule: Rule, lr: float | Tensor) -> None:
+    """The result does not depend on the learning rate, which may start at 0 in a warm-up."""
     optimizer = own_optimizer(rule, lr=lr)
     assert couples_elements(optimizer) == (rule in COUPLED)
     assert couples_parameters(optimizer) == (rule in BY_CALL)
@@ -310,8 +311,8 @@ def test_found_by_trying(rule: Rule, lr: float | Tensor) -> None:
         assert needs_whole_tensors(optimizer) == (rule in WHOLE)
 
 
-def test_what_it_says_of_itself_counts_first() -> None:
-    """It is believed, as the refusal of what depends on calls says."""
+def test_attributes_of_the_optimizer_override_the_trial() -> None:
+    """The attributes ``element_wise`` and ``whole_tensors`` override the trial, as the error message promises."""
     for rule in (noise, counted_by_call):
         optimizer: Any = own_optimizer(rule)
         for said in (True, False):
@@ -327,7 +328,7 @@ def test_what_it_says_of_itself_counts_first() -> None:
 
 
 @pytest.mark.parametrize("rule", [counted, clipped, counted_in_a_list], ids=lambda rule: rule.__name__)
-def test_the_trial_leaves_nothing_behind(rule: Rule) -> None:
+def test_the_trial_changes_nothing(rule: Rule) -> None:
     optimizer: Any = own_optimizer(rule)
     (param,) = optimizer.param_groups[0]["params"]
     param.grad = torch.ones(2, 2)
@@ -351,7 +352,7 @@ def test_the_trial_leaves_nothing_behind(rule: Rule) -> None:
 
 
 class Passing(torch.optim.Optimizer):
-    """As accelerate's: everything is the base's."""
+    """A wrapper as accelerate's: it forwards everything to the base optimizer."""
 
     def __init__(self, base: Own) -> None:
         self.__dict__["of"] = lambda: base
@@ -366,7 +367,7 @@ class Passing(torch.optim.Optimizer):
         self.of().step()
 
 
-def test_one_that_wraps_another_is_not_tried() -> None:
+def test_optimizer_wrappers_are_not_tried() -> None:
     seen: list[int] = []
 
     class Noted(Own):
@@ -389,7 +390,7 @@ def test_one_that_wraps_another_is_not_tried() -> None:
 @pytest.mark.parametrize(
     "thing", [threading.Lock(), nn.Linear(1, 1), {"nets": [nn.Linear(1, 1)]}], ids=["lock", "net", "nets"]
 )
-def test_one_that_cannot_be_copied_is_not_tried(thing: object) -> None:
+def test_optimizers_that_cannot_be_copied_are_not_tried(thing: object) -> None:
     seen: list[int] = []
     optimizer: Any = own_optimizer(lambda *_: seen.append(1))
     optimizer.thing = thing
@@ -397,7 +398,7 @@ def test_one_that_cannot_be_copied_is_not_tried(thing: object) -> None:
     assert optimizer.thing is thing
 
 
-def test_few_groups_are_tried() -> None:
+def test_groups_that_differ_in_numbers_only_are_tried_once() -> None:
     calls: list[int] = []
 
     def noted(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
@@ -411,14 +412,14 @@ def test_few_groups_are_tried() -> None:
 
     numbered = [{"name": f"layer {i}", "layer_id": i, "lr_scale": 0.9**i} for i in range(30)]
     assert not tried(numbered) and len(calls) == 18 * MOST_GROUPS
-    # A name does not hide what differs otherwise, and may be what tells rules apart.
+    # Names are ignored only where they are the sole difference; a name may also select the rule.
     named = [{"name": f"layer {i}"} for i in range(30)]
     assert tried([*named, {"name": "last", "adapts": True}])
     assert tried([{"kind": "adam"}, {"kind": "adam"}, {"kind": "lamb"}])
     assert not tried([{"kind": "adam"}, {"kind": "adam"}]) and len(calls) == 18
 
 
-def test_one_that_cannot_be_tried_is_left_to_fail_by_itself() -> None:
+def test_a_failing_trial_is_ignored() -> None:
     def fails(self: Own, values: Tensor, gradient: Tensor, state: dict[str, Any]) -> None:
         raise RuntimeError("only on Sundays")
 
@@ -428,8 +429,8 @@ def test_one_that_cannot_be_tried_is_left_to_fail_by_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", element_wise(), ids=lambda kind: kind.__name__)
-def test_torchs_and_ours_pass(kind: type[torch.optim.Optimizer]) -> None:
-    """They are not asked, but would be found to be what they are; torch's Adafactor as well."""
+def test_torch_and_own_optimizers_pass_the_trial(kind: type[torch.optim.Optimizer]) -> None:
+    """The trial is not used for these classes, but agrees with what is known of them, also of torch's Adafactor."""
     optimizer: Any = kind([nn.Parameter(torch.ones(2))], lr=0.1)  # type: ignore[call-arg]
     with mock.patch.object(kind, "step", autospec=True, side_effect=kind.step) as steps:
         assert not couples_elements(optimizer)

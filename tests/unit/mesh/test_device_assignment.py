@@ -1,10 +1,9 @@
-"""Which device each rank of a launch gets: numbers of GPUs and ranks, who sees which, and what was asked for.
+"""Tests of device assignment and of launches without a process group.
 
-Ranks are simulated one after the other, each with its own environment and its own ``torch.cuda``; what they would tell
-each other is then decided once, as every rank does.
-
-A launcher started several processes, and nobody made them meet: no front door lets each train alone.
-Which addresses ranks of several hosts cannot reach each other at, and what is said then.
+- ``rank_device`` and ``decide`` assign a device to each rank. Ranks are simulated one after the other, each with its
+  own environment variables and its own ``torch.cuda``.
+- Every front-end refuses to train one rank alone if the launcher started several and no process group exists.
+- ``check_listeners`` refuses addresses at which ranks on other hosts cannot reach this one.
 """
 
 import os
@@ -39,7 +38,7 @@ from tests.support.on_ranks import raises
 
 @dataclass
 class Rank:
-    """One process: the GPUs that it sees, by identity, and its variables beside torchrun's."""
+    """A process: the identities of the GPUs that it sees, and environment variables in addition to torchrun's."""
 
     sees: Sequence[str]
     host: str = "host"
@@ -63,7 +62,7 @@ def become(monkeypatch: pytest.MonkeyPatch, rank: Rank, environment: Mapping[str
 def started(
     monkeypatch: pytest.MonkeyPatch, ranks: Sequence[Rank], device: str | None = None, may_share: bool = False
 ) -> tuple[list[str], str | None]:
-    """The devices of all ranks, and what is said of them."""
+    """Return the devices of all ranks, and the warning or ``None``."""
     seats, hosts = [], [rank.host for rank in ranks]
     for number, rank in enumerate(ranks):
         local = {"LOCAL_RANK": hosts[:number].count(rank.host), "LOCAL_WORLD_SIZE": hosts.count(rank.host)}
@@ -79,7 +78,7 @@ def all_see(gpus: int, ranks: int, host: str = "host") -> list[Rank]:
 
 
 def bound(ranks: int, each: int = 1, host: str = "host") -> list[Rank]:
-    """Slurm's ``--gpus-per-task``: each sees its own, and has them under the first numbers."""
+    """Return ranks as Slurm's ``--gpus-per-task`` starts them: each sees only its own GPUs, numbered from 0."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(each))), "SLURM_GPUS_PER_TASK": str(each)}
     return [Rank([f"{host}-{rank}-{gpu}" for gpu in range(each)], host, visible) for rank in range(ranks)]
 
@@ -99,7 +98,7 @@ def test_every_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, devic
         assert started(monkeypatch, ranks, device) == (expected, None)
 
 
-def test_without_gpus_it_is_the_cpu_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gpus_the_cpu_is_used_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
     with warnings.catch_warnings(action="error"):
         assert started(monkeypatch, all_see(0, 4)) == (["cpu"] * 4, None)
@@ -107,7 +106,9 @@ def test_without_gpus_it_is_the_cpu_without_a_word(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (4, 8), (7, 8)])
-def test_fewer_gpus_than_ranks_is_the_cpu_and_said(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+def test_fewer_gpus_than_ranks_uses_the_cpu_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int
+) -> None:
     devices, remark = started(monkeypatch, all_see(gpus, ranks))
     assert devices == ["cpu"] * ranks
     assert remark is not None and "no GPU is used" in remark and f"ranks [0, {gpus}" in remark
@@ -115,18 +116,18 @@ def test_fewer_gpus_than_ranks_is_the_cpu_and_said(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 2), (4, 8)])
-def test_a_shared_gpu_that_was_asked_for_is_an_error(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+def test_explicit_cuda_with_a_shared_gpu_raises(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
     told = rf"ranks \[0, {gpus}\] would share the GPU GPU-host-0 of host, which is cuda:0"
     raises(ValueError, told, started, monkeypatch, all_see(gpus, ranks), "cuda")
 
 
-def test_a_host_without_gpus_among_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_host_without_gpus_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "gpus_of_host", lambda: 0)
     told = r"ranks \[2, 3\] would compute on the CPU \(rank 2 sees 0 GPUs on b\)"
     raises(ValueError, told, started, monkeypatch, all_see(2, 2, "a") + all_see(0, 2, "b"))
 
 
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for device, gpus, told in (
         ("cuda:1", 1, "device='cuda:1', but 1 GPUs are visible to rank 0"),
         ("cuda:99", 8, "device='cuda:99', but 8 GPUs"),
@@ -138,8 +139,8 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         raises(ValueError, told, started, monkeypatch, all_see(gpus, 1), device)
 
 
-def test_once_the_processes_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else started torch.distributed: its backend says what it is for."""
+def test_default_device_with_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the user initialized torch.distributed, the backend of the process group selects the device type."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     for backend, rank, expected, text in (
         ("nccl", Rank(["x"]), "cuda:0", ""),
@@ -155,13 +156,13 @@ def test_once_the_processes_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [text in str(each.message) for each in told] == ([True] if text else [])
 
 
-# ---- what launchers say
+# ---- variables of launchers
 
 
 SLURM = {"RANK": "9", "WORLD_SIZE": "20", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
 
 
-def test_ranks_of_a_host_under_slurm() -> None:
+def test_local_rank_under_slurm() -> None:
     for tasks, more, expected in (
         ("8(x2),4", {}, (1, 8)),
         ("8,12", {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, (1, 8)),
@@ -175,7 +176,7 @@ def test_ranks_of_a_host_under_slurm() -> None:
     assert LaunchFacts.read(SLURM).local_rank == 9
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_said() -> None:
+def test_a_missing_rank_times_out() -> None:
     store, facts = dist.HashStore(), LaunchFacts.read({"RANK": "0", "WORLD_SIZE": "2"})
     store.set_timeout(timedelta(milliseconds=50))
     raises(PeerError, "rank 0 of 2: not all ranks have started", launch._exchange, facts, store, {})
@@ -250,9 +251,9 @@ def by_accelerate(model: nn.Module) -> None:
 
 @pytest.fixture
 def launched() -> Iterator[None]:
-    """As rank 1 of 2, without the address of the other: who tries to meet it fails at once."""
+    """Act as rank 1 of 2 without a master address, so that a rendezvous fails at once."""
     assert not dist.is_initialized()
-    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):  # accelerate adds some of its own
+    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):  # accelerate adds variables
         for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         yield
@@ -271,7 +272,7 @@ def group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_ranks_that_have_not_met_do_not_train_alone(door: Callable[[nn.Module], None], launched: None) -> None:
+def test_ranks_without_a_process_group_do_not_train_alone(door: Callable[[nn.Module], None], launched: None) -> None:
     model = nn.Linear(3, 2)
     raises(RuntimeError, r"WORLD_SIZE=2 .* rank 1 would train alone.*init_process_group", lambda: door(model))
     model(torch.ones(1, 3)).sum().backward()
@@ -279,20 +280,20 @@ def test_ranks_that_have_not_met_do_not_train_alone(door: Callable[[nn.Module], 
 
 
 @pytest.mark.parametrize("door", [*DOORS, by_booster, by_the_older_interface])
-def test_a_process_group_of_one_rank_is_no_excuse(
+def test_a_process_group_of_one_rank_is_refused(
     door: Callable[[nn.Module], None], launched: None, group_of_one: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raises(RuntimeError, r"WORLD_SIZE=2 .* rank 1 would train alone", lambda: door(nn.Linear(3, 2)))
-    monkeypatch.delenv("RANK")  # a leftover WORLD_SIZE says nothing where there is a process group
+    monkeypatch.delenv("RANK")  # without RANK a leftover WORLD_SIZE is ignored, since a process group exists
     by_lightning(nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("door", MEETING)
-def test_these_make_the_ranks_meet_themselves(door: Callable[[nn.Module], None], launched: None) -> None:
+def test_front_ends_that_initialize_the_process_group(door: Callable[[nn.Module], None], launched: None) -> None:
     raises(ValueError, "MASTER_ADDR", lambda: door(nn.Linear(3, 2)))
 
 
-def test_a_mesh_of_one_rank_is_the_users_will(launched: None) -> None:
+def test_an_explicit_mesh_of_one_rank_trains(launched: None) -> None:
     plan, model = zero(2), nn.Linear(3, 2)
     session = build(model, sgd(model), plan, Mesh.create(MeshPlan(dp_shard=1, dp_replicate=1), CPU, plan.comm))
     assert session.mesh.size == 1 and session.optimizer is not None
@@ -308,7 +309,7 @@ def test_without_a_launcher_one_process_trains(monkeypatch: pytest.MonkeyPatch) 
     by_build(model)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    raises(ValueError, "sharded already", by_build, model)  # the first was built
+    raises(ValueError, "sharded already", by_build, model)  # the model is already sharded by the first call
     by_build(nn.Linear(3, 2))
 
 
@@ -317,26 +318,26 @@ def listener(rank: int, host: str, address: str | None, network: str | None = No
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "::1", "::ffff:127.0.1.1"])
-def test_an_address_that_means_another_host_there_is_an_error_that_names_the_variable(address: str) -> None:
+def test_loopback_address_across_hosts_raises(address: str) -> None:
     found = [listener(0, "one", "10.0.0.1"), listener(1, "two", address)]
     error = raises(ValueError, None, lambda: check_listeners(found))
     for part in ("rank 1 on two", address, "set GLOO_SOCKET_IFNAME (", "NCCL_SOCKET_IFNAME", "one has eth0, docker0;"):
         assert part in error
 
 
-def test_addresses_that_can_be_reached_are_no_error() -> None:
+def test_reachable_addresses_are_accepted() -> None:
     for first, second in (
         (listener(0, "one", "10.0.0.1"), listener(1, "two", "10.0.0.2")),
         (listener(0, "one", None), listener(1, "two", None)),
         (listener(0, "one", "::ffff:10.0.0.1"), listener(1, "two", "fe80::1")),
         (listener(0, "one", "127.0.1.1"), listener(1, "one", "127.0.1.1")),
-        # Two names and one network, as containers with the network of their host have.
+        # Two host names in one network namespace, as with containers that use the host's network.
         (listener(0, "one", "127.0.0.1", "net"), listener(1, "two", "127.0.0.1", "net")),
     ):
         assert check_listeners([first, second]) is None  # type: ignore[func-returns-value]
 
 
-def test_an_interface_that_is_named_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_interface_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     assert own_listener(0, "eth0").address is None and own_listener(0, "lo, eth0").interfaces == ["eth0"]
     message = r"GLOO_SOCKET_IFNAME='eth7', but .* has no network interface 'eth7': it has lo, eth0; set it"

@@ -1,4 +1,7 @@
-"""Moments that live on a disk between steps: the same numbers, and no request that fails harms them."""
+"""Tests of NVMe offload in the Adam family (``nvme_offload_fraction``): moments are on disk between steps.
+
+The results equal those without offload, and a failed disk request changes neither parameters nor state.
+"""
 
 import copy
 import errno
@@ -56,8 +59,8 @@ def make(params: Any, fraction: float, folder: Path) -> HybridAdam:
 
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_same_bits_as_without(fraction: float, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Through a saved and loaded state as well, in both directions."""
+def test_offload_changes_no_bit(fraction: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Compare bit for bit, also after the states are exchanged between both optimizers."""
     plain, moved = make_params(dtype), make_params(dtype)
     expected = HybridAdam(plain, lr=0.1)
     optimizer = make(moved, fraction, tmp_path)
@@ -75,8 +78,8 @@ def test_same_bits_as_without(fraction: float, dtype: torch.dtype, tmp_path: Pat
     assert_equal(moved, plain)
 
 
-def test_loading_an_older_state_forgets_the_newer(tmp_path: Path) -> None:
-    """Parameters that had no moments yet in the loaded state start from zero again."""
+def test_loading_a_state_discards_moments_on_disk(tmp_path: Path) -> None:
+    """Parameters without moments in the loaded state start from zero."""
     params, plain = make_params(), make_params()
     optimizer, expected = make(params, 1.0, tmp_path), HybridAdam(plain, lr=0.1)
     empty = copy.deepcopy(optimizer.state_dict())
@@ -89,8 +92,8 @@ def test_loading_an_older_state_forgets_the_newer(tmp_path: Path) -> None:
     assert_equal(params, plain)
 
 
-def test_the_share_is_kept(tmp_path: Path) -> None:
-    """Whole parameters in order, as many as fit; these have no moments in memory."""
+def test_offload_fraction_is_respected(tmp_path: Path) -> None:
+    """Entire parameters are offloaded in order while the fraction allows it; they have no moments in memory."""
     params = make_params()
     optimizer = make(params, 0.5, tmp_path)
     raises(TypeError, r"nvme_offload_fraction=0\.5", copy.deepcopy, optimizer)
@@ -101,7 +104,7 @@ def test_the_share_is_kept(tmp_path: Path) -> None:
     assert 0 < sum(away) <= total * 0.5
 
 
-def test_an_engine_takes_over(tmp_path: Path) -> None:
+def test_take_offload(tmp_path: Path) -> None:
     params, plain = make_params(), make_params()
     optimizer, expected = make(params, 1.0, tmp_path), HybridAdam(plain, lr=0.1)
     train(optimizer, params, range(3))
@@ -112,7 +115,7 @@ def test_an_engine_takes_over(tmp_path: Path) -> None:
     assert_equal(params, plain)
 
 
-def test_files_are_below_the_directory_and_go_away(tmp_path: Path) -> None:
+def test_files_are_in_the_directory_and_are_removed(tmp_path: Path) -> None:
     params = make_params()
     optimizer = CPUAdam(params, nvme_offload_fraction=1.0, nvme_offload_dir=str(tmp_path))
     train(optimizer, params, range(2))
@@ -123,7 +126,7 @@ def test_files_are_below_the_directory_and_go_away(tmp_path: Path) -> None:
 
 
 def bits(value: Any) -> Any:
-    """Nested dicts and lists with each tensor as dtype, shape and bytes, to be compared."""
+    """Return nested dicts and lists in which each tensor is its dtype, shape and bytes, for exact comparison."""
     if isinstance(value, Tensor):
         flat = value.detach().contiguous().view(-1)
         return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
@@ -133,13 +136,13 @@ def bits(value: Any) -> Any:
 
 
 def snapshot(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> dict[str, Any]:
-    """All that a step changes, and the gradients; moments as they are on disk. NaN has no place in it."""
+    """Return everything that a step changes, and the gradients, with moments read from disk. Values must be finite."""
     assert all(bool(param.isfinite().all()) for param in params)
     return {"params": bits([*params]), "grads": bits([p.grad for p in params]), "state": bits(optimizer.state_dict())}
 
 
 def mixed(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups with different rules; one parameter has 16 bits, one is not contiguous."""
+    """Return two groups with different options; one parameter is bf16, one is not contiguous."""
     params[4] = nn.Parameter(params[4].detach().to(torch.bfloat16))
     params[5] = nn.Parameter(params[5].detach().transpose(0, 3))
     return [{"params": params[::2], "lr": 0.01}, {"params": params[1::2], "weight_decay": 0.1}]
@@ -147,16 +150,19 @@ def mixed(params: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """Sees the requests of all stores that the test opens, and can let them fail."""
+    """Record the requests of all stores that the test opens; ``results`` makes chosen requests fail."""
     log = Log()
     monkeypatch.setattr(disk, "ThreadQueue", log.queue)
     return log
 
 
 def fail_in_turn(log: Log, look: Callable[[], Any], act: Callable[[], Any]) -> list[bool]:
-    """Lets the first request of ``act`` fail, then the second, and so on; ``look`` must see no change each time.
+    """Let the first request of ``act`` fail, then the second, and so on; ``look`` must return the same each time.
 
-    Ends when all requests of ``act`` have failed once and it has succeeded. For each failure: whether it was a write.
+    Return when ``act`` succeeds after each of its requests failed once.
+
+    Returns:
+        For each failed request, whether it was a write.
     """
     failures: list[bool] = []
     before = look()
@@ -183,7 +189,7 @@ def pieces(params: list[nn.Parameter]) -> int:
 
 @pytest.mark.parametrize("fraction", [0.7, 1.0])
 def test_each_request_of_a_step_fails(fraction: float, tmp_path: Path, log: Log) -> None:
-    """Nothing of the step has happened then, and repeated it gives what undisturbed steps give."""
+    """A failed step changes nothing, and the repeated step gives the result of an undisturbed one."""
     params, plain = make_params(), make_params()
     optimizer, expected = make(mixed(params), fraction, tmp_path), HybridAdam(mixed(plain), lr=0.1)
     for step in range(1, 3):
@@ -200,7 +206,7 @@ def test_each_request_of_a_step_fails(fraction: float, tmp_path: Path, log: Log)
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_no_room_at_the_first_step(number: int, tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for everything is made before anything changes or is written, whichever record has none."""
+    """Space for all records is reserved before anything is changed or written, whichever reservation fails."""
     params, plain = make_params(), make_params()
     optimizer, expected = make(mixed(params), 0.7, tmp_path), HybridAdam(mixed(plain), lr=0.1)
     room = [0]
@@ -234,7 +240,7 @@ def test_no_room_at_the_first_step(number: int, tmp_path: Path, log: Log, monkey
 
 
 def test_each_request_of_a_load_fails(tmp_path: Path, log: Log) -> None:
-    """The state stays the one before, groups included; then the load is repeated."""
+    """A failed load keeps the previous state and groups, and can be repeated."""
     params, plain = make_params(), make_params()
     expected = HybridAdam(mixed(plain), lr=0.1, betas=(0.8, 0.9))
     train(expected, plain, range(3))
@@ -246,8 +252,8 @@ def test_each_request_of_a_load_fails(tmp_path: Path, log: Log) -> None:
     assert snapshot(optimizer, params)["state"] == snapshot(expected, plain)["state"]
 
 
-def test_reading_all_fails(tmp_path: Path, log: Log) -> None:
-    """``state_dict`` and ``take_offload`` change nothing on an error, and can be repeated."""
+def test_each_request_of_state_dict_fails(tmp_path: Path, log: Log) -> None:
+    """A failed ``state_dict`` or ``take_offload`` changes nothing and can be repeated."""
     params, plain = make_params(), make_params()
     optimizer, expected = make(mixed(params), 0.7, tmp_path), HybridAdam(mixed(plain), lr=0.1)
     train(optimizer, params, range(3))

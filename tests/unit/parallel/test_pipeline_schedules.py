@@ -1,8 +1,9 @@
-"""How layers and batches are divided, and what is refused.
+"""Tests of pipeline parallelism without ranks.
 
-How many messages of two stages can be told apart.
-Schedules drawn: what the pictures say is what the schedules are.
-Schedules are complete, end, hold what they promise, and equal torch's.
+- How layers are divided into stages and batches into micro-batches, and what raises an error.
+- Message tags: unique, and limited in number.
+- ``schedule_text`` and ``shardwise schedule`` show the schedules.
+- Schedules are complete, free of deadlocks, and equal to torch's.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from tests.support.on_ranks import raises
 from tests.support.tensor_cases import decoder
 
 
-def test_layers_are_even_with_more_in_the_middle() -> None:
+def test_layers_are_divided_evenly() -> None:
     expected = {8: [2, 2, 2, 2], 5: [1, 2, 1, 1], 6: [1, 2, 2, 1], 7: [2, 2, 2, 1]}
     assert {layers: pipeline.layers_of_stages(layers, 4) for layers in expected} == expected
     assert pipeline.layers_of_stages(5, 2, [1, 4]) == [1, 4]
@@ -54,7 +55,7 @@ class Pair(NamedTuple):
     name: str
 
 
-def test_containers_inside_of_a_batch_are_divided_and_lists_of_rows_refused() -> None:
+def test_nested_containers_are_divided_and_lists_of_rows_refused() -> None:
     x, y = torch.arange(10).view(5, 2), torch.arange(5)
     batch = {"x": x, "d": {"y": y, "more": [y, 1]}, "pair": Pair(y, "y"), "table": (1, 2, 3, 4, 5), "short": [1, 2]}
     parts = split_batch(batch, 2, None)
@@ -84,7 +85,7 @@ class Made:
     kept: str = "kept"
 
 
-def test_outputs_keep_their_classes_and_numbers_that_differ_are_a_tensor() -> None:
+def test_merged_outputs_keep_their_classes() -> None:
     def made(rows: int, **own: Any) -> Made:
         x = torch.ones(rows, 2, requires_grad=True)
         return Made(x * rows, Pair(x, "x"), own.pop("count", 5), **own)
@@ -128,7 +129,7 @@ class Tower(nn.Module):
 BODY = Body(layers="blocks", tokens="first", everywhere=("turn",))
 
 
-def test_a_model_of_the_users_own() -> None:
+def test_custom_models() -> None:
     torch.manual_seed(0)
     model = Tower(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
     model.turn.requires_grad_(False)
@@ -144,14 +145,14 @@ def test_a_model_of_the_users_own() -> None:
     first.remove()
     last.install()
     raises(RuntimeError, "given nothing", lambda: last.run(1, None, (x,), {}))
-    turn, model.turn = model.turn, nn.Identity()  # it is in what has arrived
+    turn, model.turn = model.turn, nn.Identity()  # raised while handling the error of the model
     assert torch.equal(last.run(1, hidden, (x,), {}), expected)
     model.turn = turn
     last.remove()
     assert torch.equal(model(x), expected)
 
 
-def test_what_cannot_be_divided_is_named() -> None:
+def test_models_that_cannot_be_divided() -> None:
     tower = Tower(nn.ModuleList([nn.Linear(4, 4)]))
     raises(ValueError, r"Tower cannot be divided into stages.*register_body", stage_model, tower, 0, 2)
     plain = Body(layers="blocks", tokens="first")
@@ -184,8 +185,8 @@ def test_plans_are_checked() -> None:
         raises(ValueError, told, PipelinePlan, **wrong)
 
 
-def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
-    """Gloo finds messages by them; their highest bit is the descriptions'."""
+def test_message_tags_are_unique() -> None:
+    """Gloo matches messages by tag; the highest bit is reserved for the messages that describe tensors."""
     staging: Any = SimpleNamespace(stages=MOST_STAGES)
     run, found = StageRun(staging, None), list[int]()
     for step in (0, 1, STEPS - 1):
@@ -196,7 +197,7 @@ def test_tags_of_all_that_is_under_way_differ_and_fit() -> None:
     assert len(set(found)) == len(found) and min(found) >= 0 and max(found) < 1 << 30
 
 
-def test_more_than_messages_can_name_is_refused() -> None:
+def test_too_many_stages_or_microbatches_are_refused() -> None:
     many: Any = SimpleNamespace(stages=MOST_STAGES + 1)
     raises(ValueError, r"a model of 257 stages .* at most 256", StageRun, many, None)
     most: Any = SimpleNamespace(stages=MOST_STAGES)
@@ -219,7 +220,7 @@ rank 1 .  F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 B1 b2 B2 W1 w2 W2
 """
 
 
-def test_a_picture_in_text() -> None:
+def test_schedule_text() -> None:
     assert schedule_text(make_schedule("zbv", 2, 2, 3)) + "\n" == SMALL
     plain = schedule_text(make_schedule("1f1b", 2, 1, 2), (1.0, 1.0, 1.0)).splitlines()
     assert plain[1] == "bubble: ranks are idle for 33.3% of the time (by formula 33.3%)"
@@ -230,7 +231,7 @@ def test_a_picture_in_text() -> None:
     assert narrow[-1].startswith("rank 3 ...FfFfFfFfbwFBWfbw") and len(narrow[-1]) == len("rank 3 ") + 243
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["schedule", "--pp", "2", "--microbatches", "3", "--style", "zbv"]
     assert main([*arguments, "--svg", str(tmp_path / "zbv.svg")]) == 0
     assert capsys.readouterr().out == f"{SMALL}picture: {tmp_path / 'zbv.svg'}\n"
@@ -265,7 +266,7 @@ def made() -> list[Schedule]:
     return plain + [make_schedule("interleaved", r, chunks, m) for r, m in SIZES for chunks in (1, 2, 3)]
 
 
-def test_every_action_comes_once_and_all_come_to_an_end() -> None:
+def test_schedules_have_each_action_once_and_end() -> None:
     for schedule in made():
         expected = [(stage, each) for stage in range(schedule.stages) for each in range(schedule.microbatches)]
         for kind in Kind if schedule.splits else (Kind.FORWARD, Kind.BACKWARD):
@@ -279,8 +280,8 @@ def test_every_action_comes_once_and_all_come_to_an_end() -> None:
         assert sum(map(len, simulate(forward, lambda _: 1.0))) == len(expected)
 
 
-def test_messages_of_a_direction_are_taken_in_the_order_in_which_they_are_made() -> None:
-    """A communicator without tags carries them."""
+def test_messages_are_received_in_the_order_of_sending() -> None:
+    """Communicators without tags, such as NCCL, rely on this order."""
     for schedule in made():
         ways: dict[tuple[int, int, Kind], list[Action]] = {}
         for action, sender, receiver in schedule.messages():
@@ -309,25 +310,25 @@ def torchs(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action
 
 
 def actions(found: list[Any], kinds: dict[str, Kind]) -> list[Action]:
-    """Ours, of torch's."""
+    """Return our actions for torch's."""
     shown = [each for each in found if each is not None]
     return [Action(kinds[each.computation_type.name], each.stage_index, each.microbatch_index or 0) for each in shown]
 
 
-def test_orders_are_torchs() -> None:
+def test_1f1b_and_interleaved_match_torch() -> None:
     for ranks, chunks, microbatches in ((2, 2, 4), (4, 2, 8), (4, 1, 8), (2, 3, 6)):
         schedule = make_schedule("1f1b" if chunks == 1 else "interleaved", ranks, chunks, microbatches)
         for rank, order in enumerate(schedule.orders):
             assert list(order) == torchs(ranks, chunks, microbatches, rank)
 
 
-def test_the_order_of_zbv_is_torchs() -> None:
+def test_zbv_matches_torch() -> None:
     from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
     kinds = {"FORWARD": Kind.FORWARD, "BACKWARD_INPUT": Kind.BACKWARD, "BACKWARD_WEIGHT": Kind.WEIGHT}
     for ranks in range(1, 7):
         for microbatches in range(1, 20):
-            torchs_own = object.__new__(ScheduleZBVZeroBubble)  # its constructor wants stages, and communicates
+            torchs_own = object.__new__(ScheduleZBVZeroBubble)  # the constructor needs stages and communicates
             vars(torchs_own).update(pp_group_size=ranks, num_stages=2 * ranks, _n_microbatches=microbatches)
             schedule = make_schedule("zbv", ranks, 2, microbatches)
             for rank, order in enumerate(schedule.orders):
@@ -335,12 +336,12 @@ def test_the_order_of_zbv_is_torchs() -> None:
             assert custom_schedule(ranks, tuple(tuple(map(str, order)) for order in schedule.orders)) == schedule
 
 
-def test_what_waits_in_a_circle_is_told() -> None:
+def test_deadlock_is_reported() -> None:
     wrong = Schedule("wrong", 1, 1, ((Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)),))
     raises(ValueError, r"by rank at \{0: '0B0'\}", simulate, wrong, lambda _: 1.0)
 
 
-def test_bad_input_is_refused() -> None:
+def test_invalid_schedules() -> None:
     raises(ValueError, "schedule='zigzag'", lambda: make_schedule("zigzag", 2, 1, 2))
     raises(ValueError, "2 stages a rank", lambda: make_schedule("1f1b", 2, 2, 2))
     raises(ValueError, "schedule='zbv' with 1 stages a rank: give 2", lambda: make_schedule("zbv", 2, 1, 2))

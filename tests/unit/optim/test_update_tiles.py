@@ -1,9 +1,9 @@
-"""Which optimizers need whole tensors, and which kernel steps a tile.
+"""Tests of the optimizer update in tiles: ``plan_tiles``, ``TileStepper``, ``BareStep`` and ``needs_whole_tensors``.
 
-How a shard is cut: every element of every parameter once, in order, by param group, at most a tile long.
-Small tiles are stepped together, and every parameter gets what it would get alone.
-A tile is stepped without the hooks of the user's optimizer, which looks as before afterwards.
-No optimizer changes the reduced gradient that it is stepped with, whatever its kernel and options.
+- ``plan_tiles`` covers each element of a shard once, in order, by param group, in tiles of a limited length.
+- Small tiles are stepped in one call, and the results equal those of separate calls.
+- A tile is stepped without the hooks of the user's optimizer, and the optimizer is unchanged afterwards.
+- No optimizer changes the reduced gradients, whatever its kernel and options.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from tests.support.on_ranks import raises
 from tests.support.sets import full
 
 
-def test_which_optimizers_need_whole_tensors() -> None:
+def test_needs_whole_tensors() -> None:
     params = [nn.Parameter(torch.ones(2, 2))]
     assert needs_whole_tensors(torch.optim.Adafactor(params)) and needs_whole_tensors(torch.optim.Muon(params))
     assert needs_whole_tensors(Lamb(params)) and not needs_whole_tensors(torch.optim.AdamW(params))
@@ -42,7 +42,7 @@ def test_which_optimizers_need_whole_tensors() -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_fused_kernel_is_chosen_for_the_device_of_a_tile(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.12 Adagrad has none on GPUs, for which the meta device stands; tiles on the host keep theirs."""
+    """Before torch 2.12 Adagrad has no fused kernel on GPUs. The meta device stands for a GPU; CPU tiles stay fused."""
     monkeypatch.setattr(update_tiles, "ADAGRAD_ON_GPUS", there)
     host, gpu = torch.zeros(2), torch.zeros(2, device="meta")
     for asked, of_host, of_gpu in ((None, True, True if there else None), (False, False, False), (True, True, True)):
@@ -60,7 +60,7 @@ def test_a_fused_kernel_is_chosen_for_the_device_of_a_tile(there: bool, monkeypa
     ranks=st.integers(1, 5),
     tile_numel=st.integers(1, 70),
 )
-def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], ranks: int, tile_numel: int) -> None:
+def test_plan_tiles_covers_every_element_once(sizes: list[int], groups: list[int], ranks: int, tile_numel: int) -> None:
     facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, groups[i]) for i, n in enumerate(sizes)]
     layout = make_layout(facts, nn.Module(), ByNumel(chunk_numel=50), ranks, 1)
     covered: dict[int, list[int]] = {i: [] for i in range(len(sizes))}
@@ -80,7 +80,7 @@ def test_every_element_is_in_one_piece(sizes: list[int], groups: list[int], rank
     assert {i: sorted(found) for i, found in covered.items()} == {i: list(range(n)) for i, n in enumerate(sizes)}
 
 
-def test_neighbours_of_one_group_share_a_tile_until_it_is_full() -> None:
+def test_parameters_of_one_group_share_tiles() -> None:
     facts = [ParamInfo((f"p{i}",), torch.Size([n]), torch.float32, True, 0, 0) for i, n in enumerate((4, 4, 4, 10))]
     (spec,) = make_layout(facts, nn.Module(), ByNumel(chunk_numel=100), 1, 1).chunks
     spans = [(t.start, t.end, len(t.pieces)) for t in plan_tiles(spec, 0, [0] * 4, 8)]
@@ -110,9 +110,9 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def grouped(kind: type[torch.optim.Optimizer], **options: object) -> Make:
-    """Weights and biases in groups of their own, as those with and without weight decay.
+    """Return a factory for an optimizer with weights and biases in separate groups, as with and without weight decay.
 
-    Fused, as shards are stepped where torch has such a kernel: others round differently.
+    The kernel is fused where torch has one, because shards are stepped with it and other kernels round differently.
     """
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -136,7 +136,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @contextmanager
 def calls_of(optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
-    """Of every call of the optimizer inside, how many tensors it was given."""
+    """Record the number of tensors in each call of ``optimizer.step()`` inside the context."""
     calls: list[int] = []
     kind, real = type(optimizer), type(optimizer).step
 
@@ -169,7 +169,9 @@ def trained(kind: Make, plan: Plan | None, tile_numel: int) -> tuple[list[torch.
 
 
 def _cases() -> Iterator[Any]:
-    """Every optimizer with both sizes of chunks is quick, and every size of tiles with some of them."""
+    """Yield all combinations; the quick set has every optimizer with both chunk sizes, and every tile size at least
+    once.
+    """
     chunks, tiles = enumerate([8, 10**6]), [1, 4, 10, 30, 10**6]
     for (row, chunk_numel), (column, (name, kind)) in itertools.product(chunks, enumerate(OPTIMIZERS.items())):
         for layer, tile_numel in enumerate(tiles):
@@ -178,7 +180,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "tile_numel", "chunk_numel"), _cases())
-def test_values_are_torchs(kind: Make, tile_numel: int, chunk_numel: int) -> None:
+def test_parameters_match_torch(kind: Make, tile_numel: int, chunk_numel: int) -> None:
     plan = zero(2).but(packing=ByNumel(chunk_numel=chunk_numel))
     expected, _ = trained(kind, None, 1)
     found, calls = trained(kind, plan, tile_numel)
@@ -186,7 +188,7 @@ def test_values_are_torchs(kind: Make, tile_numel: int, chunk_numel: int) -> Non
     for one, other in zip(found, expected, strict=True):
         if tile_numel >= max(p.numel() for p in make().parameters()):
             assert torch.equal(one, other)
-        else:  # kernels round the last elements of a piece as single ones
+        else:  # kernels vectorize, but compute the last elements of a piece one by one
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     assert calls and min(calls) >= 1
 
@@ -195,17 +197,17 @@ class Own(torch.optim.SGD):
     element_wise = True
 
 
-def test_one_call_steps_a_group_of_many_chunks() -> None:
+def test_one_step_call_updates_all_chunks_of_a_group() -> None:
     plan = zero(2).but(packing=ByNumel(chunk_numel=8))
     calls, alone = (trained(OPTIMIZERS["AdamW"], plan, tile_numel)[1] for tile_numel in (10**6, 1))
-    assert len(calls) == 3 * 2  # in each step one a group
+    assert len(calls) == 3 * 2  # one call for each group in each step
     assert len(alone) > 10 * len(calls)
-    # What the step() of others' optimizers does with tensors beside each other is not known.
+    # A user's step() may treat tensors of one call together, so the engine does not merge the calls.
     assert len(trained(grouped(Own), plan, 10**6)[1]) > 3 * 4
 
 
 class Borrows(torch.optim.SGD):
-    """Its groups are another's."""
+    """An optimizer whose ``param_groups`` is a property."""
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
@@ -244,7 +246,7 @@ CASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_group_of_its_own_is_stepped_without_hooks(case: str) -> None:
+def test_bare_step_runs_no_hooks(case: str) -> None:
     optimizer = CASES[case]([nn.Parameter(torch.ones(2))])
     hooks: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: hooks.append("before"))
@@ -263,7 +265,7 @@ FLAGS = ("maximize", "nesterov", "amsgrad", "centered", "decoupled_weight_decay"
 CHOICES: dict[str, tuple[Any, ...]] = {"weight_decay": (0.0, 0.1), "momentum": (0.0, 0.9), "dampening": (0.0, 0.1)}
 CHOICES |= dict.fromkeys(FLAGS, (False, True))
 KERNELS: tuple[dict[str, bool], ...] = ({}, {"foreach": True}, {"foreach": False}, {"fused": True})
-"""The first leaves the choice to torch."""
+"""With the first, torch chooses the kernel."""
 
 
 def element_wise() -> list[type[torch.optim.Optimizer]]:
@@ -274,7 +276,7 @@ def element_wise() -> list[type[torch.optim.Optimizer]]:
 
 
 def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-    """Every combination that the class takes."""
+    """Yield every combination of options that the class accepts."""
     takes = inspect.signature(kind).parameters
     names = [name for name in CHOICES if name in takes]
     for values in itertools.product(*(CHOICES[name] for name in names)):
@@ -288,7 +290,7 @@ def options_of(kind: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def looking_at_gradients() -> Iterator[list[bool]]:
-    """For every call that steps tiles inside, whether their gradients are afterwards what they were before."""
+    """Record for each call of ``step_tiles`` inside the context whether it left the gradients unchanged."""
     kept: list[bool] = []
     real = TileStepper.step_tiles
 
@@ -303,18 +305,18 @@ def looking_at_gradients() -> Iterator[list[bool]]:
 
 
 OF_A_KIND = ("Adam", "RMSprop", "RAdam", "Adamax", "FusedAdam")
-"""Others with the same options, or of the same kernel, are in the quick set."""
+"""Not in the quick set, which has optimizers with the same options or the same kernel."""
 ALL_OPTIMIZERS = [full(kind)[0] if kind.__name__ in OF_A_KIND else kind for kind in element_wise()]
 
 
 @pytest.mark.parametrize("kind", ALL_OPTIMIZERS, ids=lambda kind: kind.__name__)
-def test_gradients_stay_what_they_are(kind: type[torch.optim.Optimizer]) -> None:
+def test_optimizers_do_not_change_gradients(kind: type[torch.optim.Optimizer]) -> None:
     tried = 0
     for options in options_of(kind):
         model = nn.Linear(3, 2)
         try:
             optimizer = kind(model.parameters(), **options)  # type: ignore[call-arg]
-        except (RuntimeError, ValueError):  # such a combination does not exist
+        except (RuntimeError, ValueError):  # the class does not support this combination
             continue
         with looking_at_gradients() as kept:
             session = build(model, optimizer, zero(2))

@@ -1,6 +1,7 @@
-"""Whoever holds a parameter is seen, however Python and torch count, and no longer than it holds it.
+"""Tests of ``is_read`` and of ``torch_internals``.
 
-Private parts of torch that are used do what they are used for; a new torch that breaks one shows it here.
+``is_read`` detects references to a parameter from Python and from autograd graphs, exactly as long as they exist. The
+tests of torch's private functions fail where a new release changes one.
 """
 
 import functools
@@ -16,7 +17,7 @@ from shardwise.core.base import torch_internals as inside
 from shardwise.core.shards.chunk import is_read, python_holders
 
 WARM = 3000
-"""Calls after which an interpreter that specialises code while it runs has done so."""
+"""Number of calls after which the interpreter has specialized the code."""
 
 
 def _suspended(held: object) -> Iterator[object]:
@@ -49,7 +50,7 @@ HOLD: dict[str, Callable[[nn.Parameter], Any]] = {
 
 @pytest.mark.parametrize("way", HOLD)
 @pytest.mark.parametrize("warm", [False, True])
-def test_who_holds_a_parameter_is_seen_as_long_as_it_does(way: str, warm: bool) -> None:
+def test_references_to_a_parameter_are_detected(way: str, warm: bool) -> None:
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     holders = python_holders(params)
     for _ in range(WARM if warm else 1):
@@ -60,7 +61,7 @@ def test_who_holds_a_parameter_is_seen_as_long_as_it_does(way: str, warm: bool) 
     assert not is_read(params, holders, False)
 
 
-def test_an_argument_and_a_variable_of_a_function_that_runs_are_seen() -> None:
+def test_references_of_running_functions_are_detected() -> None:
     params = [nn.Parameter(torch.ones(2))]
     holders = python_holders(params)
 
@@ -71,12 +72,12 @@ def test_an_argument_and_a_variable_of_a_function_that_runs_are_seen() -> None:
         mine = params[0]
         return keeps(mine)
 
-    # An assertion would hold what it shows.
+    # An assert statement would keep a reference to what it shows.
     found = {(keeps(params[0]), passes(), is_read(params, holders, False)) for _ in range(WARM)}
     assert found == {(True, True, False)}
 
 
-def test_holders_are_counted() -> None:
+def test_reference_counts() -> None:
     array = torch.empty(4)
     alone = inside.storage_holders(array)
     view = array[1:]
@@ -91,7 +92,7 @@ def test_holders_are_counted() -> None:
     assert inside.tensor_holders(param) == before
 
 
-def test_content_is_exchanged_under_the_same_object() -> None:
+def test_exchange_content_keeps_the_object() -> None:
     meta = nn.Parameter(torch.empty(2, device="meta"))
     real = torch.ones(3)
     assert not inside.can_share_object(meta, real) and inside.can_share_object(real, torch.zeros(1))
@@ -106,7 +107,7 @@ def test_content_is_exchanged_under_the_same_object() -> None:
 
 
 class Marked(torch.Tensor):
-    """Counts what is called on it."""
+    """A subclass that counts the calls of its ``__torch_function__``."""
 
     calls = 0
 
@@ -117,7 +118,7 @@ class Marked(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def test_subclasses_can_be_bypassed() -> None:
+def test_subclass_dispatch_can_be_disabled() -> None:
     x = torch.ones(2)
     marked = inside.give_subclass(Marked, x)
     assert type(marked) is Marked and marked.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -128,7 +129,7 @@ def test_subclasses_can_be_bypassed() -> None:
     assert Marked.calls == 1
 
 
-def test_a_backward_pass_is_known_and_its_end() -> None:
+def test_current_backward_pass_and_its_end() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     seen: list[Any] = []

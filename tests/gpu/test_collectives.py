@@ -1,4 +1,4 @@
-"""NCCL's own collectives, with one rank and with several."""
+"""Tests of ``NativeGroup`` with NCCL's collectives on one and several ranks, and of CUDA's attention kernels."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from shardwise.testing import RankPool
 
 
 def nccl_collectives() -> None:
-    """The group over the backend's own collectives, with one rank and with several."""
+    """Check each collective of ``NativeGroup`` for three dtypes."""
     device = device_of_rank("cuda")
     size, rank = dist.get_world_size(), dist.get_rank()
     control = Control("test", dist.new_group(backend="gloo"))
@@ -49,7 +49,7 @@ def test_native_collectives(pool: RankPool) -> None:
 
 
 @pytest.mark.gpus(1)
-def test_attention_kernels_of_a_ring() -> None:
+def test_attention_kernels() -> None:
     from tests.unit.parallel.test_sequence_tiles import kernels_of
 
     assert None not in kernels_of("cuda", torch.float32, 1e-3) | kernels_of("cuda", torch.bfloat16, 0.1)

@@ -1,6 +1,6 @@
-"""The engine's memory meter: what a step holds besides model data, and what room that leaves.
+"""Tests of the engine's ``MemoryMeter``: the memory trace, the budget for gathered units, and its use of the allocator.
 
-What the engine's meter asks of CUDA's allocator, against a fake of it.
+A fake of CUDA's allocator shows allocations between gathers.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def step(session: Session, rows: int = ROWS) -> None:
 
 
 @on_ranks(1)
-def test_the_trace_of_a_chain() -> None:
+def test_trace_of_a_chain() -> None:
     with chain(tiers(1 << 20)) as (session, meter):
         assert meter.stats is None and meter.budget_bytes() == (1 << 19) - session.ledger.model_bytes()
         assert meter.margin_bytes() == 0
@@ -56,7 +56,7 @@ def test_the_trace_of_a_chain() -> None:
         stats, order = meter.stats, list(session.engine.pool.training.recorded)
     assert stats is not None and order == [0, 1, 2, 3, 4, 3, 2, 1, 0][: len(order)] and stats.matches(order)
     forward = stats.interval_bytes[: DEPTH - 1]
-    # Between one use and the next: the outputs of the blocks so far, and of the linear layer under way.
+    # Each interval has the outputs of the blocks so far, and of the current linear layer.
     assert list(forward) == [(index + 2) * ACTIVATION for index in range(DEPTH - 1)]
     assert all(moment.phase == "forward" for moment in stats.moments[:DEPTH])
     assert stats.moments[-1].phase == "backward"
@@ -85,7 +85,7 @@ def test_budget_by_position() -> None:
 
 
 @on_ranks(1)
-def test_activations_that_do_not_fit() -> None:
+def test_activations_above_the_capacity() -> None:
     with chain(tiers(8 * UNIT, warmup=0.9)) as (session, _):
         step(session)
         message = raises(DeviceMemoryError, None, lambda: step(session, rows=200))
@@ -94,7 +94,7 @@ def test_activations_that_do_not_fit() -> None:
         step(session)
 
 
-# ---- how often the allocator is asked
+# ---- with a fake allocator
 
 LAYERS, CUDA_WIDTH, STEPS = 12, 8, 4
 CAPACITY = 1 << 20
@@ -102,7 +102,7 @@ CAPACITY = 1 << 20
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """The allocator of a GPU that holds what the accounts say and what the test adds, under an engine on the CPU."""
+    """Return a fake GPU allocator with the ledger's bytes and the test's own, for an engine on the CPU."""
     found = FakeCuda(monkeypatch)
 
     def make(device: torch.device, model_bytes: Callable[[], int]) -> AllocatorTracker:
@@ -115,7 +115,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def session(cuda: FakeCuda) -> Iterator[Session]:
-    """After some steps of ZeRO-3 with one rank and all parameters on the host: every unit is gathered, one ahead."""
+    """Return a session after some ZeRO-3 steps on one rank, with all parameters on the host and a prefetch of one
+    unit.
+    """
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(CUDA_WIDTH), nn.Linear(CUDA_WIDTH, 8)) for _ in range(LAYERS)))
     plan = zero(3)
     tiers = replace(plan.tiers, param_host_fraction=1.0, device_capacity_bytes=CAPACITY)
@@ -135,7 +137,7 @@ def cuda_step(session: Session, between: Callable[[], None] = lambda: None) -> N
     session.optimizer.zero_grad()
 
 
-def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda, session: Session) -> None:
+def test_allocations_between_gathers_evict_units_or_raise(cuda: FakeCuda, session: Session) -> None:
     session.engine.pool.drop_idle()
     block = session.module.unwrap()[LAYERS // 2]
     grown = block.register_forward_hook(lambda *_: cuda.allocate(CAPACITY))
@@ -146,8 +148,8 @@ def test_what_grows_between_two_gathers_makes_room_or_is_an_error(cuda: FakeCuda
     cuda_step(session)
 
 
-def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, session: Session) -> None:
-    """It came and went while the host was elsewhere; the allocator's own peak tells."""
+def test_peak_between_gathers_is_detected(cuda: FakeCuda, session: Session) -> None:
+    """No gather happens during the burst, so only the allocator's peak shows it."""
     resets = cuda.resets
 
     def burst(*_: object) -> None:
@@ -160,12 +162,12 @@ def test_a_moment_above_the_capacity_that_no_gather_saw_is_seen(cuda: FakeCuda, 
     hook.remove()
     assert cuda.resets == resets
     session.module.zero_grad()
-    cuda_step(session)  # what was before this pass is not held against it
+    cuda_step(session)  # peaks before this pass are ignored
     assert cuda.resets > resets
-    cuda_step(session, between=burst)  # between the passes it is the program's own
+    cuda_step(session, between=burst)  # memory between the passes belongs to the program
 
 
-def test_memory_that_waits_for_a_stream_counts(cuda: FakeCuda, session: Session) -> None:
+def test_memory_in_use_by_a_stream_counts(cuda: FakeCuda, session: Session) -> None:
     cuda.allocate(CAPACITY)
     cuda.drop_recorded(CAPACITY)
     raises(DeviceMemoryError, None, lambda: cuda_step(session))

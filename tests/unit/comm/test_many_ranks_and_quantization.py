@@ -1,10 +1,10 @@
-"""Numbers of 8 bits: the stated bound, what is rounded stays so, and what is not finite, huge, tiny or absent.
+"""Tests of quantized values, of sums over thousands of simulated ranks, and of the cost of a step by number of ranks.
 
-What thousands of ranks that differ come to, against plain sums, and in how many messages of what size.
-
-The mean of two ranks' 16-bit values, which takes another way than sums of more: the same bits.
-
-What a rank does in a step grows with the logarithm of the number of ranks at most: counted, not timed.
+- ``BlockFormat``: rounding errors are within their bounds, and NaN and infinity are kept.
+- ``totals``, ``each_norm`` and ``broadcast_values`` over many ranks equal plain sums, with few messages.
+- ``RankSum`` of two 16-bit tensors has the same bits as a sum in fp32 that is rounded once.
+- Instructions, operations and bytes of a step grow at most with the logarithm of the number of ranks. They are counted,
+  not timed.
 """
 
 import gc
@@ -49,14 +49,14 @@ def spread(numel: int, magnitude: float, dtype: torch.dtype) -> Tensor:
 
 
 def most_of_block(x: Tensor) -> Tensor:
-    """For each element the largest of its block, in fp64."""
+    """Return for each element the largest absolute value of its block, in fp64."""
     blocks = torch.nn.functional.pad(x.double().abs(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     return blocks.amax(1).repeat_interleave(BLOCK)[: x.numel()]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding_is_within_its_bound_and_done_once(name: str, dtype: torch.dtype) -> None:
+def test_rounding_is_within_its_bound_and_idempotent(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     format_, relative, absolute = FORMATS[name]
     worst = 0.0
@@ -69,13 +69,13 @@ def test_rounding_is_within_its_bound_and_done_once(name: str, dtype: torch.dtyp
             error = (y.double() - x.double()).abs()
             assert (error <= bound).all()
             worst = max(worst, (error / x.double().abs().clamp(min=1e-300)).max().item())
-            assert torch.equal(rounded(y, format_).view(torch.uint8), y.view(torch.uint8))  # to the bit
+            assert torch.equal(rounded(y, format_).view(torch.uint8), y.view(torch.uint8))  # bit for bit
             assert torch.equal(y.signbit(), x.signbit())
-    assert worst > relative / 2  # it is not the identity
+    assert worst > relative / 2  # the test would notice a format that rounds nothing
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_not_finite_is_not_lost(name: str) -> None:
+def test_rounding_keeps_nan_and_infinity(name: str) -> None:
     format_ = FORMATS[name][0]
     for bad in (float("inf"), -float("inf"), float("nan")):
         x = torch.ones(3 * BLOCK + 2)
@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_not_lost(name: str) -> None:
 
 @pytest.mark.parametrize(("format_", "most"), [(INT8, 127), (INT4, 7)], ids=["int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whole_numbers_are_within_their_bound(format_: BlockFormat, most: int, dtype: torch.dtype) -> None:
+def test_int_formats_are_within_their_bound(format_: BlockFormat, most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     worst = 0.0
     for numel in (1, 2, 5, BLOCK, BLOCK + 1, 1000, 20001):
@@ -101,7 +101,7 @@ def test_whole_numbers_are_within_their_bound(format_: BlockFormat, most: int, d
             assert torch.equal(rounded(y, format_), y)
             codes = format_.write(x.view(1, -1))
             assert codes.numel() == format_.row_bytes(numel) == -(-numel * format_.bits // 8) + -(-numel // BLOCK)
-    assert 0.5 < worst <= 1.0  # it is no closer than is said
+    assert 0.5 < worst <= 1.0  # the bound is nearly reached
 
 
 T = TypeVar("T")
@@ -109,14 +109,14 @@ T = TypeVar("T")
 
 @dataclass
 class Said(Exception):
-    """What a rank says, when nobody has answered yet."""
+    """Raised when a rank sends values and there is no answer yet."""
 
     values: list[float]
     operation: Operation
 
 
 class Player(LocalGroup):
-    """One rank of many, whose messages are answered in turn."""
+    """One of many ranks, with a list of answers to its messages."""
 
     def __init__(self, rank: int, size: int, answers: Sequence[Any]) -> None:
         super().__init__("many", torch.device("cpu"))
@@ -129,7 +129,7 @@ class Player(LocalGroup):
 
 
 def of_all(said: Sequence[Said]) -> list[float]:
-    """What an all-reduce makes of what each says."""
+    """Return the result of the all-reduce."""
     every = torch.tensor([each.values for each in said], dtype=torch.float64)
     if said[0].operation == "sum":
         return every.sum(0).tolist()
@@ -138,7 +138,7 @@ def of_all(said: Sequence[Said]) -> list[float]:
 
 
 def met(size: int, call: Callable[[Group, int], T]) -> tuple[list[T], list[int]]:
-    """What each of ``size`` ranks gets of ``call(group, rank)``, and how many numbers each of their messages had."""
+    """Return what ``call(group, rank)`` returns on each of ``size`` ranks, and the lengths of the messages."""
     answers, lengths = list[Any](), list[int]()
     while True:
         found, said = list[T](), list[Said]()
@@ -163,8 +163,7 @@ def plain_sum(values: Sequence[float]) -> float:
 
 
 def shares(size: int, norms: int) -> list[list[float]]:
-    """By rank, of each of some parameters: norms in fp32 to the power of 2, as of a model; and unlike and alike ones of
-    all sizes."""
+    """Return for each rank squared fp32 norms of parameters as in a model, and values of very different sizes."""
     chooser = random.Random(size)
 
     def square(scale: float) -> float:
@@ -195,13 +194,13 @@ def test_sums_of_many_values(size: int, norms: int) -> None:
     for sums, same in found:
         assert sums == found[0][0] and same == [True, False]
         assert sums == pytest.approx(expected, rel=1e-12)
-    # Least and most of all numbers, and the sums.
+    # First the least and most of all numbers, then the sums.
     count = 2 + norms + 7 + 2
     assert lengths == [512, *([512] if count > 256 else []), norms + 7]
 
 
-def test_what_is_not_finite_is_so_alone() -> None:
-    """Of several sums one is NaN, one infinite; the others are what they are."""
+def test_nan_and_infinity_do_not_affect_other_sums() -> None:
+    """One of the sums is NaN and one is infinite; the others are not affected."""
     rows = [[math.nan, math.inf, 1.0, 2.0], [1.0, 2.0, 3.0, 2.0], [math.inf, 0.0, 0.1, 2.0]]
     every = [rows[rank % 3] for rank in range(66)]
     for largest in (False, True):
@@ -211,8 +210,8 @@ def test_what_is_not_finite_is_so_alone() -> None:
 
 
 @pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
-def test_the_norms_of_parameters_are_those_of_the_whole(p: float) -> None:
-    """128 ranks with a part of each; one of them overflows in fp32, and nobody has one."""
+def test_norms_of_sharded_parameters(p: float) -> None:
+    """Each of 128 ranks has a shard. One norm overflows in fp32, and no rank has the last parameter."""
     generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(256, generator=generator) * 10.0**-at for at in range(5)] + [torch.full((256,), 1e30)]
     parts = [[each.view(128, -1)[rank] for each in whole] + [None] for rank in range(128)]
@@ -220,12 +219,12 @@ def test_the_norms_of_parameters_are_those_of_the_whole(p: float) -> None:
     expected = [float(torch.linalg.vector_norm(each.double(), p)) for each in whole]
     assert all(each == found[0] for each in found)
     assert found[0] == pytest.approx([*expected, 0.0], rel=1e-6)
-    # Where powers overflow in fp32 the ranks meet again.
+    # Powers that overflow in fp32 need a second exchange.
     assert len(lengths) == {2.0: 4, 1.0: 2, math.inf: 1}[p]
 
 
 @pytest.mark.parametrize("size", [65, *full(512, 4096)])
-def test_the_first_rank_s_values(size: int) -> None:
+def test_broadcast_values(size: int) -> None:
     some = [[float((rank * at) % 41) for at in range(50)] for rank in range(41)]
     own = [[float(at) for at in range(50)], *(some[rank % 41] for rank in range(1, size))]
     found, lengths = met(size, lambda group, rank: group.broadcast_values(own[rank], "a test"))
@@ -243,10 +242,10 @@ def any_bits(most: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("into", ["new memory", "the first", "the second"])
-def test_it_is_the_sum_in_fp32_rounded_once(dtype: torch.dtype, into: str) -> None:
+def test_mean_of_two_is_the_rounded_fp32_mean(dtype: torch.dtype, into: str) -> None:
     for near in (True, False) * 2:
-        bits = any_bits(2**15)  # every kind of number: subnormal ones, zeros, infinite ones and NaN
-        # Sums of numbers of similar size are rounded.
+        bits = any_bits(2**15)  # subnormal numbers, zeros, infinities and NaN included
+        # Sums of numbers of similar size have to be rounded.
         one, other = bits.view(dtype), (bits + any_bits(4000) if near else any_bits(2**15)).view(dtype)
         wanted = ((one.float() + other.float()) * 0.5).to(dtype)
         usual = (one.float().abs() < 1e38) & (other.float().abs() < 1e38)
@@ -261,7 +260,7 @@ def test_it_is_the_sum_in_fp32_rounded_once(dtype: torch.dtype, into: str) -> No
         assert not below or not torch.isfinite(out[infinite].float()).any()
 
 
-def test_all_else_is_added_up_tile_by_tile() -> None:
+def test_other_sums_are_added_in_tiles() -> None:
     half = torch.bfloat16
     for dtype, count, scale in ((half, 3, 1 / 3), (half, 2, 1.0), (half, 2, 0.25), (torch.float32, 2, 0.5)):
         sources = [torch.randn(5000).to(dtype) for _ in range(count)]
@@ -276,7 +275,7 @@ BLOCKS = 4
 
 
 def work(step: Callable[[], None]) -> Counter[str]:
-    """Python's instructions in ``step``, by function: a loop over ranks shows whatever it does."""
+    """Count Python's instructions in ``step`` by function, which shows any loop over ranks."""
     count = Counter[str]()
 
     def trace(frame: FrameType, event: str, _arg: Any) -> Any:
@@ -287,7 +286,7 @@ def work(step: Callable[[], None]) -> Counter[str]:
         return trace
 
     before = sys.gettrace()
-    gc.disable()  # what others do when garbage is collected is no part of a step
+    gc.disable()  # garbage collection is not part of a step
     sys.settrace(trace)
     try:
         step()
@@ -298,7 +297,7 @@ def work(step: Callable[[], None]) -> Counter[str]:
 
 
 def counted(plan: Plan, ranks: int, transport: Transport) -> tuple[Counter[str], dict[str, int]]:
-    """Of one step in the middle of training: instructions by function, and what is asked of the transport."""
+    """Return instructions by function and the use of the transport, of one step in the middle of training."""
     with alike_mesh(plan, ranks // 2, ranks, transport) as (mesh, asked):
         session = made(plan, mesh, BLOCKS)
         train(session, 3)
@@ -316,8 +315,11 @@ def counted(plan: Plan, ranks: int, transport: Transport) -> tuple[Counter[str],
 
 
 def growing(few: Mapping[str, int], some: Mapping[str, int], many: Mapping[str, int]) -> list[str]:
-    """What grows faster than a logarithm. Eight times the ranks add as much again, whatever the number, where it is
-    one; a loop over ranks adds eight times as much as the last time."""
+    """Return what grows faster than a logarithm.
+
+    A logarithm grows by the same amount for each factor of eight in ranks; a loop over ranks grows by eight times the
+    previous amount.
+    """
     found = []
     for what in many:
         first, second, third = (each.get(what, 0) for each in (few, some, many))
@@ -330,13 +332,13 @@ WAYS = [(1, "queued"), (3, "native"), *full((1, "native"), (2, "native"), (2, "q
 
 
 @pytest.mark.parametrize(("stage", "transport"), WAYS)
-def test_a_step_grows_with_the_logarithm(stage: Any, transport: Transport) -> None:
+def test_cost_of_a_step_grows_with_the_logarithm(stage: Any, transport: Transport) -> None:
     few, some, many = (counted(zero(stage), ranks, transport) for ranks in (FEW, SOME, MANY))
     assert growing(few[1], some[1], many[1]) == []
     assert growing(few[0], some[0], many[0]) == []
 
 
-def test_a_loop_over_ranks_is_found() -> None:
+def test_loops_over_ranks_are_detected() -> None:
     def work_of(ranks: int) -> Counter[str]:
         return work(lambda: [2 * rank for rank in range(ranks)] and None)
 

@@ -1,11 +1,9 @@
-"""The accounts of a device: what is asked for must fit, spare memory goes first, and the error says what helps.
+"""Tests of memory accounting and placement.
 
-One block of host memory: what is taken is zero, aligned, apart, and as much as was announced.
-
-Which chunk is at home where: shares are met to the nearest chunk, and spread over the model.
-
-Shares of state count what has state, and shares that whole chunks cannot meet are told.
-The placement of chunks: plans and the memory, tiers and dtypes that follow from them.
+- ``Ledger``: requests must fit, reclaimable memory is freed first, and the error shows the accounts and advice.
+- ``HostArena``: tensors are zero, aligned and disjoint.
+- ``assign_homes`` and ``missed_shares``: fractions on host and disk are met to within a chunk, evenly over the model.
+- ``place``: memory, tiers, dtypes and buffers of each chunk for a plan.
 """
 
 import math
@@ -42,7 +40,7 @@ CPU = torch.device("cpu")
 KIB = 1024
 
 
-def test_what_is_held_is_asked_at_each_check() -> None:
+def test_ledger_reads_the_accounts_at_each_check() -> None:
     held = {"gradients": 3 * KIB}
     ledger = Ledger(CPU, 10 * KIB)
     ledger.account("gradients", lambda: held["gradients"])
@@ -55,7 +53,7 @@ def test_what_is_held_is_asked_at_each_check() -> None:
     assert dict(ledger.bytes_by_kind()) == held
 
 
-def test_what_is_kept_for_speed_goes_first() -> None:
+def test_reclaimable_memory_is_freed_first() -> None:
     spare = [4 * KIB]
     ledger = Ledger(CPU, 10 * KIB)
     ledger.account("idle arrays", lambda: sum(spare))
@@ -66,7 +64,7 @@ def test_what_is_kept_for_speed_goes_first() -> None:
     assert not spare
 
 
-def test_the_error_has_the_accounts_and_what_would_help() -> None:
+def test_error_shows_accounts_and_advice() -> None:
     ledger = Ledger(CPU, 10 * KIB)
     ledger.account("parameter shards", lambda: 2 * KIB)
     ledger.account("masters and optimizer state", lambda: 7 * KIB)
@@ -81,13 +79,13 @@ def test_the_error_has_the_accounts_and_what_would_help() -> None:
     raises(DeviceMemoryError, r"^the model: cpu holds 12 KiB of a capacity of 10 KiB: ", ledger.require, 0, "the model")
 
 
-def test_tensors_do_not_overlap_and_share_one_storage() -> None:
+def test_arena_tensors_share_one_storage() -> None:
     wanted = [(3, torch.float32), (0, torch.float32), (1000, torch.bfloat16), (1, torch.float64), (65, torch.int8)]
     total = sum(HostArena.rounded(n * dtype.itemsize) for n, dtype in wanted)
     arena = HostArena(total, pin_for=None)
     taken = [arena.take(numel, dtype) for numel, dtype in wanted]
     assert not arena.pinned
-    for _ in range(2):  # an error takes nothing
+    for _ in range(2):  # a failed request allocates nothing
         raises(RuntimeError, f"{total + 256} bytes do not fit into an arena of {total}", arena.take, 1, torch.int8)
     for index, (tensor, (numel, dtype)) in enumerate(zip(taken, wanted, strict=True)):
         assert tensor.shape == (numel,) and tensor.dtype is dtype and not tensor.any()
@@ -108,7 +106,7 @@ def states(sizes: list[int], host: float, disk: float) -> list[Tier]:
     return [home.state for home in assign_homes(sizes, [False] * len(sizes), plan)]
 
 
-def test_written_out() -> None:
+def test_homes_of_small_examples() -> None:
     equal = [10] * 4
     assert states(equal, 0.0, 0.0) == [D] * 4
     assert states(equal, 1.0, 0.0) == [H] * 4
@@ -120,27 +118,27 @@ def test_written_out() -> None:
     assert states([100], 0.3, 0.0) == [D] and states([100], 0.6, 0.0) == [H]
 
 
-def test_parameters_and_state_are_placed_separately_and_gradients_go_with_the_state() -> None:
+def test_gradients_are_placed_with_the_state() -> None:
     plan = shares(param_disk_fraction=1.0, state_host_fraction=1.0)
     assert assign_homes([1, 2], [False, True], plan) == [Home(S, H), Home(D, H)]
     assert [Home(S, state).grad for state in (D, H, S)] == [D, H, H]
 
 
-def test_auto_starts_on_the_host_whatever_the_shares() -> None:
+def test_auto_starts_on_the_host() -> None:
     plan = shares(auto=AUTO, state_disk_fraction=1.0)
     assert assign_homes([1, 2], [False, True], plan) == [Home(H, H), Home(D, H)]
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=40), host=st.floats(0, 1), rest=st.floats(0, 1))
-def test_shares_are_met_to_half_a_chunk(sizes: list[int], host: float, rest: float) -> None:
+def test_fractions_are_met_within_a_chunk(sizes: list[int], host: float, rest: float) -> None:
     disk = (1 - host) * rest
     found = states(sizes, host, disk)
     total, largest = sum(sizes), max(sizes)
     held = {tier: sum(s for s, t in zip(sizes, found, strict=True) if t is tier) for tier in Tier}
     assert abs(held[D] - (1 - host - disk) * total) <= largest
     assert abs(held[S] - disk * total) <= 2 * largest
-    # Evenly: of every prefix of the model the share is away that is to be.
+    # Every prefix of the model has about the same fraction off the device.
     seen = away = 0
     for size, tier in zip(sizes, found, strict=True):
         seen, away = seen + size, away + size * (tier is not D)
@@ -148,12 +146,12 @@ def test_shares_are_met_to_half_a_chunk(sizes: list[int], host: float, rest: flo
 
 
 @pytest.mark.parametrize(("host", "disk"), [(0.1 + 0.2, 0.7), (0.7, 0.1 + 0.2), (1 / 3, 2 / 3)])
-def test_shares_that_add_up_to_one_leave_nothing_on_the_device(host: float, disk: float) -> None:
+def test_fractions_that_add_up_to_one_leave_nothing_on_the_device(host: float, disk: float) -> None:
     assert D not in states([7] * 30, host, disk)
 
 
-def test_frozen_chunks_are_no_part_of_the_state() -> None:
-    """One adapter in eight of the chunks: a share of state is one of these, wherever they are in the model."""
+def test_frozen_chunks_do_not_count_as_state() -> None:
+    """Every second chunk is frozen: a fraction of the state is a fraction of the others, wherever they are."""
     sizes, trainable = [100, 2] * 8, [False, True] * 8
     for share in (0.25, 0.5, 0.75, 1.0):
         for tier, name in ((Tier.HOST, "state_host_fraction"), (Tier.DISK, "state_disk_fraction")):
@@ -169,7 +167,7 @@ def missed(sizes: list[int], trainable: list[bool] | None = None, **fields: Any)
     return missed_shares(sizes, assign_homes(sizes, [False] * len(sizes), plan, trainable), plan, trainable)
 
 
-def test_what_is_missed_is_said() -> None:
+def test_missed_fractions_are_reported() -> None:
     (line,) = missed([10], state_host_fraction=0.3)
     assert line.startswith("state_host_fraction=0.3, but the actual fraction is 0:")
     assert "there are 1." in line and "min_chunk_size_m" in line
@@ -187,7 +185,7 @@ RATIOS = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_me
 
 @pytest.mark.parametrize("value", [-1e-9, math.nextafter(1.0, 2.0), 1.0000001, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", [*FRACTIONS, *RATIOS])
-def test_shares_outside_of_0_to_1_are_refused(name: str, value: float) -> None:
+def test_fractions_outside_of_0_to_1_are_refused(name: str, value: float) -> None:
     raises(ValueError, rf"{name}={value}: give a share in \[0, 1\]", lambda: GeminiPlugin(**{name: value}))
 
 
@@ -200,7 +198,7 @@ ON_GPU = replace(TWO_RANKS, device_type="cuda")
 
 
 def layout_for(ranks: int, dtype: torch.dtype) -> Layout:
-    """A weight, a frozen weight, and a bias that is small enough to stay gathered."""
+    """Return a layout with a weight, a frozen weight, and a bias that is small enough to stay gathered."""
     params = [("weight", 256, True, 0), ("frozen", 512, False, -1), ("bias", 8, True, 0)]
     infos = [ParamInfo((name,), torch.Size([size]), dtype, trains, at, 0) for name, size, trains, at in params]
     return make_layout(infos, nn.Module(), ByTensor(persist_numel=8), ranks, 1)
@@ -212,7 +210,7 @@ def placed(plan: Plan, facts: RankFacts) -> tuple[Placement, Layout]:
 
 
 def text(each: ChunkPlacement) -> str:
-    """The memory; tiers of shard, state and gradient by their initials; and what is unusual."""
+    """Describe a placement: memory, initials of the tiers of shard, state and gradient, and unusual settings."""
     home, master, quantization = each.home, each.master_dtype, each.quantization
     words = [each.memory, "".join(tier.value[:2] for tier in (home.param, home.state, home.grad))]
     words += [str(master).removeprefix("torch.")] if master is not None else []
@@ -260,7 +258,7 @@ CASES: dict[str, tuple[Plan, RankFacts, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plans_and_what_follows(name: str) -> None:
+def test_placement_of_each_plan(name: str) -> None:
     plan, facts, expected = CASES[name]
     placement, layout = placed(plan, facts)
     assert [text(each) for each in placement.chunks] == expected
@@ -280,8 +278,8 @@ def test_gradient_dtypes() -> None:
         assert (first.reduce_dtype, first.accumulate_dtype) == expected
 
 
-def test_the_arena_has_room_for_what_is_taken_from_it() -> None:
-    """Each tensor is rounded up to 256 bytes. The shard has 128 elements, and 512 bytes in fp32."""
+def test_arena_bytes() -> None:
+    """Tensors are rounded up to 256 bytes. The shard has 128 elements, which are 512 bytes in fp32."""
     arena = [each.arena_bytes for each in placed(zero(3).but(**HOST), ON_GPU)[0].chunks]
     assert arena == [512 + 512, 1024, 256 + 256]  # shard and gradient; frozen shard; master and gradient
     arena = [each.arena_bytes for each in placed(zero(3).but(**STATE_ON_DISK, update="backward"), ON_GPU)[0].chunks]
@@ -292,7 +290,7 @@ def test_the_arena_has_room_for_what_is_taken_from_it() -> None:
     assert all(each.arena_bytes == 0 for each in placed(zero(3), ON_GPU)[0].chunks)
 
 
-def test_buffers_of_a_disk() -> None:
+def test_disk_buffers() -> None:
     disk = replace(DISK, state_buffers=3, param_buffers=5)
     placement, _ = placed(zero(3).but(**ON_DISK | {"disk": disk}), TWO_RANKS)
     expected = DiskBuffers(shard_bytes=1024, gathers=5, renewals=0, value_bytes=512, values=3)
@@ -306,7 +304,7 @@ def test_buffers_of_a_disk() -> None:
     assert (without.disk_buffers, without.staging(), without.on_disk) == (DiskBuffers(), {}, False)
 
 
-def test_the_table_counts_chunks_of_equal_placement() -> None:
+def test_description_counts_chunks_with_equal_placement() -> None:
     plan = zero(3, HALF).but(**HOST, accumulate_dtype=torch.float32, compress_frozen="int8")
     rows = [re.split(r"  +", line.strip()) for line in describe(*placed(plan, TWO_RANKS)).splitlines()]
     grads = "host float32, reduced in bfloat16"

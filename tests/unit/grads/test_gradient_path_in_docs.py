@@ -1,4 +1,4 @@
-"""The way of a gradient in docs/architecture.md: its functions are there, and each calls the next one."""
+"""Test of the table of a gradient's path in docs/architecture.md: each function exists and calls the next one."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ ROW = re.compile(r"\| `(\w+)\.(\w+)` \| `(\w+/\w+\.py)` \| [^|]+ \|([^|]*)\|")
 
 
 def calls(kind: str, name: str, path: str) -> set[str]:
-    """Names of the methods that a method of the package's core calls."""
+    """Return the names of the methods that a method of the package's core calls."""
     tree = ast.parse((ROOT / PACKAGE / "core" / path).read_text())
     (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind]
     (function,) = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == name]

@@ -1,6 +1,6 @@
-"""torch DCP directories on one process: hostile and broken indices, boxes in several dimensions, odd tensors.
+"""Tests of reading and writing DCP directories and single files (safetensors and torch files).
 
-Single files: safetensors, torch files in both of their formats, Lightning and training checkpoints, refusals.
+Hostile and damaged files are refused; chunks may be boxes in several dimensions; unusual tensors keep their bits.
 """
 
 import pickle
@@ -26,7 +26,7 @@ from tests.support.on_ranks import raises
 
 @dataclass
 class Hostile:
-    """Unpickling it runs a command."""
+    """An object whose unpickling runs a command."""
 
     command: list[str]
 
@@ -48,7 +48,7 @@ def _broken(folder: Path, index: Metadata, words: str | None) -> None:
     raises(CheckpointDamage, words, open_dcp, folder)
 
 
-def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
+def test_hostile_index_is_refused(tmp_path: Path) -> None:
     folder, touched = _saved(tmp_path / "a"), tmp_path / "touched"
     metadata = replace(_index(folder), storage_meta=Hostile(["touch", str(touched)]))  # type: ignore[arg-type]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -58,7 +58,7 @@ def test_a_hostile_index_is_refused_and_nothing_runs(tmp_path: Path) -> None:
     assert touched.exists(), "the file would have run its command where pickle.load reads it"
 
 
-def test_broken_directories_are_named(tmp_path: Path) -> None:
+def test_damaged_directories(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "a")
     whole = (folder / ".metadata").read_bytes()
     for cut in range(0, len(whole), 7):
@@ -75,7 +75,7 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
     raises(FileNotFoundError, r"no .metadata", lambda: open_dcp(folder))
 
 
-def test_pieces_that_overlap_or_are_missing_are_damage(tmp_path: Path) -> None:
+def test_overlapping_and_missing_chunks(tmp_path: Path) -> None:
     folder = _saved(tmp_path / "a")
     metadata = _index(folder)
     (key, place), *_ = metadata.storage_data.items()
@@ -89,7 +89,7 @@ def test_pieces_that_overlap_or_are_missing_are_damage(tmp_path: Path) -> None:
     _broken(folder, metadata, "outside")
 
 
-def test_boxes_in_several_dimensions(tmp_path: Path) -> None:
+def test_chunks_in_several_dimensions(tmp_path: Path) -> None:
     values = torch.arange(4 * 6 * 3.0).view(4, 6, 3)
     boxes = [((0, 0, 0), (3, 2, 3)), ((0, 2, 0), (1, 4, 3)), ((1, 2, 0), (2, 4, 2)), ((1, 2, 2), (2, 4, 1))]
     boxes.append(((3, 0, 0), (1, 6, 3)))
@@ -106,7 +106,7 @@ def test_boxes_in_several_dimensions(tmp_path: Path) -> None:
             assert torch.equal(reader.read("w", item, start, numel), values.reshape(-1)[start : start + numel])
 
 
-def test_torch_loads_what_is_written(tmp_path: Path) -> None:
+def test_torch_loads_written_directories(tmp_path: Path) -> None:
     source = odd_source()
     formats.write_dcp(source, tmp_path / "out")
     model = odd_model_of(source)
@@ -116,7 +116,7 @@ def test_torch_loads_what_is_written(tmp_path: Path) -> None:
 
 
 def _net() -> nn.Module:
-    """Buffers between parameters of the same shape as them, so that shapes alone do not tell which is which."""
+    """Return a model whose buffers have shapes of parameters, so that shapes alone do not identify an entry."""
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
@@ -177,7 +177,7 @@ def test_training_checkpoints(key: str, tmp_path: Path) -> None:
     assert any("'epoch'" in note for note in source.notes)  # type: ignore[attr-defined]
 
 
-def test_numbers_get_names_only_where_one_assignment_fits(tmp_path: Path) -> None:
+def test_numbered_state_gets_names_if_they_are_unambiguous(tmp_path: Path) -> None:
     plain, model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)), _net()
     names = [name for name, _ in model.named_parameters()]
     file = tmp_path / "a.pt"
@@ -194,10 +194,10 @@ def test_numbers_get_names_only_where_one_assignment_fits(tmp_path: Path) -> Non
 
 
 class Thing:
-    """Something that only a full unpickle could build."""
+    """A class that needs a full unpickle."""
 
 
-def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickled_objects_are_refused(tmp_path: Path) -> None:
     for legacy in (False, True):
         torch.save({"w": torch.ones(1), "x": Thing()}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
         raises(RefusedPickle, r"Thing.*run any code|refused.*run any code", lambda: open_checkpoint(tmp_path / "a.pt"))
@@ -205,7 +205,7 @@ def test_pickled_objects_are_refused_by_name(tmp_path: Path) -> None:
     raises(RefusedPickle, r"torch.nn.modules.linear.Linear", lambda: open_checkpoint(tmp_path / "b.pt"))
 
 
-def test_damage_and_unknown_content(tmp_path: Path) -> None:
+def test_damaged_files_and_unknown_content(tmp_path: Path) -> None:
     torch.save(odd_model(), tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
     for cut in (0, 10, len(content) // 2, len(content) - 1):

@@ -1,9 +1,10 @@
-"""Events reach who listens, in order; a step of each kind of plan tells what begins and ends in it.
+"""Tests of small parts of ``shardwise.core.base`` and of the wait policy.
 
-A table of states refuses what is not in it, and has to be whole.
-Warnings stand at the user's line, whatever lies between: context managers, base classes, threads.
-How long backward waits for a bucket: half a pass, once in vain in a pass, and shortly after that.
-The traffic counter, and what a group of one rank counts.
+- ``Event``: listeners are called in order, and a step emits the documented events.
+- ``Table``: illegal changes of a state raise an error, and a table must be complete.
+- ``warn_user``: warnings point at the user's line, through context managers, base classes and partials.
+- ``WaitPolicy``: how long backward waits for a bucket.
+- ``Traffic``, ``LocalGroup`` and ``live_bytes``: counters.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ def test_listeners_are_called_in_order() -> None:
     assert heard == ["a1", "b1"]
 
 
-def test_what_a_listener_raises_reaches_who_tells_and_stops_there() -> None:
+def test_errors_of_a_listener_propagate() -> None:
     event: Event[str] = Event()
     heard: list[str] = []
     event.listen(int)
@@ -76,7 +77,7 @@ def of(heard: list[tuple[str, tuple[object, ...]]], *names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_a_sharded_step_tells_all_of_it(update: str) -> None:
+def test_events_of_a_sharded_step(update: str) -> None:
     for heard in run_ranks(2, told, zero(3).but(update=update)):
         phases = ("forward_began", "forward_ended", "backward_requested", "backward_began", "backward_ended")
         steps = ("update_began", "update_ended")
@@ -87,7 +88,7 @@ def test_a_sharded_step_tells_all_of_it(update: str) -> None:
             given[name].append(args)
         for began, ended in (("gather_began", "gather_ended"), ("reduction_began", "result_added")):
             assert sorted(given[began]) == sorted(given[ended]), (began, heard)
-        assert set(given["gather_began"]) == set(given["evicted"])  # an update leaves nothing that it has made old
+        assert set(given["gather_began"]) == set(given["evicted"])  # an update leaves no stale gathered parameters
         assert given["unit_requested"] == given["unit_ready"]
         assert of(heard, "gradients_dropped", "update_ended")[-2:] == ["update_ended", "gradients_dropped"]
 
@@ -109,7 +110,7 @@ class Keeper:
         DOOR.check(7, old, new)
 
 
-def test_an_illegal_change_names_the_thing_the_states_and_the_caller() -> None:
+def test_illegal_state_change_names_object_states_and_caller() -> None:
     Keeper().open(Door.CLOSED)
     message = r"door 7 is LOCKED and cannot become OPEN \(only nothing\), which Keeper.open wants"
     raises(RuntimeError, message, Keeper().open, Door.LOCKED)
@@ -125,7 +126,7 @@ def test_an_illegal_change_names_the_thing_the_states_and_the_caller() -> None:
         ({Door.CLOSED: {}, Door.OPEN: {Door.CLOSED: "pulled"}, Door.LOCKED: {}}, "OPEN, LOCKED"),
     ],
 )
-def test_a_table_with_a_state_too_few_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
+def test_incomplete_state_table_is_refused(changes: dict[Door, dict[Door, str]], lost: str) -> None:
     raises(ValueError, f"the state table of a door has no transition to or from {lost}; add it", Table, "door", changes)
 
 
@@ -146,7 +147,7 @@ def _in_context() -> Iterator[Any]:
 
 
 class _Plugin(GeminiPlugin):
-    """As programs derive one."""
+    """A user's plugin that derives from ours."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -169,7 +170,7 @@ def _derive() -> None:
     ("program", "line_of"),
     [(_use_stack, _engine), (_use_partial, _engine), (_derive, _Plugin.__init__)],
 )
-def test_a_warning_stands_at_the_users_line(program: Callable[[], None], line_of: Callable[..., Any]) -> None:
+def test_warnings_point_at_the_users_line(program: Callable[[], None], line_of: Callable[..., Any]) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         program()
     ours = [each for each in caught if "DeepSpeed configuration" in str(each.message) or "effect" in str(each.message)]
@@ -186,7 +187,7 @@ def _telling() -> Iterator[None]:
     yield
 
 
-def test_frames_of_libraries_are_passed_over_and_a_line_is_told_once() -> None:
+def test_library_frames_are_skipped_and_a_line_warns_once() -> None:
     with warnings.catch_warnings(record=True, action="default") as caught:
         for _ in range(3):
             with _telling():
@@ -209,7 +210,7 @@ def a_pass(
     waited: float = 0.0,
     timed_out: bool = False,
 ) -> None:
-    """``seconds`` of work from the first of three gradients to the end, and a wait; agreeing takes long, too."""
+    """Run a pass of ``seconds`` after the first of three gradients, with a wait; the agreement takes long, too."""
     waits.begin()
     for _ in range(2):
         clock[0] += seconds / 2
@@ -223,7 +224,7 @@ def a_pass(
     waits.end_pass()
 
 
-def test_half_of_the_last_pass(clock: list[float]) -> None:
+def test_wait_limit_is_half_of_the_last_pass(clock: list[float]) -> None:
     waits = WaitPolicy(limited=False)
     assert waits.limit_s(True) == FIRST_S and waits.limit_s(False) == WITHOUT_MEMORY_S
     a_pass(waits, clock, 6.0)
@@ -236,11 +237,11 @@ def test_half_of_the_last_pass(clock: list[float]) -> None:
     assert waits.limit_s(True) == LONGEST_S
     waits.begin()
     clock[0] += 5.0
-    waits.end_pass()  # it failed
+    waits.end_pass()  # the pass failed
     assert waits.limit_s(True) == LONGEST_S
 
 
-def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) -> None:
+def test_wait_limit_is_short_after_a_timeout_or_a_difference(clock: list[float]) -> None:
     waits = WaitPolicy(limited=False)
     waits.begin()
     waits.waited(FIRST_S, timed_out=False)
@@ -256,7 +257,7 @@ def test_short_after_a_wait_in_vain_or_where_ranks_differ(clock: list[float]) ->
         assert waits.limit_s(True) == pytest.approx(3.0)
 
 
-def test_counts_by_kind_and_resets() -> None:
+def test_traffic_counts_and_resets() -> None:
     traffic = Traffic()
     traffic.add("all_gather", 10)
     traffic.add("all_gather", 5)
@@ -269,7 +270,7 @@ def test_counts_by_kind_and_resets() -> None:
     assert traffic.bytes is by_kind and set(by_kind.values()) == {0} and set(traffic.calls.values()) == {0}
 
 
-def test_one_rank_sends_nothing() -> None:
+def test_local_group_sends_nothing() -> None:
     group = LocalGroup("alone", torch.device("cpu"))
     full, shard = group.buffers([(4, torch.float16), (4, torch.float32)])
     full.local.fill_(3.0)

@@ -1,6 +1,6 @@
-"""What programs of ColossalAI train with, in one process: loggers, devices, seeds, wrappers, grids of ranks.
+"""Tests of ColossalAI's utilities in one process: loggers, accelerators, seeds, wrappers, process group meshes, layers.
 
-What ColossalAI's names are given that they cannot take: each says what it was given, in words of its own.
+Arguments of the wrong type raise an error of our own, not one from inside.
 """
 
 import inspect
@@ -37,7 +37,7 @@ from tests.support.engine_setup import seeded
 from tests.support.on_ranks import assert_refused, raises
 
 
-def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     logger = get_dist_logger("shardwise.test.loggers")
     assert logger is get_dist_logger("shardwise.test.loggers") and logger.rank == 0
     assert isinstance(logger, DistributedLogger) and DistributedLogger.get_instance("shardwise.test.loggers") is logger
@@ -50,14 +50,14 @@ def test_a_logger_says_where_and_only_on_the_ranks_asked(tmp_path: Path, capsys:
     logger.error("bad %s")
     logger.debug("far below")
     said = capsys.readouterr().err
-    assert "test_colossalai_parts.py" in said and "to rank 0" in said and "WARNING" in said and "bad %s" in said
+    assert "test_colossalai_utilities.py" in said and "to rank 0" in said and "WARNING" in said and "bad %s" in said
     assert "to another" not in said and "below" not in said
     assert (tmp_path / "logs" / "rank_0_run.log").read_text().count("\n") == 3
     raises(ValueError, "LOUD", lambda: logger.set_level("LOUD"))
     raises(ValueError, "already", lambda: type(logger)("shardwise.test.loggers"))
 
 
-def test_the_device_is_asked_by_one_interface() -> None:
+def test_accelerator() -> None:
     accelerator = get_accelerator()
     assert accelerator.get_current_device() == utils.get_current_device()
     assert accelerator.is_available() and accelerator.device_count() >= 1
@@ -79,7 +79,7 @@ def test_the_device_is_asked_by_one_interface() -> None:
         raises(AttributeError, "get_device_capability", lambda: accelerator.get_device_capability())
 
 
-def test_seeds_start_all_random_numbers() -> None:
+def test_set_seed() -> None:
     drawn = []
     for _ in range(2):
         utils.set_seed(11)
@@ -87,7 +87,7 @@ def test_seeds_start_all_random_numbers() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_lazy_models_have_the_values_of_ordinary_ones() -> None:
+def test_lazy_init_context() -> None:
     ordinary, context = seeded(lambda: nn.Linear(4, 4)), LazyInitContext()
     for _ in range(2):
         with context:
@@ -97,7 +97,7 @@ def test_lazy_models_have_the_values_of_ordinary_ones() -> None:
     raises(NotImplementedError, "tensor_cls", LazyInitContext, tensor_cls=object())
 
 
-def test_grids_of_ranks_are_counted_with_the_last_axis_fastest() -> None:
+def test_process_group_mesh_ranks() -> None:
     shape = (2, 3, 4)
     places = [ProcessGroupMesh.unravel(rank, shape) for rank in range(24)]
     assert places == [tuple(map(int, np.unravel_index(rank, shape))) for rank in range(24)]
@@ -127,7 +127,7 @@ def test_launching_needs_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_wrappers_are_what_boost_returns_and_can_be_derived_from(tmp_path: Path) -> None:
+def test_model_and_optimizer_wrappers(tmp_path: Path) -> None:
     class Scaled(ModelWrapper):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return 2 * super().forward(*args, **kwargs)
@@ -151,7 +151,7 @@ def test_wrappers_are_what_boost_returns_and_can_be_derived_from(tmp_path: Path)
     raises(AttributeError, "save_lora_as_pretrained", lambda: booster.checkpoint_io.boost(plain))
 
 
-def test_models_of_torchs_ddp_are_saved_under_their_own_names(tmp_path: Path) -> None:
+def test_ddp_models_are_saved_without_a_prefix(tmp_path: Path) -> None:
     model, optimizer = nn.Linear(3, 2), None
     booster = Booster(plugin=TorchDDPPlugin())
     boosted, *_ = booster.boost(model, optimizer)
@@ -172,7 +172,7 @@ def test_precisions_by_name() -> None:
     raises(ValueError, "mixed_precision='half'", mixed_precision_factory, "half")
 
 
-def test_names_that_are_not_here_say_what_to_do() -> None:
+def test_unsupported_names_raise() -> None:
     from shardwise.colossalai.amp import AMP_TYPE
     from shardwise.colossalai.legacy.core import global_context
     from shardwise.colossalai.testing import parameterize
@@ -194,15 +194,15 @@ def test_a_computed_schedule_is_the_plugins_own() -> None:
 
 
 @pytest.mark.parametrize("layer", [FusedLinear1D_Row, FusedRMSNorm, PaddingLMHead])
-def test_layers_are_for_policies(layer: Any) -> None:
+def test_layers_cannot_be_constructed(layer: Any) -> None:
     assert issubclass(layer, ParallelModule)
     raises(NotImplementedError, f"{layer.__name__}.* makes no layer by itself", layer, 4, 4)
 
 
 NOT_OURS = {id(ShardedModule), id(nn.LayerNorm)}
-"""A plugin makes the one, for ``isinstance`` of programs; the other is torch's."""
+"""Not called: plugins make the first, which programs use in ``isinstance``, and the second is torch's."""
 BARE = "^'(NoneType|object)' object|has no attribute|argument must be|argument after|not supported between"
-"""What Python says where something inside could not use a value."""
+"""Messages of Python that show that a value of the wrong type was used without a check."""
 
 
 def required(found: Any) -> list[inspect.Parameter]:
@@ -231,7 +231,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 @pytest.mark.parametrize("value", [None, object()], ids=["none", "object"])
-def test_no_name_fails_inside_for_what_it_was_given(value: object, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_types_raise_errors_of_our_own(value: object, capsys: pytest.CaptureFixture[str]) -> None:
     tried, bare = 0, {}
     for name, function in functions():
         tried += 1
@@ -246,7 +246,7 @@ def test_no_name_fails_inside_for_what_it_was_given(value: object, capsys: pytes
 
 
 @pytest.mark.parametrize("name", sorted(name for name in shardformer.layer.__all__ if name[0].isupper()))
-def test_layers_by_themselves(name: str) -> None:
+def test_from_native_module(name: str) -> None:
     kind = getattr(shardformer.layer, name)
     try:
         make = kind.from_native_module

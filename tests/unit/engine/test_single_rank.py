@@ -1,7 +1,4 @@
-"""One rank alone trains as plain torch does, to the last bit.
-
-What stands for a model has its mode: a program that reads it, to put it back later, reads the model's.
-"""
+"""Tests of training on one rank: it equals plain torch bit for bit, and wrappers share ``training`` with the model."""
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -24,7 +21,7 @@ PASSES, STEPS = 2, 3
 
 
 def made() -> nn.Module:
-    """With a parameter that one pass of a step leaves out, and one that none uses."""
+    """Return a model with one parameter that only some passes use and one that no pass uses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
     model.register_parameter("now_and_then", nn.Parameter(torch.ones(3)))
@@ -47,7 +44,7 @@ def adam(params: object) -> torch.optim.AdamW:
 
 
 def plain(half: torch.dtype, passes: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """By hand: 16-bit gradients that add up as torch adds them, and fp32 masters."""
+    """Train in plain torch, with accumulated 16-bit gradients and fp32 master weights."""
     model = made()
     masters = [param.detach().clone() for param in model.parameters()]
     model.to(half)
@@ -69,7 +66,7 @@ def plain(half: torch.dtype, passes: int) -> tuple[dict[str, torch.Tensor], list
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["one pass", "two passes", "no_sync", "read between", "changed"])
-def test_bits_are_those_of_a_plain_loop(half: torch.dtype | None, stage: int, how: str) -> None:
+def test_training_matches_a_plain_loop_bit_for_bit(half: torch.dtype | None, stage: int, how: str) -> None:
     passes = 1 if how == "one pass" else 2
     if how == "no_sync" and stage > 1:
         pytest.skip("these reduce in every pass")
@@ -120,7 +117,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_a_wrapper_has_the_mode_of_the_model(name: str) -> None:
+def test_wrapper_has_the_training_mode_of_the_model(name: str) -> None:
     model = made_wrapper()
     wrapper = WRAPPERS[name](model)
     assert not wrapper.training
@@ -129,7 +126,7 @@ def test_a_wrapper_has_the_mode_of_the_model(name: str) -> None:
     assert not wrapper.training
 
 
-def test_statistics_that_torch_renews_leave_the_mode_as_in_plain_torch() -> None:
+def test_update_bn_matches_plain_torch() -> None:
     batches = [torch.randn(5, 3, generator=torch.Generator().manual_seed(each)) for each in range(3)]
     expected, model = made_wrapper(), made_wrapper()
     session = shardwise.shard(model, wrapped_adam(model), device="cpu")

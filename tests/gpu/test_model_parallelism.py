@@ -1,4 +1,4 @@
-"""A model divided over two and four ranks equals one process, on one GPU that they share or on one each."""
+"""Tests of model parallelism on GPUs: two and four ranks, on one shared GPU or one each, match one process."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ FOUR = ("dp2tp2 zero3", "pp4", "tp2pp2x2 sequences", "sp4 ring", "sp4 rings of 2
 
 
 def wrong(device_type: str, layout: str) -> str:
-    """What is too far off from one process: losses, gradients, norms, parameters of three steps in fp32 and fp64."""
+    """Return what differs too much from one process in three steps: losses, gradients, norms, parameters, fp32 and
+    fp64.
+    """
     from tests.parity import hybrid
 
     device = device_of_rank(device_type)
@@ -21,13 +23,13 @@ def wrong(device_type: str, layout: str) -> str:
 
 @pytest.mark.packages("transformers")
 @pytest.mark.parametrize("layout", TWO + FOUR)
-def test_a_layout_equals_one_process(request: pytest.FixtureRequest, device_type: str, layout: str) -> None:
+def test_layout_matches_one_process(request: pytest.FixtureRequest, device_type: str, layout: str) -> None:
     pool: RankPool = request.getfixturevalue("two_ranks" if layout in TWO else "four_ranks")
     assert pool.run(wrong, device_type, layout, timeout=300.0) == [""] * pool.world_size
 
 
 def generated(device_type: str) -> bool:
-    """Whether a model whose parameters are gathered for each use generates what it did before."""
+    """Return whether a model whose parameters are gathered for each use generates the same tokens as before."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     device = device_of_rank(device_type)
@@ -46,5 +48,5 @@ def generated(device_type: str) -> bool:
 
 
 @pytest.mark.packages("transformers")
-def test_a_model_in_shards_generates(pool: RankPool, device_type: str) -> None:
+def test_sharded_model_generates(pool: RankPool, device_type: str) -> None:
     assert pool.run(generated, device_type) == [True] * pool.world_size

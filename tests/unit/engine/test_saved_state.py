@@ -1,11 +1,11 @@
-"""State with shapes of its own, in one process: moved away and back, asked for by parameter; and what modules save.
+"""Tests of saved state in one process.
 
-State in lists, tuples and dicts: flat and back without loss, and what cannot be told to other ranks.
-
-Whose state it is: which classes go on with which, by name where it is recorded and by form where not.
-
-What stands for a value that its rank has not says so whatever it is read by.
-The lane of asynchronous saves, in one process.
+- Optimizer state with shapes other than the parameter's: offloaded, reloaded, and read by parameter.
+- State that modules add to their ``state_dict``.
+- Lists, tuples and dicts in optimizer state: ``flat`` and ``nested`` are inverses, ``misfits`` names other values.
+- Which optimizer and scheduler classes may load each other's state.
+- ``AbsentTensor``: every read raises an error that says why this rank does not have the value.
+- ``AsyncSaver``: a failed save is reported when the program ends.
 """
 
 import copy
@@ -57,14 +57,14 @@ def trained(make: Any, away_before: int | None) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [Lamb, torch.optim.Adafactor])
-def test_matrices_are_matrices_again(make: Any) -> None:
+def test_offloaded_state_has_its_shape_after_reload(make: Any) -> None:
     straight = trained(make, None)
     for step in (0, 1):
         assert_close(trained(make, step), straight, 0.0, f"moved before step {step}")
 
 
 @pytest.mark.parametrize(("make", "matrix"), [(Lamb, True), (torch.optim.Adafactor, False)])
-def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
+def test_optimizer_state_of_one_parameter(make: Any, matrix: bool) -> None:
     model = nn.Linear(6, 8)
     session = shardwise.shard(model, make(model.parameters()), plan=zero(2))
     session.backward(session.module(torch.randn(4, 6)).square().mean())
@@ -81,7 +81,7 @@ def test_state_of_one_parameter(make: Any, matrix: bool) -> None:
 
 
 class Metric(nn.Module):
-    """A tensor and a list that the module saves as copies, a number, and two that only go together."""
+    """A metric whose ``state_dict`` has copies of a tensor, a list, a number, and two values that belong together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Measured(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = self.scale  # no buffer, and nothing of the module's takes it back
+        destination[prefix + "scale"] = self.scale  # not a buffer, and not loaded by the module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x).sum()
 
 
-def test_what_modules_save_is_loaded(tmp_path: Path) -> None:
-    """As plain torch loads it, by a state dict and from a checkpoint."""
+def test_extra_state_of_modules_is_loaded(tmp_path: Path) -> None:
+    """The same state is loaded by ``load_state_dict``, from a checkpoint, and in plain torch."""
     model = Measured()
     session = shardwise.shard(model, torch.optim.SGD(model.layer.parameters(), lr=0.1), stage=2)
     given = {"total": torch.tensor(7.0), "seen": [torch.ones(2), torch.ones(3)], "count": 5}
@@ -154,19 +154,19 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_nested_values_go_flat_and_back(entry: dict[str, Any]) -> None:
+def test_flat_and_nested_are_inverses(entry: dict[str, Any]) -> None:
     made = flat(entry)
     for value in made.values():
-        # Beside tensors only what JSON has: no tuples, and keys that are texts.
+        # Values other than tensors are JSON: no tuples, and keys are strings.
         assert isinstance(value, torch.Tensor) or not list(tensors_of(value))
     assert [id(each) for each in tensors_of(made)] == [id(each) for each in tensors_of(entry)]
     again = nested(made)
     assert plain(again) == plain(entry) and list(again) == list(entry)
-    assert flat(made) == made  # flat is flat
+    assert flat(made) == made  # idempotent
     assert list(outline(made)) == list(outline(entry)) == list(entry)
 
 
-def test_what_is_no_plain_value_is_told_with_its_path() -> None:
+def test_misfits_have_their_path() -> None:
     assert list(misfits({"a": [ONE, (1, {"b": {1, 2}})]}, "Q")) == ["Q['a'][1][1]['b'] is a set ({1, 2})"]
     assert not list(misfits(ENTRIES, "every"))
 
@@ -176,11 +176,11 @@ O = torch.optim  # noqa: E741
 
 
 class MyAdamW(O.AdamW):
-    """Derived."""
+    """A subclass without changes."""
 
 
 class SGD(O.Optimizer):
-    """Of the name of torch's, and with momentum under its key."""
+    """A user's class with the name and the momentum key of torch's SGD."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "momentum": 0.9})
@@ -194,7 +194,7 @@ class SGD(O.Optimizer):
 
 
 class Int8(O.Optimizer):
-    """Moments in 8 bits under the names of Adam's."""
+    """8-bit moments under Adam's names."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -233,7 +233,7 @@ TAKEN = [
     *(("momentum", "own sgd"), ("own sgd", "momentum")),
     ("adamw", "radam"),
 ]
-"""Saved, and going on."""
+"""(saved optimizer, optimizer that loads its state)"""
 REFUSED = [
     *(("adamw", other) for other in ("rmsprop", "adagrad", "momentum", "adadelta", "sgd")),
     *(("rmsprop", "adadelta"), ("adagrad", "adam"), ("momentum", "adam"), ("amsgrad", "hybrid")),
@@ -254,7 +254,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def trained_by(kind: str, engine: bool, steps: int = 2) -> tuple[Any, Any, Any]:
-    """Saver, model and optimizer: of our engine, or of the Booster without a plugin."""
+    """Return saver, model and optimizer after some steps, with the engine or with the Booster without a plugin."""
     model = net()
     optimizer = MAKERS[kind](model.parameters())
     if engine:
@@ -270,7 +270,7 @@ def trained_by(kind: str, engine: bool, steps: int = 2) -> tuple[Any, Any, Any]:
 
 
 def _both(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
-    """Each by the engine and by torch alone: one of the two is quick, in turn."""
+    """Yield each pair with the engine and with torch alone; the quick set has them in turn."""
     for number, (saved, here) in enumerate(dict.fromkeys(pairs)):
         for engine, name in ((True, "engine"), (False, "torch")):
             case = pytest.param(saved, here, engine, id=f"{saved}-{here}-{name}".replace(" ", "_"))
@@ -278,7 +278,7 @@ def _both(pairs: Iterable[tuple[str, str]]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("saved", "here", "engine"), _both(TAKEN))
-def test_the_same_state_goes_on(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
+def test_compatible_optimizer_classes_load_the_state(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
     saver, _, first = trained_by(saved, engine)
     saver.save(tmp_path, "one")
     loader, model, second = trained_by(here, engine, steps=0)
@@ -296,8 +296,8 @@ def test_the_same_state_goes_on(saved: str, here: str, engine: bool, tmp_path: P
 
 
 @pytest.mark.parametrize(("saved", "here", "engine"), _both(REFUSED))
-def test_another_classes_state_is_refused(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
-    """Recorded, as DCP (which keeps no classes), and in ``load_state_dict``; nothing has changed then."""
+def test_incompatible_optimizer_classes_are_refused(saved: str, here: str, engine: bool, tmp_path: Path) -> None:
+    """Native checkpoints, DCP (which records no class) and ``load_state_dict`` refuse it; nothing changes."""
     saver, _, first = trained_by(saved, engine)
     saver.save(tmp_path, "one")
     source = open_checkpoint(tmp_path / "one")
@@ -318,8 +318,8 @@ def test_another_classes_state_is_refused(saved: str, here: str, engine: bool, t
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
-    """One file, and ColossalAI's layout, whose index has the class."""
+def test_optimizer_files_without_a_model(shard: bool, tmp_path: Path) -> None:
+    """Load one optimizer file, and ColossalAI's sharded layout, whose index records the class."""
     booster, model, other, longer = Booster(), net(), net(), nn.Sequential(*net(), nn.Linear(2, 2))
     model, optimizer, *_ = booster.boost(model, O.AdamW(model.parameters(), lr=0.01))
     step(model, optimizer)
@@ -339,11 +339,11 @@ def test_files_of_an_optimizer_alone(shard: bool, tmp_path: Path) -> None:
 
 
 class MyCosine(schedules.CosineAnnealingLR):
-    """Derived."""
+    """A subclass without changes."""
 
 
 class Own:
-    """No base class."""
+    """A scheduler without a base class."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.turns = optimizer, 0
@@ -375,7 +375,7 @@ def optimizer_of() -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("saved", SCHEDULES)
 @pytest.mark.parametrize("here", SCHEDULES)
-def test_a_schedulers_state_goes_to_its_own_class(saved: str, here: str, tmp_path: Path) -> None:
+def test_scheduler_state_needs_the_same_class(saved: str, here: str, tmp_path: Path) -> None:
     model, booster = net(), Booster()
     model, optimizer, *_ = booster.boost(model, O.SGD(model.parameters(), lr=0.1))
     one, other = SCHEDULES[saved](optimizer), SCHEDULES[here](optimizer)
@@ -394,7 +394,7 @@ def test_a_schedulers_state_goes_to_its_own_class(saved: str, here: str, tmp_pat
     assert str(other.state_dict()) == before
 
 
-def test_where_no_class_is_recorded_the_entries_decide() -> None:
+def test_scheduler_state_without_a_class_is_matched_by_keys() -> None:
     for saved, here in (("cosine", "step"), ("step", "exponential"), ("exponential", "step"), ("own", "cosine")):
         one, other = SCHEDULES[saved](optimizer_of()), SCHEDULES[here](optimizer_of())
         assert SavedScheduler(one.state_dict()).misfit(one) is None
@@ -403,8 +403,8 @@ def test_where_no_class_is_recorded_the_entries_decide() -> None:
         assert SavedScheduler(older).misfit(one) is None
 
 
-def test_schedules_follow_their_groups(tmp_path: Path) -> None:
-    """The groups change places and a new one comes: each goes on from its own rate."""
+def test_schedules_follow_reordered_groups(tmp_path: Path) -> None:
+    """Groups change their order and one is added: each schedule continues with the rate of its group."""
 
     def start(order: tuple[int, ...], rates: dict[int, float]) -> tuple[Any, Any, Any]:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3 if 2 in order else 2)))
@@ -446,10 +446,10 @@ READS: dict[str, Callable[[AbsentTensor], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_every_read_says_why(read: str) -> None:
+def test_reads_of_an_absent_tensor_say_why(read: str) -> None:
     absent = AbsentTensor.of(torch.zeros(3, 4), "another rank has it")
     raises(RuntimeError, "another rank has it", READS[read], absent)
-    raises(RuntimeError, "Cannot access data pointer", torch.utils.dlpack.to_dlpack, absent)  # in C
+    raises(RuntimeError, "Cannot access data pointer", torch.utils.dlpack.to_dlpack, absent)  # raised in C++
 
 
 PROGRAM = """
@@ -484,7 +484,7 @@ SAID = "shardwise: an asynchronous save failed, and the program ended without wa
 
 
 @pytest.mark.parametrize("whole", [False, *campaign(True)], ids=["forks", "whole"])
-def test_a_failed_save_that_nobody_waits_for_is_told_at_the_end(whole: bool) -> None:
+def test_failed_async_save_is_reported_at_exit(whole: bool) -> None:
     ended = (python if whole else forked_python)("-c", PROGRAM)
     assert ended.returncode == 0, ended.stderr
     parts = dict(part.split("\n", 1) for part in ended.stderr.split("-- ")[1:])

@@ -1,10 +1,9 @@
-"""ColossalAI's learning-rate schedulers: their rates are the formulas', at every step, and after any resumption.
+"""Tests of the Adam family (``CPUAdam``, ``HybridAdam``, ``FusedAdam``) and of ColossalAI's learning-rate schedulers.
 
-The Adam family against torch's Adam and AdamW and against the plain formula.
-
-The Adam family as any torch optimizer: schedulers, scalers, names, options of groups, states from elsewhere.
-
-Learning-rate schedulers on the original and on the sharded optimizer, without a warning from either.
+- The schedulers follow their formulas at every step, also when they are resumed from a saved state.
+- The optimizers match torch's Adam and AdamW and the plain formula, and exchange states with them.
+- They work with torch's schedulers and gradient scaler. Unsupported options raise an error.
+- Schedulers of the original and of the sharded optimizer work without warnings.
 """
 
 import copy
@@ -101,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[int, float], float]]] = {
 
 
 def optimizer() -> torch.optim.Optimizer:
-    """Two groups with momentum and rates of their own."""
+    """Return an SGD with momentum and two groups with different learning rates."""
     groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": lr} for lr in RATES]
     return torch.optim.SGD(groups, lr=1.0, momentum=0.9)
 
@@ -127,7 +126,7 @@ def _walk(of: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[fl
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error")
-def test_rates_are_the_formulas(case: str) -> None:
+def test_schedulers_follow_their_formulas(case: str) -> None:
     one = optimizer()
     scheduler = _make(case, one)
     walked = [_rates(one), *_walk(one, scheduler, STEPS)]
@@ -135,22 +134,22 @@ def test_rates_are_the_formulas(case: str) -> None:
     torch.testing.assert_close(torch.tensor(walked), torch.tensor(expected), rtol=1e-11, atol=1e-13)
 
 
-def test_one_cycle_has_its_peak_at_the_optimizers_rate() -> None:
+def test_one_cycle_peaks_at_the_rate_of_the_optimizer() -> None:
     one, other, again = optimizer(), optimizer(), optimizer()
     phases: dict[str, Any] = {"pct_start": 0.4, "three_phase": True}
     walked = _walk(one, own.OneCycleLR(one, TOTAL, **phases), TOTAL - 1)
     assert walked == _walk(other, plain.OneCycleLR(other, list(RATES), total_steps=TOTAL, **phases), TOTAL - 1)
-    # A run that goes on takes its peak from the group, not from the rate of that moment.
+    # A resumed run takes its peak from the group's initial rate, not from its current rate.
     _walk(again, own.OneCycleLR(again, TOTAL, **phases), 3)
     assert _walk(again, own.OneCycleLR(again, TOTAL, **phases, last_epoch=2), 4) == walked[3:7]
 
 
 OF_A_KIND = ("cosine, not warm", "cosine of one step", "flat, to a floor", "power, warm", "factors", "exponential")
-"""Others of the same class, or computed in the same way, are in the quick set."""
+"""Not in the quick set, which has cases of the same class or with the same formula."""
 
 
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in OF_A_KIND), *full(*OF_A_KIND)])
-def test_a_state_resumes_exactly_from_every_step(case: str, tmp_path: Path) -> None:
+def test_scheduler_state_resumes_at_every_step(case: str, tmp_path: Path) -> None:
     one = optimizer()
     scheduler = _make(case, one)
     for _ in range(12):
@@ -168,9 +167,9 @@ def test_a_state_resumes_exactly_from_every_step(case: str, tmp_path: Path) -> N
         _walk(one, scheduler, 1)
 
 
-# torch's StepLR, resumed by last_epoch at a step of its own, takes that step twice.
+# torch's StepLR with last_epoch at one of its decay steps applies the decay twice.
 @pytest.mark.parametrize("case", [case for case in CASES if case != "every third"])
-def test_last_epoch_goes_on_where_it_says(case: str) -> None:
+def test_last_epoch_resumes_a_schedule(case: str) -> None:
     for last in (0, 2, 3, 7, 15):
         one = optimizer()
         _walk(one, _make(case, one), last)
@@ -182,8 +181,8 @@ def test_last_epoch_goes_on_where_it_says(case: str) -> None:
     raises(KeyError, "initial_lr", lambda: _make(case, untouched, last_epoch=2))
 
 
-def test_a_state_of_colossalais_goes_on() -> None:
-    """Its ``last_epoch`` stands still once the warm-up is over, and the second scheduler counts."""
+def test_colossalai_scheduler_state_is_loaded() -> None:
+    """Load a state in ColossalAI's layout: after the warm-up only the inner scheduler's ``last_epoch`` advances."""
     for steps in (2, 9):
         one = optimizer()
         scheduler = _make("power, warm", one)
@@ -201,7 +200,7 @@ def test_a_state_of_colossalais_goes_on() -> None:
         assert _walk(fresh, resumed, 3) == _walk(one, scheduler, 3)
 
 
-def test_arguments_that_make_no_schedule() -> None:
+def test_invalid_scheduler_arguments() -> None:
     for kind, arguments, told in (
         (own.CosineAnnealingLR, {"total_steps": 0}, "total_steps=0"),
         (own.CosineAnnealingWarmupLR, {"warmup_steps": TOTAL}, "after the warm-up"),
@@ -225,7 +224,7 @@ def moments(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> lis
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda of: plain.CosineAnnealingLR(of, 40),
-    "one cycle": lambda of: plain.OneCycleLR(of, max_lr=0.1, total_steps=40),  # moves the first beta as well
+    "one cycle": lambda of: plain.OneCycleLR(of, max_lr=0.1, total_steps=40),  # also changes the first beta
 }
 
 
@@ -235,7 +234,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rate", ["number", "tensor"])
 def test_equals_torch(kind: Kind, adamw_mode: bool, dtype: torch.dtype, schedule: str, rate: str) -> None:
-    """Over 30 steps with odd shapes, two groups, a changing rate, and a parameter that some steps leave out."""
+    """Compare 30 steps with odd shapes, two groups, a changing rate, and a gradient that some steps do not have."""
     ours, theirs = make_params(dtype), make_params(dtype)
     options = {"betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
     other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
@@ -292,7 +291,7 @@ RULES: list[dict[str, Any]] = [{}, {"decoupled": False}, {"bias_correction": Fal
 
 
 def _cases() -> Iterator[Any]:
-    """All dtypes with all tiles are quick, once each."""
+    """Yield all combinations; the quick set has each dtype with each tile size once."""
     factors = (enumerate(CASTS), enumerate(TILES), enumerate([1.0, 0.3]), enumerate(RULES))
     for (cast, dtypes), (size, tile), (number, scale), (rule_, changes) in itertools.product(*factors):
         name = f"changes{rule_}-{scale}-{tile}-dtypes{cast}"
@@ -302,8 +301,8 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("dtypes", "tile", "scale", "changes"), _cases())
-def test_tiles_equal_the_formula(dtypes: Any, tile: int | None, scale: float, changes: dict[str, Any]) -> None:
-    shapes = SHAPES[:-1] if tile == 1 else SHAPES  # a tile for each element takes long
+def test_adam_tiles_match_the_reference(dtypes: Any, tile: int | None, scale: float, changes: dict[str, Any]) -> None:
+    shapes = SHAPES[:-1] if tile == 1 else SHAPES  # one tile for each element is slow
     fast, plain = slots_of(*dtypes, shapes), slots_of(*dtypes, shapes)
     AdamTiles(tile).update(fast, rule(**changes), scale)
     for slot in plain:
@@ -317,7 +316,7 @@ def test_tiles_equal_the_formula(dtypes: Any, tile: int | None, scale: float, ch
 
 
 def test_without_bias_correction() -> None:
-    """The first step then moves by lr (1 - beta1) g / (sqrt(1 - beta2) |g|), not by lr."""
+    """Without it the first step moves by lr (1 - beta1) g / (sqrt(1 - beta2) |g|), not by lr."""
     for beta1, moved in ((0.9, 0.1), (0.5, 0.5)):
         param = nn.Parameter(torch.zeros(3))
         param.grad = torch.tensor([1.0, -2.0, 4.0])
@@ -336,8 +335,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient", ["as parameter", "contiguous", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
-    """Neither parameter nor gradient need be contiguous, nor laid out alike; memory between elements is left alone."""
+def test_memory_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
+    """Parameters and gradients may have any strides; memory between elements is not written."""
     values = LAYOUTS[layout](torch.arange(48.0).reshape(2, 3, 2, 4) / 48).to(dtype)
     param = nn.Parameter(values.clone(memory_format=torch.preserve_format) if layout != "sliced" else values)
     plain = nn.Parameter(values.contiguous().clone())
@@ -354,7 +353,7 @@ def test_layouts(layout: str, gradient: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_parameters_are_rounded_once(dtype: torch.dtype) -> None:
-    """Moments are fp32, and the result is what fp32 arithmetic from the 16-bit value gives, rounded."""
+    """Moments are fp32. The 16-bit result equals an fp32 step from the 16-bit value, rounded once."""
     param = nn.Parameter(torch.randn(1000).to(dtype))
     wide = nn.Parameter(param.detach().float())
     ours, theirs = HybridAdam([param], lr=0.01), torch.optim.AdamW([wide], lr=0.01, weight_decay=0)
@@ -379,7 +378,7 @@ def test_div_scale_divides_and_leaves_the_gradient(kind: Kind, dtype: torch.dtyp
     assert scaled.grad is not None
     gradient = scaled.grad.clone()
     plain.grad = gradient.float() / 1000
-    # A large eps makes the update depend on the gradient's size.
+    # With a large eps the update depends on the gradient's size.
     first, second = kind([scaled], eps=1.0), kind([plain], eps=1.0)
     first.step(div_scale=1000.0)
     second.step()
@@ -400,8 +399,8 @@ def test_sparse_gradient_is_refused_before_anything_changes(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("adamw_mode", [True, False])
-def test_state_moves_between_torch_and_here(kind: Kind, adamw_mode: bool) -> None:
-    """torch, then ours, then torch, against torch all the way."""
+def test_state_is_compatible_with_torch(kind: Kind, adamw_mode: bool) -> None:
+    """Move the state from torch to our optimizer and back, and compare with torch all the way."""
     other = torch.optim.AdamW if adamw_mode else torch.optim.Adam
     options = {"lr": 0.02, "weight_decay": 0.1}
     straight, travelling = make_params(torch.float32), make_params(torch.float32)
@@ -428,7 +427,7 @@ def test_amsgrad_state_is_refused() -> None:
     raises(RuntimeError, "AMSGrad", lambda: FusedAdam(params, amsgrad=True))
 
 
-def test_wrong_group_is_not_kept() -> None:
+def test_invalid_group_is_not_added() -> None:
     optimizer = HybridAdam([nn.Parameter(torch.ones(1))])
     raises(ValueError, "lr=-1", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": -1}))
     with pytest.raises(ValueError, match="complex64"):
@@ -450,7 +449,7 @@ def test_fused_adam_zero_grad_and_removed_arguments() -> None:
 @pytest.mark.parametrize("tile", [None, 5])
 @pytest.mark.parametrize("turned", [False, True])
 def test_moments_in_16_bits_are_rounded_after_each_step(dtype: torch.dtype, tile: int | None, turned: bool) -> None:
-    """Steps are made in fp32; in parts, and of tensors that no flat view has."""
+    """The arithmetic is fp32, for tiles of several sizes and for moments without a flat view."""
     generator, tiles = torch.Generator().manual_seed(0), AdamTiles(tile)
     param, grad = (torch.randn(7, 3, generator=generator).to(dtype) for _ in range(2))
     first, second = torch.zeros(3, 7, dtype=dtype), torch.zeros(7, 3, dtype=dtype)
@@ -465,8 +464,8 @@ def test_moments_in_16_bits_are_rounded_after_each_step(dtype: torch.dtype, tile
         assert_close([moment.float() for moment in moments], [moment.to(dtype).float() for moment in wide], 1e-6)
 
 
-def test_a_state_of_the_other_weight_decay_is_said_once() -> None:
-    """torch's groups say how weight decay was made; here the argument does, so a difference is not passed over."""
+def test_weight_decay_mismatch_warns_once() -> None:
+    """torch's groups record decoupled weight decay; ours have an argument for it, so a mismatch is warned of once."""
     params = make_params(torch.float32)
     set_gradients(params, 0)
     states = {}
@@ -501,8 +500,8 @@ def test_options_that_would_change_the_step_are_refused(kind: Kind, option: str)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_torchs_gradient_scaler(kind: Kind) -> None:
-    """A gradient that is not finite skips the step; otherwise it is unscaled first."""
+def test_torch_grad_scaler(kind: Kind) -> None:
+    """A gradient that is not finite skips the step; other gradients are unscaled first."""
     ours, theirs = make_params(torch.float32), make_params(torch.float32)
     own, reference = kind(ours), torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
@@ -534,7 +533,7 @@ def test_schedulers_built_before_and_after_do_not_warn() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05**3)
 
 
-def test_the_original_step_trains_nothing_before_and_after_close() -> None:
+def test_original_step_raises_before_and_after_close() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     session = build(model, optimizer, zero(2))

@@ -1,8 +1,9 @@
-"""Packing: every parameter has one place, places do not overlap, sizes divide, each packing groups as documented.
+"""Tests of the chunk layout and of the chunk pool.
 
-Eviction and prediction: Belady's rule against trying everything, and what a trace records.
-The mover of chunks on one rank: what it evicts, keeps, reuses and counts, and what a failed gather leaves.
-The chunk-size search against trying everything.
+- ``make_layout``: each parameter has one place, places do not overlap, and each packing groups as documented.
+- ``Trace`` and ``choose_victim``: evictions are optimal for a known order and least-recently-used otherwise.
+- ``ChunkPool`` on one rank: what it evicts, keeps, reuses and counts, and its state after a failed gather.
+- ``search_chunk_numel`` equals a brute-force search.
 """
 
 import itertools
@@ -66,7 +67,7 @@ numels = st.lists(st.integers(0, 400) | st.integers(0, 8000), max_size=12)
 
 @settings(max_examples=60, deadline=None)
 @given(numels, st.integers(1, 5), st.integers(1, 3), st.sampled_from(PACKINGS), st.randoms(use_true_random=False))
-def test_any_sizes(sizes: list[int], shard: int, replicate: int, packing: Packing, random: object) -> None:
+def test_layout_of_any_sizes(sizes: list[int], shard: int, replicate: int, packing: Packing, random: object) -> None:
     choose = random.choice  # type: ignore[attr-defined]
     facts = [
         fact(
@@ -82,26 +83,26 @@ def test_any_sizes(sizes: list[int], shard: int, replicate: int, packing: Packin
 
 
 def grouped(layout: Layout) -> list[list[str]]:
-    """Names by unit."""
+    """Return the names of the parameters of each unit."""
     return [
         [layout.facts[slot.param].names[0] for chunk in unit.chunks for slot in layout.chunks[chunk].slots]
         for unit in layout.units
     ]
 
 
-def test_by_numel_fills_in_order_and_large_ones_go_alone() -> None:
+def test_by_numel() -> None:
     sizes = [40, 40, 20, 1, 300, 99, 1, 1]
     layout = make_layout([fact(str(i), n) for i, n in enumerate(sizes)], EMPTY, ByNumel(chunk_numel=100), 2, 1)
     assert grouped(layout) == [["0", "1", "2"], ["3"], ["4"], ["5", "6"], ["7"]]
 
 
-def test_by_tensor_persists_small_ones_but_not_empty_ones() -> None:
+def test_by_tensor() -> None:
     layout = make_layout([fact(str(i), n) for i, n in enumerate([0, 1, 4, 5])], EMPTY, ByTensor(persist_numel=4), 2, 1)
     assert grouped(layout) == [["0"], ["1"], ["2"], ["3"]]
     assert [chunk.reshard_after_forward for chunk in layout.chunks] == [None, False, False, None]
 
 
-def test_by_module_finds_the_outermost_lists() -> None:
+def test_by_module() -> None:
     blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
     head = nn.ModuleDict({"norm": nn.LayerNorm(2), "out": nn.Linear(2, 3)})
     parts = {"embed": nn.Embedding(3, 2), "blocks": blocks, "nothing": nn.ModuleList([nn.ReLU()]), "head": head}
@@ -129,14 +130,14 @@ def test_a_unit_is_split_by_dtype_trainability_and_optimizer() -> None:
     check(layout, 3, 2)
 
 
-def test_matrices_are_aligned_and_small_ones_lie_close() -> None:
+def test_alignment() -> None:
     facts = [fact("a", 3), fact("b", 5), fact("w", 256), fact("c", 255)]
     layout = make_layout(facts, EMPTY, ByNumel(chunk_numel=9999), 1, 1)
     assert [slot.start for slot in layout.chunks[0].slots] == [0, 3, 16, 272]
 
 
 def held(layout: Layout, rank: int) -> int:
-    """Bytes of the tensors in the shards of ``rank``."""
+    """Return the bytes of the tensors in the shards of ``rank``."""
     return sum(
         slot.numel * chunk.dtype.itemsize
         for chunk in layout.chunks
@@ -152,8 +153,8 @@ def held(layout: Layout, rank: int) -> int:
     st.integers(1, 3),
     st.sampled_from(PACKINGS),
 )
-def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas: int, packing: Packing) -> None:
-    """Parameters of different widths by name ``block.index``; each lies in one shard."""
+def test_unsplit_tensors_are_distributed_evenly(sizes: list[int], ranks: int, replicas: int, packing: Packing) -> None:
+    """Each parameter lies in one shard; names are ``block.index``, and dtypes differ."""
     dtypes = [torch.bfloat16 if index % 5 == 4 else F32 for index in range(len(sizes))]
     facts = [fact(f"{index // 4}.{index}", numel, dtype=dtypes[index]) for index, numel in enumerate(sizes)]
     layout = make_layout(facts, EMPTY, packing, ranks, replicas, unsplit=(0,), uneven=True)
@@ -170,14 +171,14 @@ def test_whole_tensors_fill_ranks_evenly(sizes: list[int], ranks: int, replicas:
     largest = max(own.numel * own.dtype.itemsize for own in layout.facts)
     by_rank = [held(layout, rank) for rank in range(ranks)]
     assert max(by_rank) - min(by_rank) <= largest
-    # All that shards have beside that is the beginning of a cache line, once a tensor and once a chunk.
+    # Padding is less than a cache line for each tensor and each chunk.
     for rank in range(ranks):
         padded = sum(chunk.shard_numel(rank) * chunk.dtype.itemsize for chunk in layout.chunks)
         assert padded - by_rank[rank] < ALIGN_BYTES * (len(sizes) + replicas * len(layout.chunks))
 
 
 def gathers(order: list[int], capacity: int, known: bool) -> int:
-    """How often something is fetched in one pass over ``order`` with room for ``capacity`` units."""
+    """Return the number of gathers in one pass over ``order`` with room for ``capacity`` units."""
     trace = Trace(recorded=list(order) if known else [])
     held: set[int] = set()
     count = 0
@@ -192,7 +193,7 @@ def gathers(order: list[int], capacity: int, known: bool) -> int:
 
 
 def fewest(order: list[int], capacity: int, held: frozenset[int] = frozenset()) -> int:
-    """The optimum by trying every eviction."""
+    """Return the optimum by trying every eviction."""
     if not order:
         return 0
     unit, *rest = order
@@ -207,7 +208,7 @@ orders = st.lists(st.integers(0, 4), min_size=1, max_size=10).map(lambda o: [k f
 
 @settings(max_examples=150, deadline=None)
 @given(orders, st.integers(1, 4))
-def test_a_known_order_is_served_optimally(order: list[int], capacity: int) -> None:
+def test_eviction_with_a_known_order_is_optimal(order: list[int], capacity: int) -> None:
     assert gathers(order, capacity, known=True) == fewest(order, capacity)
 
 
@@ -221,11 +222,11 @@ def lru(order: list[int], capacity: int) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(orders, st.integers(1, 4))
-def test_an_unknown_order_is_served_least_recently_used(order: list[int], capacity: int) -> None:
+def test_eviction_with_an_unknown_order_is_lru(order: list[int], capacity: int) -> None:
     assert gathers(order, capacity, known=False) == lru(order, capacity)
 
 
-def test_trace_merges_repetitions_and_predicts_what_comes() -> None:
+def test_trace_merges_repetitions_and_predicts() -> None:
     trace = Trace()
     for unit in (0, 0, 1, 2, 2, 1):
         trace.use(unit)
@@ -236,14 +237,14 @@ def test_trace_merges_repetitions_and_predicts_what_comes() -> None:
     trace.use(0)
     assert list(trace.upcoming()) == [1, 2, 1] and next_units(trace, 1) == [1] and next_units(trace, 0) == []
     trace.use(1)
-    # The current unit is never its own next.
+    # The current unit is not its own next unit.
     assert next_units(trace, 3) == [2]
 
 
-def test_ties_are_the_same_on_every_rank() -> None:
+def test_ties_are_resolved_by_index() -> None:
     trace = Trace(recorded=[0, 9])
     trace.use(0)
-    assert choose_victim(trace, {5, 3, 9}) == 5  # neither 5 nor 3 comes again: the larger index
+    assert choose_victim(trace, {5, 3, 9}) == 5  # neither 5 nor 3 is used again: the larger index is evicted
     assert choose_victim(Trace(), {5, 3, 9}) == 3
 
 
@@ -253,7 +254,7 @@ NBYTES = 4 * NUMEL
 
 
 class Setup:
-    """Five units of one chunk each, in the order of the parameters; unit ``i`` holds the value ``i``."""
+    """A pool of five units with one chunk each, in the order of the parameters; unit ``i`` has the value ``i``."""
 
     def __init__(self, budget: int, capacity: int | None = None) -> None:
         facts = [ParamInfo((f"p{i}",), torch.Size([NUMEL]), torch.float32, i < 4, 0, 0) for i in range(5)]
@@ -275,7 +276,7 @@ class Setup:
 
     @property
     def held(self) -> list[int]:
-        """Units whose parameters can be read; all others must read as NaN."""
+        """The units whose parameters can be read; all others must read as NaN."""
         found = [i for i, p in enumerate(self.params) if not bool(p.isnan().any())]
         assert self.pool.gathered_bytes == NBYTES * len(found)
         return found
@@ -287,15 +288,15 @@ def test_without_a_budget_only_the_last_unit_stays() -> None:
     assert each.held == [0] and each.pool.moved_bytes == 4 * NBYTES
 
 
-def test_a_part_is_kept_by_last_use_and_then_by_next_use() -> None:
+def test_budget_keeps_units_by_last_use_and_then_by_next_use() -> None:
     each = Setup(2 * NBYTES)
     order = (0, 1, 2, 0, 1, 2)
     each.use(*order)
-    assert each.pool.moved_bytes == 6 * NBYTES  # the least recently used one is always the next
+    assert each.pool.moved_bytes == 6 * NBYTES  # the least recently used unit is always the next one
     each.pool.invalidate()
     assert each.held == []
     each.use(*order)
-    assert each.pool.moved_bytes == (6 + 4) * NBYTES  # known now: 0, 1, 2 and one more
+    assert each.pool.moved_bytes == (6 + 4) * NBYTES  # the order is known now: 0, 1, 2 and one more gather
 
 
 def test_pinned_units_stay_and_count() -> None:
@@ -306,7 +307,7 @@ def test_pinned_units_stay_and_count() -> None:
     each.use(1, 2, 3)
     assert each.held == [0, 3]
     each.pool.unpin(0, one)
-    each.pool.unpin(0, one)  # as whoever was interrupted may do
+    each.pool.unpin(0, one)  # idempotent, for code that was interrupted
     each.use(4)
     assert each.held == [0, 4]
     each.pool.unpin(0, other)
@@ -314,7 +315,7 @@ def test_pinned_units_stay_and_count() -> None:
     assert each.held == [3, 4]
 
 
-def test_blocks_keep_all() -> None:
+def test_scopes_keep_all_units() -> None:
     each = Setup(NBYTES)
     each.use(3)
     outer, inner = Scope(), Scope()
@@ -329,7 +330,7 @@ def test_blocks_keep_all() -> None:
     assert len(each.held) == 1 and not each.pool.blocks.all_gathered
 
 
-def test_an_update_drops_what_is_trained() -> None:
+def test_invalidate_drops_trained_units() -> None:
     each = Setup(1 << 40)
     each.use(0, 1, 4)
     each.pool.invalidate()
@@ -339,7 +340,7 @@ def test_an_update_drops_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize("pin", [False, True])
-def test_a_failed_gather_leaves_nothing(pin: bool) -> None:
+def test_failed_gather_leaves_the_pool_unchanged(pin: bool) -> None:
     fails = mock.Mock(side_effect=OSError("this gather fails"))
     each = Setup(1 << 40)
     each.use(0)
@@ -347,11 +348,11 @@ def test_a_failed_gather_leaves_nothing(pin: bool) -> None:
         raises(OSError, "this gather fails", each.use, 1, holder=each if pin else None)
     assert each.held == [0]
     each.use(1)
-    each.pool.invalidate(everything=True)  # nothing is pinned
+    each.pool.invalidate(everything=True)  # fails if a unit is pinned
     assert each.held == []
 
 
-def test_evaluation_has_an_order_of_its_own() -> None:
+def test_evaluation_keeps_the_training_order() -> None:
     each = Setup(2 * NBYTES)
     each.pool.begin_forward(True)
     each.use(0, 1, 2)
@@ -373,7 +374,7 @@ def test_evaluation_has_an_order_of_its_own() -> None:
 # ---- under a declared capacity
 
 
-def test_the_capacity_is_never_passed() -> None:
+def test_capacity_is_respected() -> None:
     each = Setup(1 << 40, capacity=2 * NBYTES + 100)
     each.use(0, 1, 2, 3)
     assert each.held == [3] or len(each.held) == 2
@@ -390,7 +391,7 @@ def test_the_capacity_is_never_passed() -> None:
 
 
 def fill(numel_lists: list[int], size: int) -> int:
-    """Put them into bins one by one and count what stays empty; those that never fit are left out."""
+    """Fill bins in order and return the unused space; arrays larger than a bin are skipped."""
     bins = [0]
     for numel in numel_lists:
         if numel <= size:
@@ -412,7 +413,7 @@ numel_lists = st.lists(st.integers(0, 300), min_size=1, max_size=20)
 
 
 @given(numel_lists, st.integers(0, 200), st.integers(1, 40), st.integers(1, 300))
-def test_equals_brute_force(sizes: list[int], range_: int, interval: int, smallest: int) -> None:
+def test_search_chunk_numel_equals_brute_force(sizes: list[int], range_: int, interval: int, smallest: int) -> None:
     assume(sum(sizes) > smallest)
     packing = BySearch(search_range_numel=range_, interval_numel=interval, min_chunk_numel=smallest)
     assert search_chunk_numel(sizes, packing) == brute_force(sizes, packing)

@@ -1,9 +1,9 @@
-"""``zero_to_fp32`` of directories that DeepSpeed 0.19.8 wrote and of our own, as functions and as a program.
+"""Tests of ``zero_to_fp32`` and of the keys of a DeepSpeed configuration that change a run.
 
-Keys of a DeepSpeed configuration that the engine acts on, not the plan: what a run is without each and with it.
-
-What an engine answers of its configuration, and what it says of the rest.
-What a function of a program's own, that saves a sharded parameter, is told of it in its backward pass.
+- ``zero_to_fp32`` as functions and as a script, on checkpoints of DeepSpeed 0.19.8 and on ours.
+- Each used key changes what a run does, compared with the run without it.
+- Getters of the engine, and names that it does not have.
+- ``ds_status`` of a sharded parameter that an autograd function saves for its backward pass.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from tests.support.on_ranks import raises
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
-    """Directories of checkpoints, each with what the model is in fp32."""
+    """Return directories of checkpoints, each with the parameters of the model in fp32."""
     folder = tmp_path_factory.mktemp("zero_to_fp32")
     with tarfile.open(Path(__file__).parents[2] / "data" / "deepspeed.tar.xz") as archive:
         archive.extractall(folder, filter="data")
@@ -60,7 +60,7 @@ CASES = ("zero2-2ranks-bf16", "zero3-2ranks-bf16", "zero1-1ranks-fp32", "ours")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
+def test_conversion_to_fp32(case: str, places: Any, tmp_path: Path) -> None:
     place, truth = places[case]
     wanted = {n: v.float() if v.is_floating_point() else v for n, v in truth.items()}
     wanted["head.weight"] = wanted["embed.weight"]
@@ -75,7 +75,7 @@ def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
     assert_close(dict(model.state_dict()), wanted, 0.0, case)
     with pytest.warns(UserWarning, match=r"not in it nothing; not in the model .*embed.weight.* and \d more"):
         zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.ReLU(), place)
-    # As files: one, and several with an index; both names of the tied weight are in one of them.
+    # Write one file, and several with an index; both names of the tied weight are in the same file.
     for size, safe in ((None, False), ("100B", False), (100, True)):
         out = tmp_path / f"{size}{safe}"
         out.mkdir()
@@ -91,7 +91,7 @@ def test_the_model_in_fp32(case: str, places: Any, tmp_path: Path) -> None:
         assert_close(together, half, 0.0, case)
 
 
-def test_the_program_that_lies_beside_the_checkpoints(places: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_script_in_the_checkpoint_directory(places: Any, tmp_path: Path, monkeypatch: Any) -> None:
     place, truth = places["ours"]
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", ".", str(tmp_path / "out"), "--safe_serialization"])
@@ -101,14 +101,14 @@ def test_the_program_that_lies_beside_the_checkpoints(places: Any, tmp_path: Pat
     zero_to_fp32.main([".", str(tmp_path / "first"), "-t", "global_step1", "--exclude_frozen_parameters"])
     first = torch.load(tmp_path / "first" / "pytorch_model.bin", weights_only=True)
     assert not torch.equal(first["middle.weight"], truth["middle.weight"]) and "frozen" not in first
-    # What latest names is taken, not the newest.
+    # The checkpoint that `latest` names is converted, not the newest one.
     (place / "latest").write_text("global_step1")
     again = get_fp32_state_dict_from_zero_checkpoint(".")
     assert torch.equal(again["middle.weight"], first["middle.weight"])
     (place / "latest").write_text("global_step2")
 
 
-def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: Any) -> None:
+def test_conversion_errors(places: Any, tmp_path: Path, capsys: Any) -> None:
     place, _ = places["ours"]
     with pytest.raises(SystemExit) as ended:
         zero_to_fp32.main([str(tmp_path), str(tmp_path / "out")])
@@ -126,7 +126,8 @@ def test_what_cannot_be_converted_says_so(places: Any, tmp_path: Path, capsys: A
 SGD = optimizer_block("SGD", lr=0.5)
 BASE: Tree = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "optimizer": SGD}
 Probe = Callable[[Tree, Path, Callable[[], str]], Any]
-"""Of a configuration, a directory of its own, and what was printed since the last call: what there is to see."""
+"""Takes a configuration, an empty directory, and a function that returns the output since its last call; returns the
+observed effect."""
 
 
 def tree_at(path: str, value: Any) -> Tree:
@@ -223,7 +224,7 @@ def schedule(tree: Tree, *_: Any) -> Any:
 
 
 def written(tree: Tree, root: Path, _: Any) -> list[str]:
-    """Files and what the packages of monitors were called with."""
+    """Return the files, and the calls of the monitors' packages."""
     package = mock.MagicMock()
     package.__spec__ = ModuleSpec("package", None)
     packages = dict.fromkeys(("tensorboard", "torch.utils.tensorboard", "wandb"), package)
@@ -247,7 +248,7 @@ def on_disk(tree: Tree, *_: Any) -> float:
 
 
 def moments(tree: Tree, *_: Any) -> torch.dtype:
-    """In what Adam keeps them."""
+    """Return the dtype of Adam's moments."""
     with started(tree) as engine:
         step(engine)
         (found,) = {state["exp_avg_sq"].dtype for state in engine.optimizer.state.values()}
@@ -272,7 +273,7 @@ WARMING = ("WarmupLR", [pytest.approx(0.05017, rel=1e-3)])
 
 
 def of_file(name: str) -> list[str]:
-    """A directory, and the lines of two steps in it."""
+    """Return a directory and its files of two steps."""
     return [name, *(f"{name}/Train_Samples_{each}.csv" for each in ("lr", "train_loss"))]
 
 
@@ -281,7 +282,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 MB, ALL = "train_micro_batch_size_per_gpu", "train_batch_size"
 GATHER_16BIT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 BY_FOUR = {"warmup_num_steps": 4, "warmup_type": "linear"}
-# By key: what looks, what else is configured, the value, what is seen without the key and with it.
+# By key: the probe, more configuration, the value, what the probe returns without the key and with it.
 EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
     ALL: (sizes, {}, 8, (2, 2, 1), (8, 2, 4)),
     MB: (sizes, {ALL: 8, MB: None}, 4, (8, 8, 1), (8, 4, 2)),
@@ -318,7 +319,7 @@ EFFECTS: dict[str, tuple[Probe, Tree, Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("path", EFFECTS)
-def test_a_key_changes_what_a_run_does(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_key_changes_a_run(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probe, more, value, without, expected = EFFECTS[path]
     tree, key = merged(BASE, more), tree_at(path, value)
     assert without != expected
@@ -338,8 +339,8 @@ def without_key(tree: Tree, path: str) -> Tree:
     return {name: without_key(value, rest) if name == first else value for name, value in tree.items()}
 
 
-def test_every_key_that_is_used_has_an_effect() -> None:
-    """In a row here, or in one of the rows of plans whose plan is another one without the key."""
+def test_every_used_key_has_an_effect() -> None:
+    """Each used key has a row here, or a row in the table of plans whose plan differs without the key."""
     changed = set()
     for path, value, stage, more, _ in USED:
         around = {kind: {"enabled": True} for kind in ("fp16", "bf16") if path.startswith(kind)}
@@ -374,7 +375,7 @@ GETTERS: dict[str, Any] = {
 }
 
 
-def test_getters_of_keys_and_names_that_are_not_here() -> None:
+def test_engine_getters_and_missing_names() -> None:
     engine = start(nn.Linear(2, 2), ds_config(1, zero={"reduce_bucket_size": 70}))
     assert {name: getattr(engine, name)() for name in GETTERS} == GETTERS
     for name in ABSENT:
@@ -389,7 +390,7 @@ SEEN: list[Any] = []
 
 
 class Product(torch.autograd.Function):
-    """Gathers its weight where that has to be, as programs for DeepSpeed do."""
+    """An autograd function that gathers its weight in backward if necessary, as programs for DeepSpeed do."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -410,7 +411,7 @@ class Layer(nn.Linear):
         return Product.apply(inputs, self.weight)
 
 
-def test_a_saved_parameter_is_gathered_and_says_so() -> None:
+def test_saved_parameter_is_gathered_and_has_its_status() -> None:
     model, inputs = Layer(3, 2, bias=False), torch.tensor([[1.0, -2.0, 3.0]])
     plain = model.weight.detach().clone().requires_grad_()
     engine = start(model, ds_config(3, zero={"stage3_max_live_parameters": 0}))
@@ -418,7 +419,7 @@ def test_a_saved_parameter_is_gathered_and_says_so() -> None:
     engine.backward(engine(inputs).square().sum())
     assert SEEN == [ZeroParamStatus.AVAILABLE] * 2
     assert not hasattr(inputs, "ds_status")
-    # The compiler asks the class for each of its names, once in a process.
+    # torch.compile asks the class for each overridable name, once per process.
     torch.overrides._get_overridable_functions.cache_clear()
     assert torch.Tensor in torch.overrides.get_overridable_functions()
     assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(inputs), inputs + 1)

@@ -1,10 +1,9 @@
-"""PEFT adapters: names as peft 0.21 writes them, and peft itself where it is installed.
+"""Tests of reading and writing PEFT adapters, ColossalAI's layout, and DeepSpeed's checkpoints.
 
-ColossalAI's layout: what its own loading steps need, both directions, prefixes, names for numbered state.
-
-DeepSpeed directories and universal checkpoints that DeepSpeed 0.19.8 wrote, against the values it gathered.
-
-tests/data/make_deepspeed.py and make_deepspeed_universal.py wrote them.
+- PEFT: names as peft 0.21 writes them, and peft itself where it is installed.
+- ColossalAI: its own loading steps, prefixes, and names for numbered optimizer state.
+- DeepSpeed 0.19.8: checkpoints and universal checkpoints against the values that it gathered.
+  tests/data/make_deepspeed.py and make_deepspeed_universal.py wrote them.
 """
 
 import itertools
@@ -47,7 +46,7 @@ NOT_PART = ["q_proj.base_layer.weight", "layernorm.original_module.weight", "q_p
 NOT_PART += ["layernorm.modules_to_save.other.weight", "q_proj.base_layer.bias"]
 
 
-def test_names() -> None:
+def test_parameter_names() -> None:
     for in_file, in_model in NAMES:
         assert name_in_model(in_file, CONFIG) == in_model
         assert name_in_file(in_model, CONFIG) == in_file
@@ -56,7 +55,7 @@ def test_names() -> None:
     assert [name_in_file(f"{START}.{name}", CONFIG) for name in NOT_PART] == [None] * len(NOT_PART)
 
 
-def test_errors_say_what_is_missing(tmp_path: Path) -> None:
+def test_errors_of_write_peft(tmp_path: Path) -> None:
     entries = {f"model/{name}": entry_of_tensor(torch.randn(2, 3)) for _, name in NAMES}
     source, out = LazySource("m", entries), tmp_path / "out"
     raises(CheckpointError, "needs its configuration", write_peft, source, out)
@@ -86,7 +85,7 @@ LORA: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("use_safetensors", [True, *full(False)])
 @pytest.mark.parametrize("kind", LORA)
-def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
+def test_peft_reads_and_writes_the_same(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     seeds = itertools.count()
 
@@ -97,7 +96,7 @@ def test_peft_itself(kind: str, use_safetensors: bool, tmp_path: Path) -> None:
         if "resized" in kind:
             made.config.save_pretrained(tmp_path / "base")
             made.name_or_path = str(tmp_path / "base")
-            torch.manual_seed(next(seeds))  # the new rows are others each time
+            torch.manual_seed(next(seeds))  # the new rows differ each time
             made.resize_token_embeddings(35, mean_resizing=False)
         return made
 
@@ -127,7 +126,7 @@ def _both(source: Any, folder: Path, size: float = 1e-4, **options: Any) -> Path
 @pytest.mark.parametrize("use_safetensors", [False, True])
 @pytest.mark.parametrize("prefix", [None, "first"])
 @pytest.mark.parametrize("size", [1e-4, 1024])
-def test_files_have_the_published_names(use_safetensors: bool, prefix: str | None, size: float, tmp_path: Path) -> None:
+def test_colossalai_file_names(use_safetensors: bool, prefix: str | None, size: float, tmp_path: Path) -> None:
     source = odd_source()
     _both(source, tmp_path, size, use_safetensors=use_safetensors, prefix=prefix)
     own = f".{prefix}" if prefix else ""
@@ -149,7 +148,7 @@ def test_files_have_the_published_names(use_safetensors: bool, prefix: str | Non
 
 
 def test_colossalai_style_loading(tmp_path: Path) -> None:
-    """The steps of its GeneralCheckpointIO: exactly one index, torch.load of each shard, numbers through the groups."""
+    """Load as its GeneralCheckpointIO does: one index, torch.load of each shard, parameter numbers from the groups."""
 
     def read(folder: Path) -> tuple[dict[str, Any], dict[Any, Any]]:
         (file,) = folder.glob("*.index.*json")
@@ -175,7 +174,7 @@ def test_colossalai_style_loading(tmp_path: Path) -> None:
 
 
 def _upstream(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """What save_model and save_optimizer of v0.4.4 write, in two shards each."""
+    """Write what save_model and save_optimizer of ColossalAI 0.4.4 write, in two shards each."""
     saved = optimizer.state_dict()
     groups = {"param_groups": "pytorch_optim_group.bin"}
     for part, stem, state, metadata in (
@@ -193,7 +192,7 @@ def _upstream(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) 
     torch.save(saved["param_groups"], folder / "optimizer" / groups["param_groups"])
 
 
-def test_upstream_directories_are_read_with_names_from_shapes(tmp_path: Path) -> None:
+def test_colossalai_directories_get_names_from_shapes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
@@ -211,7 +210,7 @@ def test_upstream_directories_are_read_with_names_from_shapes(tmp_path: Path) ->
     assert "optimizer/0/#3/exp_avg" in alone.tensors()
 
 
-def test_stale_shards_go_and_a_file_is_refused(tmp_path: Path) -> None:
+def test_stale_shards_are_removed(tmp_path: Path) -> None:
     source = odd_source()
     _both(source, tmp_path)
     many = len(list(tmp_path.rglob("*")))
@@ -227,7 +226,7 @@ def test_stale_shards_go_and_a_file_is_refused(tmp_path: Path) -> None:
     raises(NotADirectoryError, "is a file", lambda: formats.write_colossalai_model(source, tmp_path / "file"))
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_colossalai_directories(tmp_path: Path) -> None:
     _both(odd_source(), tmp_path)
     group = tmp_path / "optimizer" / "pytorch_optim_group.bin"
     content = group.read_bytes()
@@ -247,7 +246,7 @@ UNIVERSAL = ("zero1-2ranks-bf16", "zero2-2ranks-fp16", "zero3-2ranks-fp16")
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``ds`` as ``save_checkpoint`` wrote it, ``universal`` as DeepSpeed converted it."""
+    """Unpack ``ds``, which ``save_checkpoint`` wrote, and ``universal``, which DeepSpeed converted."""
     folder = tmp_path_factory.mktemp("deepspeed")
     for name in ("deepspeed", "deepspeed_universal"):
         with tarfile.open(Path(__file__).parents[2] / "data" / f"{name}.tar.xz") as archive:
@@ -257,7 +256,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("inside", ["", "global_step3"])
-def test_everything_is_what_deepspeed_gathered(case: str, inside: str, written: Path) -> None:
+def test_deepspeed_checkpoints(case: str, inside: str, written: Path) -> None:
     truth = load_file(written / "ds" / case / "truth.safetensors")
     source = open_checkpoint(written / "ds" / case / inside)
     assert set(source.tensors()) == set(truth) and len(truth) == 18
@@ -283,7 +282,7 @@ def test_everything_is_what_deepspeed_gathered(case: str, inside: str, written: 
 
 
 def same_state(got: Any, expected: Any) -> None:
-    """Everything that a run loads of two checkpoints is the same."""
+    """Check that both checkpoints have the same tensors and state."""
     assert got.tensors() == expected.tensors()
     for name in expected.tensors():
         assert torch.equal(tensor(got, name), tensor(expected, name)), name
@@ -297,7 +296,7 @@ def same_state(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("case", UNIVERSAL)
-def test_a_universal_checkpoint_is_what_deepspeed_saved(case: str, written: Path) -> None:
+def test_universal_checkpoints(case: str, written: Path) -> None:
     truth = load_file(written / "universal" / case / "truth.safetensors")
     for inside in ("", "global_step3_universal"):
         source = open_checkpoint(written / "universal" / case / inside)
@@ -344,14 +343,14 @@ EXPERT = {"param": torch.zeros(3), "is_expert_param": True}
         (UNIVERSAL_1, lambda step: (step / "zero" / "odd").mkdir(), CheckpointError, "odd belong to pipeline or exp"),
     ],
 )  # fmt: skip
-def test_missing_and_foreign_files_are_named(
+def test_damaged_and_unsupported_deepspeed_checkpoints(
     case: str, damage: Callable[[Path], object], error: type[Exception], words: str, written: Path, tmp_path: Path
 ) -> None:
     damage(copied(written, case, tmp_path))
     raises(error, words, formats.open_deepspeed, tmp_path / "run")
 
 
-def test_a_parameter_is_never_looked_for_outside(written: Path, tmp_path: Path) -> None:
+def test_parameter_names_cannot_leave_the_directory(written: Path, tmp_path: Path) -> None:
     step = copied(written, "universal/zero1-2ranks-bf16", tmp_path)
     (tmp_path / "elsewhere").mkdir()
     torch.save({"param": torch.zeros(3)}, tmp_path / "elsewhere" / "fp32.pt")
@@ -362,5 +361,5 @@ def test_a_parameter_is_never_looked_for_outside(written: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("starts", "words"), [([0], "weights ends before element 5"), ([0, 4], "ends before")])
-def test_a_flat_array_that_is_too_short_is_damage(starts: list[int], words: str) -> None:
+def test_too_short_flat_array(starts: list[int], words: str) -> None:
     raises(CheckpointDamage, words, lambda: Flat([torch.arange(3)] * len(starts), starts, "weights").read(2, 3))

@@ -1,6 +1,7 @@
-"""One norm and one clip factor, against torch's, and what NaN and infinity do.
+"""Tests of the gradient norm, the clip factor, and the loss scaler.
 
-The loss scale on its own: sequences, bounds, and its state.
+``global_norm``, ``each_norm``, ``LateNorm`` and ``clip_factor`` match torch, also with NaN and infinity. ``LossScaler``
+follows its documented rule, bounds and state.
 """
 
 import math
@@ -27,7 +28,7 @@ P = [1.0, 2.0, 3.0, 0.5, INF]
 
 
 class Ranks(LocalGroup):
-    """Answers with the first posts of ranks that are not there; what follows is as this rank's."""
+    """A group whose other ranks post the given values, followed by this rank's own ones."""
 
     def __init__(self, *others: list[float]) -> None:
         super().__init__("ranks", torch.device("cpu"))
@@ -51,13 +52,13 @@ def test_equals_torch(p: float, dtype: torch.dtype) -> None:
 
 
 def share(value: Tensor, p: float) -> float:
-    """What a rank posts of its part."""
+    """Return what a rank posts for its shard."""
     norm = float(torch.linalg.vector_norm(value.double(), p))
     return norm if p == INF else norm**p
 
 
 @pytest.mark.parametrize("p", P)
-def test_shards_of_several_ranks(p: float) -> None:
+def test_norm_of_several_ranks(p: float) -> None:
     whole = torch.randn(12, dtype=torch.float64)
     parts = whole.split(4)
     ranks = Ranks(*([share(each, p)] for each in parts[1:]))
@@ -66,14 +67,14 @@ def test_shards_of_several_ranks(p: float) -> None:
     assert global_norm([parts[0]], p, ranks, 0.125) == pytest.approx(expected / 8, rel=1e-12)
 
 
-def test_sixteen_bits_do_not_overflow_in_the_sum() -> None:
+def test_norm_of_fp16_does_not_overflow() -> None:
     large = torch.full((10000,), 60000.0, dtype=torch.float16)
     assert global_norm([large], 2.0, ALONE, 1.0) == pytest.approx(6e6, rel=1e-5)
 
 
 @pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_nan_anywhere_is_nan_and_infinity_infinite(p: float, where: int) -> None:
+def test_norm_with_nan_and_infinity(p: float, where: int) -> None:
     for bad, is_it in ((NAN, math.isnan), (INF, math.isinf), (-INF, math.isinf)):
         tensors: list[Tensor] = [torch.ones(3) for _ in range(3)]
         tensors[where][where] = bad
@@ -81,7 +82,7 @@ def test_nan_anywhere_is_nan_and_infinity_infinite(p: float, where: int) -> None
 
 
 @given(st.floats(0, 1e10), st.floats(1e-6, 1e6))
-def test_clip_factor_is_torchs(norm: float, max_norm: float) -> None:
+def test_clip_factor_matches_torch(norm: float, max_norm: float) -> None:
     gradient = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     gradient.grad = torch.tensor([norm], dtype=torch.float64)
     torch.nn.utils.clip_grad_norm_([gradient], max_norm)
@@ -92,13 +93,13 @@ def test_clip_factor_edges() -> None:
     assert clip_factor(5.0, 0.0) == 1.0 and clip_factor(NAN, 0.0) == 1.0
     assert clip_factor(0.5, 1.0) == 1.0 and clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(INF, 1.0) == 0.0
-    # NaN must stay visible: a factor of 1 would hide it, 0 would not make the gradients finite either.
+    # NaN must stay visible: a factor of 1 would hide it, and 0 would not make the gradients finite.
     assert math.isnan(clip_factor(NAN, 1.0))
 
 
 @pytest.mark.parametrize("p", P)
 def test_each_norm(p: float) -> None:
-    """Of parts over two ranks, of what nobody has, and where the powers overflow; parts of a model are counted once."""
+    """Sharded tensors, tensors that no rank has, and overflowing powers; replicated tensors count once."""
     generator = torch.Generator().manual_seed(2)
     first, theirs = (torch.randn(numel, generator=generator) for numel in (5, 4))
     huge = torch.full((3,), 1e30)
@@ -107,7 +108,7 @@ def test_each_norm(p: float) -> None:
     expected = [float(torch.linalg.vector_norm(each.double(), p)) for each in whole]
     peers = Ranks([share(theirs, p), 0.0, share(huge, p), 0.0])
     assert each_norm(mine, p, peers, None, [False] * 4) == pytest.approx(expected, rel=1e-5)
-    # The other ranks of the model have the same again of a divided one, and of one that is not.
+    # Model-parallel ranks have another shard of a sharded parameter, and the same values of a replicated one.
     parts = Ranks([share(each, p) for each in whole])
     twice = [float(torch.linalg.vector_norm(torch.cat([each, each]).double(), p)) for each in whole]
     divided = [True, False, False, False]
@@ -116,7 +117,7 @@ def test_each_norm(p: float) -> None:
 
 
 class Longest(TorchDispatchMode):
-    """Of what a norm in more bits is made."""
+    """Record the lengths of the tensors whose norms are computed with a cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,8 +132,8 @@ class Longest(TorchDispatchMode):
 
 @pytest.mark.parametrize("p", P)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_late_norm_is_made_in_parts(p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp64 whatever comes, also of powers that overflow in fp32, and never of a whole shard at once."""
+def test_late_norm_is_computed_in_parts(p: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm is computed in fp64, also if powers overflow in fp32, and large shards are cast in parts."""
     monkeypatch.setattr(norms, "PART", 64)
     generator = torch.Generator().manual_seed(1)
     for scale in (1.0, 1e30):
@@ -159,8 +160,8 @@ def scales(scaler: LossScaler, overflows: Sequence[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_delay_counts_from_the_beginning_and_from_each_overflow(window: int) -> None:
-    """DeepSpeed's rule: iterations since the last overflow, of which a whole window and one more are the first."""
+def test_growth_delay(window: int) -> None:
+    """DeepSpeed's rule counts iterations since the last overflow; the first growth needs one more than a window."""
     overflows = [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
     scale, last, wanted = 1024.0, -1, []
     for iteration, overflow in enumerate(overflows):
@@ -175,7 +176,7 @@ def test_a_delay_counts_from_the_beginning_and_from_each_overflow(window: int) -
 
 
 def model(overflows: Sequence[int], p: ScalerPlan) -> list[float]:
-    """The contract in words, restated."""
+    """Compute the scales as the documentation of the scaler states them."""
     scale, hysteresis, growth, found = p.initial_scale, 0, 0, []
     for overflow in overflows:
         if overflow:
@@ -192,20 +193,20 @@ def model(overflows: Sequence[int], p: ScalerPlan) -> list[float]:
 
 
 @given(st.lists(st.integers(0, 1), max_size=60), st.integers(0, 4), st.integers(1, 5))
-def test_any_sequence(overflows: list[int], hysteresis: int, interval: int) -> None:
+def test_scale_follows_the_rule(overflows: list[int], hysteresis: int, interval: int) -> None:
     p = plan(hysteresis=hysteresis, growth_interval=interval, min_scale=256.0, max_scale=4096.0)
     assert scales(LossScaler(p), overflows) == model(overflows, p)
 
 
 @given(st.lists(st.integers(0, 1), max_size=30), st.lists(st.integers(0, 1), max_size=30))
-def test_a_restored_scaler_goes_on_as_the_first(before: list[int], after: list[int]) -> None:
+def test_restored_scaler_continues(before: list[int], after: list[int]) -> None:
     first, second = LossScaler(plan()), LossScaler(plan(initial_scale=2.0))
     scales(first, before)
     second.load_state_dict(first.state_dict())
     assert scales(first, after) == scales(second, after)
 
 
-def test_damaged_states_are_refused() -> None:
+def test_invalid_scaler_states() -> None:
     scaler = LossScaler(plan())
     state = scaler.state_dict()
     for bad in (0.0, -4.0, float("nan")):

@@ -1,9 +1,9 @@
-"""Linear layers in 8 bits: products to the bit beside those of the same numbers in fp32, gradients within their bounds,
-which layers take them, and that the model stays what it was.
+"""Tests of FP8 linear layers, of casts of nested containers, and of fused norms.
 
-Casting inside nested containers: floating tensors only, containers keep their class.
-
-Fused norms of transformers' models: which are taken, that they compute what they did, and what is left.
+- ``product`` and ``linear`` match the same products of the rounded numbers in fp32; gradients are within their bounds.
+- ``multiply_in_8_bits`` converts the supported layers, and parameters, hooks and classes are unchanged.
+- ``cast_floats`` casts floating-point tensors only, and containers keep their class.
+- Fused norms of Hugging Face models: which are replaced, and that they compute the same.
 """
 
 import copy
@@ -55,7 +55,7 @@ ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 @pytest.mark.parametrize(("m", "k", "n"), SIZES)
 @pytest.mark.parametrize(("dtype", "rounding"), ROUNDING.items(), ids=str)
-def test_products_are_those_of_the_rounded_numbers(m: int, k: int, n: int, dtype: torch.dtype, rounding: float) -> None:
+def test_products_match_the_rounded_numbers(m: int, k: int, n: int, dtype: torch.dtype, rounding: float) -> None:
     for left in (VALUES, GRADIENTS):
         a, b = scaled(torch.randn(m, k), left), scaled(torch.randn(n, k), VALUES)
         found = product(a, b, dtype)
@@ -66,7 +66,7 @@ def test_products_are_those_of_the_rounded_numbers(m: int, k: int, n: int, dtype
 
 
 @pytest.mark.parametrize("shape", [(7, 20), (2, 3, 20), (20,)], ids=str)
-def test_a_layer_and_its_gradients(shape: tuple[int, ...]) -> None:
+def test_linear_and_its_gradients(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(24, 20, requires_grad=True)
     bias = torch.randn(24, requires_grad=True)
@@ -86,8 +86,8 @@ def test_a_layer_and_its_gradients(shape: tuple[int, ...]) -> None:
         assert not torch.equal(found, plain)
 
 
-def test_scale_and_codes_are_one_graph() -> None:
-    """A compiler can fuse them, and backward takes the scale that forward found."""
+def test_quantization_compiles_into_one_graph() -> None:
+    """It compiles without graph breaks, and backward reuses the scale of the forward pass."""
     traced: Any = torch.compile(float8._quantized, backend="aot_eager", fullgraph=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(33, 17).to(dtype)
@@ -98,7 +98,7 @@ def test_scale_and_codes_are_one_graph() -> None:
         assert scaled(torch.tensor([[largest]]), VALUES).scale == 2.0**power
 
 
-def test_an_overflow_reaches_the_loss_scale() -> None:
+def test_overflow_makes_all_gradients_non_finite() -> None:
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     y = linear(x, weight)
     grad = torch.zeros_like(y)
@@ -107,7 +107,7 @@ def test_an_overflow_reaches_the_loss_scale() -> None:
         assert not found.isfinite().any()
 
 
-def test_what_is_multiplied_exactly() -> None:
+def test_fp64_empty_inputs_and_autocast() -> None:
     wide = torch.randn(3, 20, dtype=torch.float64), torch.randn(16, 20, dtype=torch.float64)
     assert torch.equal(linear(*wide), functional.linear(*wide))
     assert linear(torch.randn(0, 20), torch.randn(16, 20)).shape == (0, 16)
@@ -145,7 +145,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def test_which_layers_do() -> None:
+def test_which_layers_are_converted() -> None:
     torch.manual_seed(0)
     model = Net()
     plain, names = copy.deepcopy(model), [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -170,7 +170,7 @@ def test_which_layers_do() -> None:
         x = torch.randn(3, model.head.in_features)
         assert type(same) is type(model.head) and torch.equal(same(x), model.head(x))
     with pytest.warns(UserWarning, match=r"1 layers stay as they are \(narrow\)"):
-        assert multiply_in_8_bits(model) == []  # those that do already
+        assert multiply_in_8_bits(model) == []  # the layers that are converted already
     assert torch.equal(model(ids), found)
     found.square().mean().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
@@ -193,7 +193,7 @@ class Frozen:
 
 
 class Output(OrderedDict[str, Any]):
-    """Like a Hugging Face output: a mapping with attributes."""
+    """An output as Hugging Face's: a mapping with attributes."""
 
     def __init__(self, *args: Any, note: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -210,7 +210,7 @@ def test_only_floating_tensors_change() -> None:
     assert cast_floats(same, torch.bfloat16) is same
 
 
-def test_containers_keep_their_class_and_are_not_changed() -> None:
+def test_containers_keep_their_class() -> None:
     x = torch.ones(2)
     output = Output(a=x, b=(x, [x]), note="here")
     value = {"list": [x], "tuple": (x, 1), "named": Point(x, None), "output": output, "data": Frozen(Inner(x), [x])}
@@ -234,7 +234,7 @@ T5 = T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_st
 
 
 def fused(model: nn.Module) -> list[str]:
-    """The names of the norms that are fused, after fusing what can be."""
+    """Fuse the norms of the model and return the names of those that were replaced."""
     with changed_model(model, Kernels(norms=True), None):
         return [name for name, module in model.named_modules() if isinstance(module, changes.FusedRmsNorm)]
 
@@ -248,7 +248,7 @@ def fused(model: nn.Module) -> list[str]:
     ],
     ids=["llama", "qwen3", "t5"],
 )
-def test_norms_are_found_and_compute_what_they_did(name: str, config: Any, count: int) -> None:
+def test_fused_norms_match_the_original_norms(name: str, config: Any, count: int) -> None:
     model = getattr(transformers, name)(config).eval()
     with torch.no_grad():
         for param in model.parameters():
@@ -278,13 +278,13 @@ def test_norms_are_found_and_compute_what_they_did(name: str, config: Any, count
 
 
 @pytest.mark.parametrize("name", ["Gemma", "Cohere"])
-def test_what_is_not_known_is_left(name: str) -> None:
-    """Norms with one plus the weight, and those that are layer norms."""
+def test_unsupported_norms_are_unchanged(name: str) -> None:
+    """Norms that multiply by one plus the weight, and layer norms, stay unchanged."""
     with pytest.warns(UserWarning, match="enable_fused_normalization=True without effect"):
         assert not fused(getattr(transformers, f"{name}ForCausalLM")(decoder(name)))
 
 
-def test_what_the_arguments_mean() -> None:
+def test_kernels_of_a_shard_config() -> None:
     assert kernels_of(ShardConfig()) == Kernels()
     assert kernels_of(ShardConfig(enable_all_optimization=True)) == Kernels(True, True)
     assert kernels_of(ShardConfig(enable_fused_normalization=True)) == Kernels(norms=True)

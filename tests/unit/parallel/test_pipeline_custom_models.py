@@ -1,10 +1,9 @@
-"""A user's own modules in stages: one hidden state is exact, skip connections across stages raise an error.
+"""Tests of pipeline stages with custom models and with wrapped Hugging Face models, both stages on one rank.
 
-Models that do more than a body of a known class does: in stages they are the same model, or it is said why not.
-
-A backward pass in two is the same one: what is made later, what is made at once, and what is computed again.
-
-What stands for the result of a pass that failed is no result, and a session whose ranks lost each other is over.
+- A model with one hidden state trains exactly; one that uses an earlier stage's output again raises an error.
+- Wrapped models match plain training, or the error says why they cannot be divided.
+- The backward pass split into input and weight gradients (``WeightGradients``) gives the gradients of one pass.
+- Sentinels of failed passes are recognized, and an interrupted step ends the session.
 """
 
 import copy
@@ -53,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """``way`` makes of itself and of ids what the head gets."""
+    """A model whose head gets ``way(self, ids)``."""
 
     def __init__(self, way: Way) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ def loss_of(logits: Any, ids: Any) -> Tensor:
 def staged(
     model: nn.Module, style: str = "interleaved", batch: Any = None, parts: int = 2, train: bool = True, **more: Any
 ) -> Tensor:
-    """The loss of one step of two stages on this rank; gradients are added up."""
+    """Return the loss of one step with two stages on this rank; gradients are accumulated."""
     own = {"layers_by_stage": (2, 2), "body": Body(tokens="embed")} if batch is None else {}
     staging = stage_model(model, 0, 1, 2, **own | more, v_shaped=style == "zbv")
     staging.install()
@@ -153,7 +152,7 @@ AGAIN = [skip_to_layers, mean_of_all]
 
 
 @pytest.mark.parametrize("way", AGAIN)
-def test_outputs_of_earlier_stages_are_not_used_again(way: Way) -> None:
+def test_outputs_of_earlier_stages_cannot_be_used_again(way: Way) -> None:
     told = r"Net uses the output of Net\.embed or of a layer of an earlier stage again in stage 1.*pp=1"
     raises(RuntimeError, told, staged, Net(way))
     with torch.no_grad():
@@ -169,7 +168,7 @@ def test_layers_are_called_once() -> None:
     raises(RuntimeError, r"calls layers\.2 twice in stage 1", staged, Net(in_a_row))
 
 
-def test_an_output_that_holds_what_another_stage_made_cannot_be_trained_through() -> None:
+def test_loss_cannot_use_outputs_of_earlier_stages() -> None:
     class Both(Net):
         def forward(self, ids: Tensor) -> Any:
             x0 = self.embed(ids)
@@ -194,7 +193,7 @@ def only_shapes(model: Any, ids: Tensor) -> Tensor:
 
 
 def by_layers(call: Callable[[Any, Tensor], Tensor]) -> Way:
-    """Layers one after the other, each by ``call(layer, x)``."""
+    """Return a way that calls ``call(layer, x)`` for one layer after the other."""
     return lambda model, ids: functools.reduce(lambda x, layer: call(layer, x), model.layers, model.embed(ids))
 
 
@@ -220,7 +219,7 @@ EXACT: dict[str, Way] = {
 
 @pytest.mark.parametrize("style", ["interleaved", "zbv"])
 @pytest.mark.parametrize("case", EXACT)
-def test_one_hidden_state_is_exact(case: str, style: str) -> None:
+def test_models_with_one_hidden_state_are_exact(case: str, style: str) -> None:
     model = Net(EXACT[case])
     expected = loss_of(model(IDS), IDS)
     expected.backward()
@@ -234,7 +233,7 @@ def test_one_hidden_state_is_exact(case: str, style: str) -> None:
             assert_close({"loss": staged(model, train=False)}, {"loss": expected.detach()}, 1e-13, "forward alone")
 
 
-def test_a_module_that_is_several_layers_of_a_rank_is_refused_by_its_names() -> None:
+def test_one_module_used_as_several_layers_is_refused() -> None:
     model = Net(EXACT["plain"])
     model.layers[2] = model.layers[0]
     for rank in range(2):
@@ -252,7 +251,7 @@ def model_loss(outputs: Any, _inputs: Any = None) -> Tensor:
 
 
 def check_is_plain(model: nn.Module, batch: Any, parts: int = 2) -> None:
-    """Loss and gradients; of a batch whose rows weigh the same."""
+    """Compare loss and gradients with plain training; all rows of the batch must have the same weight."""
     with Exact():
         expected = model_loss(model(**batch))
     expected.backward()
@@ -265,7 +264,7 @@ def check_is_plain(model: nn.Module, batch: Any, parts: int = 2) -> None:
 
 
 class Wrapped(nn.Module):
-    """Around a model; ``inputs(lm, input_ids)`` makes of ids what goes into it."""
+    """A module around a language model, which gets ``inputs(self, input_ids)``."""
 
     def __init__(self, inputs: Callable[[Any, Tensor], dict[str, Tensor]], **modules: nn.Module) -> None:
         super().__init__()
@@ -294,11 +293,11 @@ PROMPT = torch.ones(1, 3, WIDTH, dtype=torch.float64)
     ],
     ids=["scaled", "a prompt", "embeddings given"],
 )
-def test_what_is_done_between_embedding_and_layers_counts_once(inputs: Any) -> None:
+def test_changes_of_the_embeddings_are_applied_once(inputs: Any) -> None:
     check_is_plain(Wrapped(inputs), BATCH)
 
 
-def test_a_norm_behind_the_embedding_is_named_and_can_be_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_after_the_embedding_needs_body_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made("llama")
 
     class Normed(type(model.model)):  # type: ignore[misc]
@@ -323,7 +322,7 @@ class Exit(nn.Module):
         return self.head(self.lm(input_ids=input_ids, **self.asked)[0]).mean()
 
 
-def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
+def test_output_hidden_states_of_inner_models_is_refused() -> None:
     for name in ("output_hidden_states", "output_attentions"):
         told = f"{name}=True for a LlamaModel in pipeline stages"
         raises(ValueError, told, staged, Exit(**{name: True}), batch=BATCH)
@@ -338,10 +337,10 @@ def test_hidden_states_of_all_layers_are_refused_inside_of_a_model() -> None:
 
 
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
-def test_a_number_of_items_in_the_batch_is_that_of_all_micro_batches(kind: Callable[[int], Any]) -> None:
+def test_num_items_in_batch_counts_all_microbatches(kind: Callable[[int], Any]) -> None:
     labels = MODEL_IDS.clone()
     labels[0, 2:], labels[3, 4:] = -100, -100
-    for parts in (1, 3, 4):  # three: of 2, 1 and 1 rows
+    for parts in (1, 3, 4):  # 3 parts have 2, 1 and 1 rows
         check_is_plain(made("llama"), {"input_ids": MODEL_IDS, "labels": labels, "num_items_in_batch": kind(17)}, parts)
 
 
@@ -350,7 +349,7 @@ TWELVE = torch.arange(12).view(2, 6)
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("again", [None, False, True], ids=["kept", "again", "reentrant"])
-def test_both_halves_are_the_whole(kind: str, again: bool | None) -> None:
+def test_split_backward_matches_one_backward(kind: str, again: bool | None) -> None:
     model: Any = made(kind)
     expected = copy.deepcopy(model)
     expected(input_ids=TWELVE, labels=TWELVE).loss.backward()
@@ -368,15 +367,15 @@ def test_both_halves_are_the_whole(kind: str, again: bool | None) -> None:
         passes.inputs(loss, None, later)
     parts = {id(param) for module in products for param in module.parameters(recurse=False)}
     early = {id(param) for param in model.parameters() if param.grad is not None}
-    assert early and early & parts <= {id(model.get_input_embeddings().weight)}  # a tied head, used as one, too
+    assert early and early & parts <= {id(model.get_input_embeddings().weight)}  # of a tied head
     assert len(later._left) == len(parts) > 10
     passes.weights(later)
     assert not later._left
     assert_close(gradients(model), gradients(expected), 1e-12, kind)
 
 
-def test_what_cannot_be_made_later_is_made_at_once() -> None:
-    """Frozen weights, inputs without a gradient, products with what is no parameter itself, autocast."""
+def test_weight_gradients_that_cannot_be_postponed() -> None:
+    """Frozen weights, inputs without a gradient, products with an expression of a parameter, and autocast."""
     frozen, first, last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
     frozen.weight.requires_grad_(False)
     x = torch.randn(4, 3)
@@ -393,14 +392,14 @@ def test_what_cannot_be_made_later_is_made_at_once() -> None:
     assert frozen.bias.grad is not None and frozen.weight.grad is None
 
 
-def test_a_gradient_inside_of_a_forward_pass_is_refused() -> None:
+def test_autograd_grad_in_forward_is_refused() -> None:
     layer, x = nn.Linear(3, 1), torch.randn(2, 3, requires_grad=True)
     with WeightsApart(), pytest.raises(RuntimeError, match=r"a stage's \(1, 3\) weight outside of the schedule's"):
         torch.autograd.grad(layer(x).sum(), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_void_is_known_and_no_result_is_taken_for_one(dtype: torch.dtype) -> None:
+def test_sentinels_are_recognized(dtype: torch.dtype) -> None:
     for shape in ((2, 3), (1,), (5,)):
         x = sentinel(torch.Size(shape), dtype, torch.device("cpu"))
         assert x.dtype == dtype and x.shape == shape and is_sentinel(x) and x.isnan().all()

@@ -1,7 +1,8 @@
-"""DeepSpeed's configuration objects, monitors and count of operations, in one process.
+"""Tests of smaller parts of DeepSpeed's API in one process.
 
-deepspeed.checkpointing: the same bits as without it.
-Every name of DeepSpeed that the installed libraries on top of it import or read is one of ours.
+- ``DeepSpeedConfig``, monitors, and ``get_model_profile``.
+- ``deepspeed.checkpointing`` gives the same bits as a plain call.
+- Each name of DeepSpeed that installed libraries import or read exists here.
 """
 
 import ast
@@ -34,7 +35,7 @@ TREE: dict[str, Any] = {
 }
 
 
-def test_a_configuration_by_attributes() -> None:
+def test_deepspeed_config_attributes() -> None:
     config = DeepSpeedConfig(TREE)
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (12, 4)
     assert (config.gradient_accumulation_steps, config.world_size) == (3, 1)
@@ -58,7 +59,7 @@ def monitor(block: str, **keys: Any) -> Monitor:
     return Monitor(read_config({block: {"enabled": True, **keys}}))
 
 
-def test_csv_files_have_a_line_for_each_number(tmp_path: Path) -> None:
+def test_csv_monitor(tmp_path: Path) -> None:
     made = monitor("csv_monitor", output_path=str(tmp_path), job_name="job")
     assert made.enabled
     made.write_events(EVENTS)
@@ -70,7 +71,7 @@ def test_csv_files_have_a_line_for_each_number(tmp_path: Path) -> None:
     assert not off.enabled and [path.name for path in tmp_path.iterdir()] == ["job"]
 
 
-def test_blocks_of_the_configuration_are_writers_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_and_wandb_monitors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
 
     def noting(*args: Any, **options: Any) -> Any:
@@ -89,7 +90,7 @@ def test_blocks_of_the_configuration_are_writers_of_packages(tmp_path: Path, mon
     assert written == [((tmp_path / "t",), {}, 8, values), ((), run, 8, values)]
 
 
-def test_products_of_a_call_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_model_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
     batch, macs, params = 5, 5 * (4 * 8 + 8 * 2), 32 + 8 + 16 + 16
     assert get_model_profile(model, (batch, 4), print_profile=False, as_string=False) == (2 * macs, macs, params)
@@ -103,7 +104,7 @@ def test_products_of_a_call_are_counted(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 class Net(nn.Module):
-    """Dropout, and arguments that are no tensors."""
+    """A model with dropout and with arguments that are not tensors."""
 
     def __init__(self, call: Any) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class Net(nn.Module):
         return value.square().mean()
 
 
-def test_a_checkpointed_function_gives_the_same_bits() -> None:
+def test_checkpoint_gives_the_same_bits() -> None:
     plain = Net(lambda function, *args: function(*args))
     kept = copy.deepcopy(plain)
     kept.call = checkpointing.checkpoint
@@ -134,7 +135,7 @@ def test_a_checkpointed_function_gives_the_same_bits() -> None:
         assert torch.equal(checkpointing.checkpoint(torch.tanh, x), torch.tanh(x))
 
 
-def test_other_ways_to_keep_arguments_are_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_options_without_effect_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointing, "_configured", [])
     assert not checkpointing.is_configured()
     with pytest.warns(UserWarning, match=r"configure\(partition_activations, checkpoint_in_cpu\) has no effect"):
@@ -147,11 +148,11 @@ def test_other_ways_to_keep_arguments_are_one_warning(monkeypatch: pytest.Monkey
 
 ABOVE = ["accelerate", "peft", "lightning", "pytorch_lightning", "lightning_fabric", *full("transformers", "trl")]
 NOT_OF_DEEPSPEED = {"utils.is_initialized"}
-"""Read inside ``try`` by a model of transformers, and in no release of DeepSpeed since years."""
+"""A model of transformers reads it inside ``try``; no recent release of DeepSpeed has it."""
 
 
 def used(tree: ast.AST) -> Iterator[str]:
-    """Dotted names below ``deepspeed`` that a file imports, or reads from the module."""
+    """Yield dotted names below ``deepspeed`` that a file imports, or reads from the module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "deepspeed":
             for each in node.names:
@@ -170,12 +171,12 @@ def used(tree: ast.AST) -> Iterator[str]:
 
 
 def is_here(dotted: str) -> bool:
-    """Whether a module, or what one has, by way of the modules that programs import."""
+    """Return whether a module, or an attribute of one, can be reached by the published path."""
     path, _, name = dotted.rpartition(".")
     try:
         value = importlib.import_module(f"shardwise.deepspeed.{path}".rstrip("."))
     except ModuleNotFoundError:
-        return is_here(path)  # a method of something, such as a logger's
+        return is_here(path)  # a method of an object, such as a logger
     if hasattr(value, name):
         return True
     try:
@@ -186,7 +187,7 @@ def is_here(dotted: str) -> bool:
 
 
 @pytest.mark.parametrize("library", ABOVE)
-def test_what_a_library_asks_of_deepspeed_is_here(library: str) -> None:
+def test_names_that_libraries_use_exist(library: str) -> None:
     spec = find_spec(library)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{library} is not installed")
@@ -198,7 +199,7 @@ def test_what_a_library_asks_of_deepspeed_is_here(library: str) -> None:
     assert asked and {name: file for name, file in asked.items() if not is_here(name)}.keys() <= NOT_OF_DEEPSPEED
 
 
-def test_what_is_not_here_is_found() -> None:
+def test_missing_names_are_detected() -> None:
     program = "import deepspeed.pipe\nfrom deepspeed.utils import logger, nothing\ndeepspeed.runtime.zero.none.of(1)"
     names, missing = set(used(ast.parse(program))), {"utils.nothing", "runtime.zero.none", "runtime.zero.none.of"}
     assert {"pipe", "utils.logger"} < names and {name for name in names if not is_here(name)} == missing

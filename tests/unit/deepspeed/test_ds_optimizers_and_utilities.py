@@ -1,7 +1,8 @@
-"""Optimizers and schedules by name against torch's own and DeepSpeed's sequences, and one process without a launcher.
+"""Tests of DeepSpeed's API in one process.
 
-Small functions and classes of DeepSpeed's that programs call around training, in one process.
-What DeepSpeed's smaller names do.
+- Optimizers and schedulers by name match torch's and the rates that DeepSpeed prints.
+- ``initialize`` and ``zero.Init``: training without a launcher, invalid arguments, warnings.
+- Smaller functions and classes that programs call: parameter attributes, ``comm``, the accelerator, logging, ``ops``.
 """
 
 # The tables are wider than a line.
@@ -83,21 +84,21 @@ def test_optimizers(name: str, params: Tree, make: Any) -> None:
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0]}, ValueError, "for 1 param groups"),
     ],
 )
-def test_wrong_optimizers_and_schedules(name: str, params: Tree, error: type[Exception], message: str) -> None:
+def test_invalid_optimizers_and_schedulers(name: str, params: Tree, error: type[Exception], message: str) -> None:
     if name.startswith("Warmup"):
         raises(error, message, scheduled, name, params)
     else:
         raises(error, message, make_optimizer, name, [_parameter()], params)
 
 
-def test_schedules_of_deepspeed_are_listed_by_name() -> None:
+def test_scheduler_names() -> None:
     from shardwise.deepspeed.runtime import lr_schedules
 
     assert lr_schedules.VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 @pytest.mark.parametrize(("name", "more"), [("WarmupLR", {}), ("WarmupDecayLR", {"total_num_steps": 8})])
-def test_an_automatic_peak_is_the_optimizers_rate(name: str, more: Tree) -> None:
+def test_auto_peak_is_the_rate_of_the_optimizer(name: str, more: Tree) -> None:
     params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4, **more}
     config = MINIMAL | {"scheduler": {"type": name, "params": params}}
     engine = deepspeed.initialize(model=nn.Linear(2, 1), config=config)[0]
@@ -112,7 +113,7 @@ def test_an_automatic_peak_is_the_optimizers_rate(name: str, more: Tree) -> None
     raises(ValueError, "OneCycle has no such parameter", deepspeed.initialize, model=nn.Linear(2, 1), config=config)
 
 
-# Rates before the first step and after each, as DeepSpeed 0.19.8 printed them.
+# Rates before the first step and after each step, as DeepSpeed 0.19.8 printed them.
 RATES: list[tuple[str, Tree, list[float]]] = [
     ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0.1, 0.1, 0.325, 0.55, 0.775, 1.0]),
     ("WarmupLR", {"warmup_num_steps": 5}, [0.0, 0.0, 0.12920296742201792, 0.2047818583457956]),
@@ -145,11 +146,11 @@ def test_schedules(name: str, params: Tree, rates: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("name", "params", "rates"), [each for each in RATES if each[0] != "StepLR"])
-def test_a_step_with_a_number_is_that_step(name: str, params: Tree, rates: list[float]) -> None:
+def test_step_with_a_number(name: str, params: Tree, rates: list[float]) -> None:
     schedule = scheduled(name, params)
     optimizer = schedule.optimizer
     optimizer.step()
-    for number in (2, 0, 1, None):  # None: the next one
+    for number in (2, 0, 1, None):  # None is the next step
         schedule.step(*([] if number is None else [number]))
         at = 2 if number is None else number
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[at + 1], rel=1e-12, abs=1e-15)
@@ -158,14 +159,14 @@ def test_a_step_with_a_number_is_that_step(name: str, params: Tree, rates: list[
         assert schedule.get_lr_ratio() == pytest.approx(rates[3] / 0.3)
 
 
-def test_one_cycle_tells_its_momentum() -> None:
+def test_one_cycle_momentum() -> None:
     optimizer = torch.optim.Adam([{"params": [_parameter()]}, {"params": [_parameter()]}], lr=0.3)
     bounds = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 2, "decay_step_size": 2}
     momentum = {"cycle_min_mom": [0.8, 0.6], "cycle_max_mom": 0.9, "decay_mom_rate": 0.5}
     schedule: Any = make_schedule("OneCycle", optimizer, {**bounds, **momentum})
     optimizer.step()
     assert schedule.get_mom() == [(0.9, 0.99), (0.9, 0.99)]
-    # Down to the minimum and up again, then decaying as the rate does.
+    # Down to the minimum, up again, and then decaying with the rate.
     for betas in [(0.85, 0.75), (0.8, 0.6), (0.85, 0.75), (0.9, 0.9), (0.72, 0.72)]:
         schedule.step()
         assert [found for found, _ in schedule.get_mom()] == pytest.approx(betas)
@@ -178,7 +179,7 @@ TOTAL = {"total_num_steps": 9}
 
 
 @pytest.mark.parametrize(("name", "total"), [("WarmupLR", {}), ("WarmupDecayLR", TOTAL), ("WarmupCosineLR", TOTAL)])
-def test_a_warm_up_that_is_not_known_is_logarithmic_with_a_warning(name: str, total: Tree) -> None:
+def test_unknown_warmup_type_warns_and_is_logarithmic(name: str, total: Tree) -> None:
     def rates(kind: str) -> list[float]:
         schedule = scheduled(name, {"warmup_num_steps": 5, "warmup_type": kind, **total})
         found = []
@@ -221,7 +222,7 @@ def test_initialize_refuses(arguments: Tree, error: type[Exception], message: st
     raises(error, message, lambda: deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments}))
 
 
-def test_wrong_calls_of_an_engine_are_what_deepspeed_asserts() -> None:
+def test_wrong_calls_raise_assertion_errors() -> None:
     engine = deepspeed.initialize(model=nn.Linear(2, 1), config={**MINIMAL, "managed_gradient_accumulation": False})[0]
     for kind in (AssertionError, ValueError):
         scalar = r"scale\(loss of shape \(2, 1\).*: give the scalar tensor that"
@@ -254,7 +255,7 @@ def test_one_process_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> N
     inference.destroy()
 
 
-def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+def test_damaged_newest_checkpoint_raises(tmp_path: Path) -> None:
     engine = deepspeed.initialize(model=nn.Linear(2, 1), config=MINIMAL)[0]
     for tag in ("older", "newest"):
         engine.save_checkpoint(str(tmp_path), tag)
@@ -276,7 +277,7 @@ INIT_REFUSES: list[tuple[Tree, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), INIT_REFUSES)
-def test_zero_init_refuses_what_would_change_it(arguments: Tree, error: type[Exception], message: str) -> None:
+def test_zero_init_invalid_arguments(arguments: Tree, error: type[Exception], message: str) -> None:
     for enabled in (True, False):
         raises(error, message, deepspeed.zero.Init, **arguments, enabled=enabled)
 
@@ -292,7 +293,7 @@ INIT_WARNS: list[tuple[Tree, str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), INIT_WARNS)
-def test_zero_init_says_what_the_configuration_decides(arguments: Tree, message: str) -> None:
+def test_zero_init_warns_of_another_dtype(arguments: Tree, message: str) -> None:
     with warnings.catch_warnings(record=True, action="always") as caught:
         deepspeed.zero.Init(**arguments)
     texts = [str(each.message) for each in caught]
@@ -310,7 +311,7 @@ utils: Any = importlib.import_module("shardwise.deepspeed.utils")
 zero: Any = importlib.import_module("shardwise.deepspeed.zero")
 
 
-def test_marks_of_parameters() -> None:
+def test_parameter_attributes_and_leaf_modules() -> None:
     weight, leaf = nn.Parameter(torch.ones(2)), nn.Linear(2, 1)
     is_divided = found("runtime.utils", "is_model_parallel_parameter")
     assert not is_divided(weight) and not found("runtime.zero.utils", "is_zero_param")(weight)
@@ -329,7 +330,7 @@ def test_marks_of_parameters() -> None:
     assert utils.get_z3_leaf_modules(model) == [leaf]
 
 
-def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_checkpoint_files_are_sorted_by_number(tmp_path: Path) -> None:
     for kind, pattern in (
         ("get_optim_files", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"),
         ("get_model_state_files", "mp_rank_{:02d}_model_states.pt"),
@@ -348,13 +349,13 @@ def test_files_of_deepspeeds_checkpoints_come_in_the_order_of_their_numbers(tmp_
 
 
 class Sharing(nn.ModuleDict):
-    """Its forward pass reads a parameter of another module."""
+    """A model whose forward pass reads a parameter of another module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.reader(x) @ self.owner.weight
 
 
-def test_a_parameter_that_another_module_reads() -> None:
+def test_external_parameters() -> None:
     model = Sharing({"owner": nn.Linear(3, 3, bias=False), "reader": nn.Linear(3, 3, bias=False)})
     x = torch.ones(2, 3)
     plain = model(x).detach()
@@ -375,23 +376,23 @@ def test_a_parameter_that_another_module_reads() -> None:
     engine.destroy()
 
 
-def test_tensors_are_made_with_a_dtype() -> None:
+def test_zero_wrapper_for_fp_tensor_constructor() -> None:
     ones = zero.zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16)
     assert torch.equal(ones(2), torch.ones(2).half()) and ones(2, dtype=torch.float64).dtype == torch.float16
     assert ones(2).dtype == torch.float16 and ones(2, dtype=torch.int64).dtype == torch.int64
 
 
-def test_gradients_are_clipped_as_torchs() -> None:
+def test_clip_grad_norm_is_torchs() -> None:
     assert found("runtime.utils", "clip_grad_norm_") is torch.nn.utils.clip_grad_norm_
 
 
-def test_the_files_that_win_have_the_rest_from_the_table() -> None:
+def test_modules_have_the_names_of_the_table() -> None:
     for module, name in (("zero", "free_param"), ("checkpointing", "get_cuda_rng_tracker")):
         raises(UnsupportedName, name, found(module, name))
     raises(AttributeError, "Inti", found, "zero", "Inti")
 
 
-def test_the_release() -> None:
+def test_version_attributes() -> None:
     assert deepspeed.__version__ == deepspeed.version == found("git_version_info", "version") == "0.19.8"
     parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
     assert parts == (0, 19, 8)
@@ -403,9 +404,9 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.is_available() and not comm.is_initialized()
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
     comm.init_distributed("gloo", dist_init_required=False)
-    comm.init_distributed(timeout=timedelta(seconds=1))  # nobody launched it
-    comm.init_distributed(timeout=timedelta(seconds=1), rank=0, world_size=1)  # what there is without a launcher
-    # What is not the launcher's is torch's, which says what it lacks.
+    comm.init_distributed(timeout=timedelta(seconds=1))  # no launcher: nothing to do
+    comm.init_distributed(timeout=timedelta(seconds=1), rank=0, world_size=1)  # the defaults
+    # Other arguments are passed to torch, which reports what is missing.
     begin = partial(comm.init_distributed, "gloo", timeout=timedelta(seconds=1))
     raises(ValueError, "rank parameter missing", begin, init_method="tcp://127.0.0.1:1")
     raises(ValueError, "MASTER_ADDR expected", begin, rank=1, world_size=2)
@@ -419,7 +420,7 @@ def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.default_pg_timeout.total_seconds() == 600
 
 
-def test_the_accelerator_is_asked() -> None:
+def test_accelerator() -> None:
     device = deepspeed.get_accelerator()
     kind = "cuda" if torch.cuda.is_available() and device.device_name() == "cuda" else "cpu"
     assert device is found("accelerator", "get_accelerator")() and device.device_name() == kind
@@ -436,7 +437,7 @@ def test_the_accelerator_is_asked() -> None:
     raises(AttributeError, "call torch's function for", getattr, device, "is_triton_supported")
 
 
-def test_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_see_memory_usage(capsys: pytest.CaptureFixture[str]) -> None:
     see = found("runtime.utils", "see_memory_usage")
     see("before")
     assert capsys.readouterr().out == ""
@@ -444,7 +445,7 @@ def test_memory_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "before: " in capsys.readouterr().out
 
 
-def test_messages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging(capsys: pytest.CaptureFixture[str]) -> None:
     before = utils.logger.level
     try:
         utils.logger.setLevel(logging.INFO)
@@ -461,7 +462,7 @@ def test_messages(capsys: pytest.CaptureFixture[str]) -> None:
         utils.logger.setLevel(before)
 
 
-def test_loaders_and_moved_values() -> None:
+def test_repeating_loader_and_tensor_utilities() -> None:
     loader = utils.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1] and len(loader) == 2 and iter(loader) is loader
     value = torch.ones(4)
@@ -472,7 +473,7 @@ def test_loaders_and_moved_values() -> None:
     assert moved["a"][0].is_meta and not moved["a"][1][0].is_meta
 
 
-def test_ranks_of_a_model_with_leaf_modules_agree_before_gathers() -> None:
+def test_leaf_modules_change_same_order() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     settings = read_config({"train_batch_size": 2, "zero_optimization": {"stage": 3}})
     assert initialization._plan(settings, 2, model).comm.same_order is None
@@ -487,7 +488,7 @@ def steps(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> torch.Tensor
     return param.detach()
 
 
-def test_optimizers_are_what_their_names_say() -> None:
+def test_ops_optimizers_match_torch() -> None:
     cpu_adam, fused_adam = found("ops.adam", "DeepSpeedCPUAdam"), found("ops.adam", "FusedAdam")
     adagrad, lion = found("ops.adagrad", "DeepSpeedCPUAdagrad"), found("ops.lion", "DeepSpeedCPULion")
 
@@ -507,7 +508,7 @@ def test_optimizers_are_what_their_names_say() -> None:
 
 
 @pytest.mark.parametrize(("inside", "corrected", "bounds"), [(False, True, (0.01, 10.0)), (True, False, (0.7, 0.9))])
-def test_lamb_is_its_formula(inside: bool, corrected: bool, bounds: tuple[float, float]) -> None:
+def test_fused_lamb_matches_its_formula(inside: bool, corrected: bool, bounds: tuple[float, float]) -> None:
     lamb = found("ops.lamb", "FusedLamb")
     assert lamb is found("ops.lamb.fused_lamb", "FusedLamb")
     weight, average, squares, ratio = torch.linspace(1.0, 2.0, 6), torch.zeros(6), torch.zeros(6), torch.tensor(0.0)
@@ -526,13 +527,13 @@ def test_lamb_is_its_formula(inside: bool, corrected: bool, bounds: tuple[float,
     zero.grad = torch.ones(2)
     unbounded = lamb([zero], lr=0.1, bias_correction=False, min_coeff=2.0)
     unbounded.step()
-    assert unbounded.get_lamb_coeffs() == [1.0]  # where a norm is 0, whatever the bounds
+    assert unbounded.get_lamb_coeffs() == [1.0]  # 1 if a norm is 0, whatever the bounds
     raises(ValueError, r"max_grad_norm=1\.0: give gradient_clipping", lambda: lamb([zero], max_grad_norm=1.0))
     raises(RuntimeError, "amsgrad=True", lambda: lamb([zero], amsgrad=True))
 
 
 def by_hand(value: torch.Tensor) -> torch.Tensor:
-    """Three steps of Lion."""
+    """Return the weights after three steps of Lion, computed with plain tensor operations."""
     average = torch.zeros(6)
     for number in range(3):
         grad = torch.linspace(-1.0, 1.0, 6) * (number + 1)
@@ -541,7 +542,7 @@ def by_hand(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def test_lion_by_its_name_in_a_configuration() -> None:
+def test_lion_by_name() -> None:
     model = nn.Linear(3, 2)
     engine = deepspeed.initialize(model=model, **making("Lion", lr=0.1, betas=[0.9, 0.99]))[0]
     before = model.weight.detach().clone()
@@ -550,19 +551,19 @@ def test_lion_by_its_name_in_a_configuration() -> None:
     torch.testing.assert_close(close(engine)["weight"], before - 0.1)
 
 
-def test_initialize_compares_with_what_was_said_of_the_cuts() -> None:
+def test_tp_model_init_must_agree_with_the_configuration() -> None:
     config: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
     model = nn.Linear(2, 2)
     assert deepspeed.tp_model_init(model, 4, torch.float32, config=config) is model
     sizes = r"tp_size of tp_model_init and tensor_parallel\.autotp_size .* are \[2, 4\]"
     raises(ValueError, sizes, deepspeed.initialize, model=model, config=config)
-    # Its size counts where the configuration has none: there is one rank here.
+    # The size of tp_model_init applies if the configuration has none; there is only one rank here.
     wrapped = nn.Sequential(nn.Sequential(model), nn.ReLU())
     without: dict[str, Any] = {"train_batch_size": 1, "tensor_parallel": {"tp_overlap_comm": False}}
     for each, given in ((model, {"train_batch_size": 1}), (model, without), (wrapped, {"train_batch_size": 1})):
         sizes = "autotp_size=4 x sequence_parallel_size=1 does not divide"
         raises(ValueError, sizes, deepspeed.initialize, model=each, config=given)
-    deepspeed.tp_model_init(model, 1, torch.float16)  # the last one counts
+    deepspeed.tp_model_init(model, 1, torch.float16)  # the last call counts
     deepspeed.initialize(model=wrapped, config={"train_batch_size": 1, "gradient_clipping": 0.0})[0].destroy()
     assert_refused(
         (lambda: deepspeed.tp_model_init(model, 0, torch.float32), "tp_size=0: give a number of ranks"),

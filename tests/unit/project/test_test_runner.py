@@ -1,7 +1,8 @@
-"""Which tests each command runs, in which order, and what a failed one prints.
+"""Tests of the project's test runner and of ``shardwise.testing`` without processes.
 
-Two pytest processes on the same files report as one.
-shardwise.testing without processes: finding functions, pickling, comparing, the oracle.
+- Which tests each set runs, in which order, and what a failed test prints.
+- Two pytest processes on the same files report as one.
+- ``shardwise.testing``: functions by name, pickling, comparisons, and the reference training (oracle).
 """
 
 import math
@@ -62,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def pytested(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Without other packages' plugins: they have no part in this, and importing them takes most of a run's time."""
+    """Run pytest without other packages' plugins, whose imports would take most of the time."""
     path = os.pathsep.join(map(str, Path(__file__).resolve().parents[2:4]))
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONUTF8": "1"}
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", ".", *options]
@@ -71,12 +72,12 @@ def pytested(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def run(folder: Path, *options: str) -> tuple[list[str], str]:
-    """The names of the tests that ran, in their order, and everything that was printed."""
+    """Return the names of the tests that ran, in order, and everything that was printed."""
     done = pytested(folder, "-v", *options)
     return re.findall(r"::(\S+) (?:PASSED|FAILED)", done.stdout), done.stdout + done.stderr
 
 
-def test_what_each_set_runs(folder: Path) -> None:
+def test_tests_of_each_set(folder: Path) -> None:
     for expected, *options in (
         (QUICK, "."),
         (FULL, "--full", "."),
@@ -129,7 +130,7 @@ def side_run(folder: Path, *options: str, **changed: str) -> subprocess.Complete
     return pytested(folder, *options, ".")
 
 
-def test_one_summary_and_both_halves_failures(tmp_path: Path) -> None:
+def test_two_processes_print_one_summary_with_all_failures(tmp_path: Path) -> None:
     done = side_run(tmp_path, "--workers", "2")
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert re.search(r"2 failed, 7 passed, 1 skipped, 1 warning in", done.stdout.splitlines()[-1]), done.stdout
@@ -142,7 +143,7 @@ def test_one_summary_and_both_halves_failures(tmp_path: Path) -> None:
     assert "2 failed, 7 passed, 1 skipped, 1 warning in" in alone.stdout.splitlines()[-1]
 
 
-def test_a_second_process_that_dies_is_an_error(tmp_path: Path) -> None:
+def test_death_of_the_second_process_is_an_error(tmp_path: Path) -> None:
     done = side_run(tmp_path, "--workers", "2", **{"test_d.py": "import os\ndef test_last(other): os._exit(0)"})
     assert done.returncode != 0 and "passed" in done.stdout.splitlines()[-1], done.stdout
     assert re.search(r"code 0; .*1 of test_\w.py were not finished by it", done.stdout), done.stdout
@@ -159,7 +160,7 @@ def test_tasks_carry_functions_by_name_and_arguments_by_value() -> None:
     assert task.label.endswith(":double")
 
 
-def test_pool_refuses_nonsense() -> None:
+def test_pool_refuses_invalid_arguments() -> None:
     def nested() -> None: ...
 
     for fn in (lambda: None, nested):
@@ -168,21 +169,21 @@ def test_pool_refuses_nonsense() -> None:
     raises(ValueError, "timeout=0", RankPool(1).run, double, 1, timeout=0)
 
 
-def test_tied_parameters_stay_tied_and_modules_travel() -> None:
+def test_pickled_modules_keep_tied_parameters() -> None:
     model = MODELS["tied"].factory()
     copy = load(dump(model))
     assert copy.head.weight is copy.embedding.weight
     assert torch.equal(copy.head.weight, model.head.weight)
 
 
-def test_close_passes_and_returns_the_error() -> None:
+def test_assert_close_returns_the_error() -> None:
     expected = {"a": torch.tensor([1.0, -4.0]), "empty": torch.empty(0, 3), "n": torch.tensor(3)}
     assert assert_close(expected, expected, 0.0, "same") == 0.0
     actual = expected | {"a": torch.tensor([1.0, -4.0 + 4e-3])}
     assert assert_close(actual, expected, 2e-3, "near") == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_every_kind_of_difference_fails() -> None:
+def test_assert_close_fails_on_every_kind_of_difference() -> None:
     for actual, message in (
         ({}, "missing: a"),
         ({"a": torch.ones(2, 2), "b": torch.ones(1)}, "extra: b"),
@@ -196,7 +197,7 @@ def test_every_kind_of_difference_fails() -> None:
         assert caught.startswith("what:")
 
 
-def test_expected_nan_fails_and_equal_infinities_pass() -> None:
+def test_assert_close_with_nan_and_infinity() -> None:
     nan = {"a": torch.tensor([math.nan, 1.0])}
     raises(AssertionError, None, lambda: assert_close(nan, nan, 1.0, "nan"))
     inf = {"a": torch.tensor([math.inf, -math.inf, 2.0])}
@@ -210,7 +211,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_oracle_rounds_half_gradients_once() -> None:
-    """Gradients 1, 2**-8 and 2**-8 on three ranks: a sum in bf16 would lose the small ones, one in fp32 does not."""
+    """On three ranks with gradients 1, 2**-8 and 2**-8 a bf16 sum would lose the small ones; an fp32 sum does not."""
     case_batches = [[[torch.tensor([value]) for value in (1.0, 2.0**-8, 2.0**-8)]]]
 
     def factory() -> nn.Module:

@@ -1,6 +1,5 @@
-"""The Booster without other ranks: argument orders, autocast and its scaler, tiers, data loaders.
-
-The loss scale of ``Booster(mixed_precision="fp16")``: which gradients it is taken out of, and when it moves.
+"""Tests of the Booster in one process: ``boost``, mixed precision, tiers of the plans, data loaders, the fp16
+scaler.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ def test_defect_8_mixed_precision_strings() -> None:
     raises(ValueError, "fp64", lambda: Booster(mixed_precision="fp64"))
 
 
-def test_arguments_that_a_plugin_overrules_are_said() -> None:
+def test_arguments_that_a_plugin_overrides_warn() -> None:
     with pytest.warns(UserWarning, match="device='cpu' has no effect"):
         assert Booster(device="cpu", plugin=TorchDDPPlugin()).device is None
     with pytest.warns(UserWarning, match="mixed_precision has no effect"):
@@ -111,7 +110,7 @@ def test_training_in_one_process_without_a_launcher(given: dict[str, Any], dtype
     assert "plugin" in given or next(model.parameters()).dtype is torch.float32
 
 
-def test_what_is_not_there_says_so() -> None:
+def test_unavailable_methods_raise() -> None:
     booster = Booster()
     model, optimizer, _, criterion = parts()
     raises(NotImplementedError, "HybridParallelPlugin", lambda: booster.execute_pipeline(iter([]), model, criterion))
@@ -119,7 +118,7 @@ def test_what_is_not_there_says_so() -> None:
     raises(TypeError, "boost returned", lambda: booster.backward(torch.zeros(()), optimizer))
 
 
-# -- tiers: the device, the host, a disk
+# -- tiers
 
 STATS = MemStats([Moment(0, "a", "forward", 10, 5)], "cpu")
 KEPT: dict[str, Any] = {"chunk_config_dict": {4: {"chunk_size": 8, "keep_gathered": True}}}
@@ -143,7 +142,7 @@ def gemini_plan(**given: Any) -> Plan:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else None,
 )
-def test_what_has_no_effect_is_said_once(given: Any, named: list[str], reason: str, same_as: Any) -> None:
+def test_arguments_without_effect_warn_once(given: Any, named: list[str], reason: str, same_as: Any) -> None:
     with pytest.warns(UserWarning, match=reason) as caught:
         plan = GeminiPlugin(**given).plan(4)
     assert plan == gemini_plan(**same_as)
@@ -152,13 +151,13 @@ def test_what_has_no_effect_is_said_once(given: Any, named: list[str], reason: s
     assert "without effect" in message and all(name in message for name in named)
 
 
-def test_pin_memory_without_host_memory_is_said() -> None:
+def test_pin_memory_without_offload_warns() -> None:
     with pytest.warns(UserWarning, match="pin_memory=True without effect: nothing is offloaded"):
         plan = GeminiPlugin(pin_memory=True, enable_async_reduce=False).plan(4)
     assert plan == gemini_plan(enable_async_reduce=False).but(pin_memory=True)
 
 
-def test_old_placement_policies_are_translated() -> None:
+def test_old_placement_policies_name_their_replacement() -> None:
     host = r"offload_optim_frac=1\.0, offload_param_frac=1\.0"
     for old, now in (("cuda", "'static' as it is"), ("cpu", host), ("const", "'auto'$")):
         raises(ValueError, f"placement_policy='{old}'.*{now}", GeminiPlugin, placement_policy=old)
@@ -173,7 +172,7 @@ def test_old_placement_policies_are_translated() -> None:
         ("cpu", "cuda", {"offload_param_frac": 0.5}, True),
     ],
 )
-def test_chunk_init_device_is_where_chunks_are_kept(wanted: str, run: str, given: dict[str, Any], fits: bool) -> None:
+def test_chunk_init_device_must_match_the_chunks(wanted: str, run: str, given: dict[str, Any], fits: bool) -> None:
     plugin = GeminiPlugin(chunk_init_device=torch.device(wanted), **given)
     refusal = f"chunk_init_device.*{wanted}.*kept, here on {run}"
     with contextlib.nullcontext() if fits else pytest.raises(NotImplementedError, match=refusal):
@@ -181,7 +180,7 @@ def test_chunk_init_device_is_where_chunks_are_kept(wanted: str, run: str, given
 
 
 class DiskSGD(torch.optim.SGD):
-    """What our Adams show of their offloading."""
+    """An optimizer with the attributes by which our Adams ask for NVMe offload."""
 
     def __init__(self, fraction: float, directory: Any = None) -> None:
         super().__init__([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -192,7 +191,7 @@ class DiskSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(("host", "fraction"), [(0.0, 1.0), (0.25, 0.5), (1.0, 0.1)])
-def test_optimizer_asks_for_disk(host: float, fraction: float) -> None:
+def test_optimizer_with_nvme_offload_changes_the_plan(host: float, fraction: float) -> None:
     plan = zero(3).but(state_host_fraction=host, param_host_fraction=0.5)
     shares = {"state_host_fraction": min(host, 1.0 - fraction), "state_disk_fraction": fraction}
     expected = plan.but(disk=DiskPlan(directory="/nvme"), **shares, pin_memory=True)
@@ -200,14 +199,14 @@ def test_optimizer_asks_for_disk(host: float, fraction: float) -> None:
         assert with_optimizer(plan, DiskSGD(fraction, folder)) == expected
 
 
-def test_optimizer_that_asks_for_nothing_changes_nothing() -> None:
+def test_optimizer_without_offload_keeps_the_plan() -> None:
     plan = zero(3).but(state_host_fraction=0.5)
     auto = GeminiPlugin(**AUTO).plan(1)
     for optimizer in (None, torch.optim.SGD([torch.zeros(1)], lr=1.0), DiskSGD(0.0, "/nvme")):
         assert with_optimizer(plan, optimizer) is plan and with_optimizer(auto, optimizer) is auto
 
 
-def test_optimizer_on_disk_in_detail() -> None:
+def test_nvme_offload_defaults_and_errors() -> None:
     plan = zero(2).but(overlap=False)
     tiers = with_optimizer(plan, DiskSGD(1.0)).tiers
     assert tiers.disk == DiskPlan(directory=tempfile.gettempdir()) and not tiers.pin_memory
@@ -219,7 +218,7 @@ def test_optimizer_on_disk_in_detail() -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: Any) -> tuple[Plan, list[MemStats]]:
-    """The plan that the engine would get, and the traces."""
+    """Return the plan that the engine gets from ``boost``, and the memory traces."""
     plans: list[Plan] = []
     traces: list[MemStats] = []
 
@@ -236,12 +235,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin, optimizer: Any
 
 
 @pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(cpu_offload=True), GeminiPlugin(offload_optim_frac=0.75)])
-def test_boost_asks_the_optimizer(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin) -> None:
+def test_boost_uses_the_offload_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, plugin: ShardedPlugin) -> None:
     optimizer = DiskSGD(0.5, "/nvme")
     expected = with_optimizer(plugin.plan(1), optimizer)
     plan, traces = asked(monkeypatch, plugin, optimizer)
     assert plan == expected != plugin.plan(1) and traces == []
-    assert optimizer.nvme_offload_fraction == 0.0  # it does not move state of its own as well
+    assert optimizer.nvme_offload_fraction == 0.0  # the optimizer itself no longer offloads
     assert (plan.tiers.state_host_fraction, plan.tiers.state_disk_fraction) == (0.5, 0.5)
 
 
@@ -257,7 +256,7 @@ def test_memstats_reach_the_session(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert asked(monkeypatch, static, None)[1] == []
 
 
-def test_memstats_are_checked_where_they_are_given(tmp_path: Path) -> None:
+def test_invalid_memstats(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("{}")
     raises(TypeError, r"memstats=\[1\]", GeminiPlugin, **AUTO, memstats=[1])
     raises(FileNotFoundError, "nowhere", GeminiPlugin, **AUTO, memstats=tmp_path / "nowhere")
@@ -271,7 +270,7 @@ def order(loader: DataLoader[Any]) -> list[int]:
     return [int(i) for batch in loader for i in batch]
 
 
-def test_defect_13_seed_reaches_the_shuffling() -> None:
+def test_defect_13_seed_changes_the_shuffling() -> None:
     plugin = TorchDDPPlugin()
     data = list(range(20))
     first, same, other = (order(plugin.prepare_dataloader(data, 4, shuffle=True, seed=s)) for s in (1, 1, 2))  # type: ignore[arg-type]
@@ -281,7 +280,7 @@ def test_defect_13_seed_reaches_the_shuffling() -> None:
     assert order(loader) != first
 
 
-def test_dataloader_arguments_reach_their_places() -> None:
+def test_dataloader_arguments() -> None:
     plugin = GeminiPlugin()
     loader = plugin.prepare_dataloader(list(range(10)), 4, drop_last=True, timeout=0)  # type: ignore[arg-type]
     assert loader.drop_last and loader.sampler.drop_last and len(loader) == 2  # type: ignore[attr-defined]
@@ -310,7 +309,7 @@ class Noise(torch.utils.data.Dataset[torch.Tensor]):
         return torch.rand(())
 
 
-def test_workers_repeat_a_run_but_not_an_epoch() -> None:
+def test_seeded_workers_repeat_runs_but_not_epochs() -> None:
     def run() -> list[torch.Tensor]:
         loader = TorchDDPPlugin().prepare_dataloader(Noise(), 4, seed=3, num_workers=1)
         return [batch for _ in range(2) for batch in loader]
@@ -321,7 +320,7 @@ def test_workers_repeat_a_run_but_not_an_epoch() -> None:
 
 
 def scaled(width: int, lr: float, **scale: float) -> tuple[Booster, nn.Linear, Any, Any]:
-    """A map to one number with weights of 1: the booster, the map itself, and what boosting makes of both."""
+    """Return a booster, a linear map to one number with weights of 1, and the boosted model and optimizer."""
     model = nn.Linear(width, 1, bias=False)
     nn.init.ones_(model.weight)
     booster = Booster(mixed_precision=FP16TorchMixedPrecision(**scale))  # type: ignore[arg-type]
@@ -329,12 +328,12 @@ def scaled(width: int, lr: float, **scale: float) -> tuple[Booster, nn.Linear, A
     return booster, model, boosted, wrapped
 
 
-def test_defect_1_scaler_changes_after_unscaling() -> None:
+def test_defect_1_scale_is_updated_after_unscaling() -> None:
     booster, model, boosted, wrapped = scaled(3, 1.0, init_scale=8.0, growth_interval=2)
     for _ in range(6):
         before = model.weight.detach().clone()
         booster.backward(boosted(torch.ones(1, 3)).sum(), wrapped)
-        assert wrapped.clip_grad_by_norm(1e9) == pytest.approx(math.sqrt(3))  # defect 11: the true norm
+        assert wrapped.clip_grad_by_norm(1e9) == pytest.approx(math.sqrt(3))  # the unscaled norm (defect 11)
         assert wrapped.get_grad_norm() == pytest.approx(math.sqrt(3))
         wrapped.step()
         wrapped.zero_grad()
@@ -353,7 +352,7 @@ def test_fp16_skips_a_step_that_is_not_finite() -> None:
 
 
 def spiking(dropped: str) -> tuple[list[float], float]:
-    """Elements of the gradient in steps of a program that leaves some out, and the scale behind them."""
+    """Return the gradients of the steps that are not dropped, and the final loss scale."""
     booster, model, boosted, wrapped = scaled(2, 0.0, init_scale=2.0**10, growth_interval=1000)
     seen = []
     for size in (1.0, 20.0, 2.0, 1e4, 3.0, 0.5):
@@ -372,6 +371,6 @@ def spiking(dropped: str) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("dropped", ["optimizer", "model", "model, to zero"])
-def test_fp16_gradients_that_are_left_out_behind_clipping(dropped: str) -> None:
-    # One overflow: whoever leaves that out has the scale fall, too.
+def test_fp16_gradients_dropped_after_clipping(dropped: str) -> None:
+    # The one overflow lowers the scale although its step is dropped.
     assert spiking(dropped) == ([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 0.5, 0.5], 2.0**9)

@@ -1,4 +1,4 @@
-"""Arguments that are given by position go where ColossalAI 0.5.0 has them."""
+"""Tests that positional arguments have the order of ColossalAI 0.5.0."""
 
 import inspect
 from importlib import import_module
@@ -76,9 +76,11 @@ PLUGINS: list[tuple[Any, list[Any], list[Any]]] = [
     (HybridParallelPlugin, [1, 1], [True, None, None]),
     (GeminiPlugin, [], [True, False, False, False]),
 ]
-"""Plugins that have release 0.4.4's positions, which test_booster_signatures.py has: ``enable_sequence_overlap`` is
-among them, and 0.5.0 has no such argument. Up to there both are one. What each needs first, and what 0.5.0 would be
-given from there on."""
+"""Plugins with the positions of release 0.4.4 (see test_booster_signatures.py), required values, and values for 0.5.0.
+
+Both releases agree up to ``enable_sequence_overlap``, which 0.5.0 does not have. The last list has the values that a
+program for 0.5.0 would pass from there on.
+"""
 
 
 def by_position(what: Any) -> list[str]:
@@ -87,14 +89,14 @@ def by_position(what: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [f"{module}:{name}" for module, orders in ORDERS.items() for name in orders])
-def test_positions(name: str) -> None:
+def test_positional_arguments(name: str) -> None:
     module, _, last = name.partition(":")
     order = ORDERS[module][last].split()
     assert by_position(getattr(import_module(f"shardwise.{module}"), last))[: len(order)] == order
 
 
 @pytest.mark.parametrize(("plugin", "needed", "given"), PLUGINS, ids=["hybrid", "gemini"])
-def test_positions_that_releases_have_differently_are_refused(plugin: Any, needed: list[Any], given: list[Any]) -> None:
+def test_positions_that_differ_between_releases_are_refused(plugin: Any, needed: list[Any], given: list[Any]) -> None:
     names = by_position(plugin)
     names = names[: names.index("enable_sequence_overlap")]
     values = needed + [inspect.signature(plugin).parameters[name].default for name in names[len(needed) :]]
