@@ -27,9 +27,9 @@ SHORT_SET = (
     "tests/unit/booster/test_booster_signatures.py",  # annotations
     "tests/unit/booster/test_checked_arguments.py",
     "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
-    "tests/ranks/engine/test_dropped.py",  # what is given up goes without a collection of garbage
+    "tests/ranks/engine/test_session_resources.py",  # released without a garbage collection
     "tests/unit/base/test_deferred_interrupts.py",  # signals
-    "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
+    "tests/ranks/engine/test_engine_compile.py::test_compiled_region_reads_parameters_of_uncalled_modules",
     "tests/parity/test_random_graphs.py",
     "tests/ranks/booster/test_booster_checkpoints.py::test_checkpoint_restores_the_full_training_state",
     "tests/ranks/booster/test_booster_checkpoints.py::test_torch_files_load_under_another_plugin_and_in_torch",
