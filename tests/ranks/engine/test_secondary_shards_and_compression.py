@@ -218,8 +218,8 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
     """The formulas have K = 5 units of B bytes, one of them frozen, N ranks, and secondary groups of k ranks.
 
     The first gather of a unit after an update sends (N-1)/N B over all ranks, and frozen units need it only once; every
-    other gather sends (k-1)/k B. A unit that is still gathered is not gathered again: the last one after a forward pass,
-    and the first one after a backward pass.
+    other gather sends (k-1)/k B. A unit that is still gathered is not gathered again: the last one after a forward
+    pass, and the first one after a backward pass.
     """
     # With same_order=False, ranks agree before a gather, and so detect that one has no secondary shard.
     plan = zero(3, torch.bfloat16).but(prefetch=0, shared_memory=shared, secondary=size, same_order=False)

@@ -1,7 +1,7 @@
 """The contract of every front-end: one program gives the weights of plain PyTorch in one process.
 
-Each test runs one program under one front-end; features of a single front-end are tested in its own folder. Other tests:
-dtypes and buffers of 16-bit models under every front-end, and BatchNorm.
+Each test runs one program under one front-end; features of a single front-end are tested in its own folder. Also
+tested: dtypes and buffers of 16-bit models under every front-end, and BatchNorm.
 """
 
 import warnings
