@@ -31,7 +31,7 @@ CHECKOUT ?=
 UPSTREAM ?=
 SHIFT ?= 1
 SEED ?= 1
-NUMBERS ?= tests/ranks/booster/test_booster_examples.py::test_each_rank_normalises_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
+NUMBERS ?= tests/ranks/booster/test_booster_plugins.py::test_each_rank_normalises_over_its_own_batch tests/ranks/booster/test_booster_lora.py \
   tests/ranks/zero/test_sharded_groups.py tests/ranks/shards/test_engine_checkpointing.py \
   tests/parity/test_random_graphs.py
 

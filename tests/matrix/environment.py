@@ -26,13 +26,13 @@ SHORT_SET = (
     "tests/unit/checkpoint/test_hostile_files.py",
     "tests/unit/booster/test_booster_signatures.py",  # annotations
     "tests/unit/booster/test_checked_arguments.py",
-    "tests/ranks/shards/test_saved_parameters.py",  # readers of a parameter; torch.func
-    "tests/ranks/engine/test_dropped.py",  # objects are freed without garbage collection
+    "tests/ranks/shards/test_saved_parameters.py",  # who reads a parameter; torch.func
+    "tests/ranks/engine/test_session_resources.py",  # released without a garbage collection
     "tests/unit/base/test_deferred_interrupts.py",  # signals
-    "tests/ranks/engine/test_engine_compile.py::test_a_compiled_region_reads_parameters_of_modules_that_it_does_not_call",
+    "tests/ranks/engine/test_engine_compile.py::test_compiled_region_reads_parameters_of_uncalled_modules",
     "tests/parity/test_random_graphs.py",
-    "tests/ranks/booster/test_booster_checkpoints.py::test_everything_is_saved_and_restored",
-    "tests/ranks/booster/test_booster_checkpoints.py::test_torch_files_go_from_one_plugin_to_another_and_to_torch",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_checkpoint_restores_the_full_training_state",
+    "tests/ranks/booster/test_booster_checkpoints.py::test_torch_files_load_under_another_plugin_and_in_torch",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/lightning.md]",
     "tests/ranks/docs/test_documentation.py::test_python_runs_as_it_is_printed[docs/huggingface.md]",
 )

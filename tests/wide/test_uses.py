@@ -2,7 +2,7 @@
 
 Compared are the losses, gradients and norms of every step, and the parameters. Elsewhere are what autograd saves and
 transforms (tests/ranks/shards/test_saved_parameters), checkpoints in and around a model (test_engine_checkpointing
-there), and what modules write in forward (tests/ranks/checks/test_engine_edits).
+there), and what modules write in forward (tests/ranks/checks/test_parameter_edits.py).
 
 Quick: every use once, under two plans by turns. Full: every use under both. Campaign: under every plan.
 """

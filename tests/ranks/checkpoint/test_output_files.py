@@ -1,9 +1,9 @@
-"""What is saved can be loaded: what a reader would refuse the save refuses, on every rank, and leaves nothing.
+"""Files that a save writes and a load reads:
 
-What a checkpoint says besides tensors is refused on all ranks before anything of the run is changed.
-
-Model directories that are written in place: after an error at any call the old model is there, after a kill at any
-call the old one or the new one (or, where both have an index, none), and never parts of both.
+* a save refuses on every rank what a reader would refuse, and leaves no files;
+* a load refuses on all ranks a manifest with invalid values, before the run changes;
+* model directories are replaced atomically: after an error at any call the old model is there, after a kill the old or
+  the new one (or none, if both have an index), and never parts of both.
 """
 
 import errno
@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_checkpoint_shared import ROOT, begin, inside, stop
+from test_checkpoint_directory import ROOT, begin, inside, stop
 
 from shardwise.core.checkpoint import CheckpointError, native_format
 from shardwise.core.checkpoint.formats import atomic_files
@@ -59,13 +59,13 @@ CASES: dict[str, tuple[str, int, Any, str]] = {
         "need a header of",
     ),
 }
-"""A bound and what it is set to (of a manifest: above what it has), what a save is given that is beyond it, and what
-the error says."""
+"""A limit, the value to which it is set (for a manifest: above its size), a state that exceeds it, and words of the
+error."""
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", [*list(CASES)[::2], *full(*list(CASES)[1::2])])
-def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None:
+def test_saves_refuse_what_no_load_would_accept(tmp_path: Path, name: str) -> None:
     bound, number, given, words = CASES[name]
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0), pytest.MonkeyPatch.context() as patch:
         run = begin(mesh)
@@ -81,7 +81,7 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None
         said = str(error.value)
         assert "rank 0 could not" in said and words in said, said
         assert "checkpoint 'same'" in said and ("no load would accept it" in said) == (name != "header"), said
-        mesh.mesh_group.exchange_object(0)  # rank 0 removes what there is
+        mesh.mesh_group.exchange_object(0)  # rank 0 removes its unfinished files
         assert sorted(os.listdir(ROOT)) == ["latest", "same"]
         assert run.saver.load(ROOT).user_state == "before"  # type: ignore[union-attr]
         assert not differences(everything(run.session), saved)
@@ -91,10 +91,10 @@ def test_what_no_load_would_take_is_not_saved(tmp_path: Path, name: str) -> None
 
 
 @on_ranks(1)
-def test_what_is_as_large_as_may_be_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_states_at_the_limits_are_saved_and_loaded(tmp_path: Path) -> None:
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0), pytest.MonkeyPatch.context() as patch:
         run = begin(mesh)
-        most = nested(MAX_DEPTH - 2)  # the state and its entry are a level each
+        most = nested(MAX_DEPTH - 2)  # the state and its entry add two levels
         run.saver.save(ROOT, "deep", user_state=most)
         assert run.saver.load(ROOT).user_state == most  # type: ignore[union-attr]
         text = "x" * 10_000
@@ -108,7 +108,7 @@ def test_what_is_as_large_as_may_be_is_saved_and_loaded(tmp_path: Path) -> None:
         stop(run)
 
 
-def test_other_files_that_no_reader_would_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_writers_refuse_what_no_reader_would_accept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_torch(tmp_path / "a.pt", {"a": nested(MAX_DEPTH - 1)})
     assert load_torch(tmp_path / "a.pt") == {"a": nested(MAX_DEPTH - 1)}
     entries = {f"layer{n}": entry_of_tensor(torch.ones(2)) for n in range(9)}
@@ -154,7 +154,7 @@ def save(root: str) -> None:
 
 
 def refuse(folders: dict[str, str]) -> None:
-    """Each load is an error, and changes nothing."""
+    """Check that each load raises and changes nothing."""
     subject = EngineSubject()
     subject.step()
     for name, folder in folders.items():
@@ -167,7 +167,7 @@ def refuse(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, *full(1)])
-def test_nothing_is_changed_where_anything_is_refused(tmp_path: Path, ranks: int) -> None:
+def test_refused_manifests_change_nothing(tmp_path: Path, ranks: int) -> None:
     run_ranks(ranks, save, str(tmp_path / "whole"))
     folders = {}
     for number, (name, (do, path, value)) in enumerate(HOSTILE.items()):
@@ -191,8 +191,8 @@ CHANGES = {
 }
 SOME = {True: CHANGES[True][:2], False: CHANGES[False][1::2]}
 OTHERS = {True: [("two", "one"), ("three", "two"), ("", "two")], False: [("one", "two"), ("two", "two"), ("", "one")]}
-"""What was there and what is written, where names can be exchanged and where not: every change once, and the rest."""
-NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
+"""Kinds of the old and the new model, by whether names can be exchanged: each change once, and the remaining ones."""
+NO_SYNC = mock.patch.object(os, "fsync", lambda fd: None)  # still called and counted, but fast
 NAMES = {"mkdir", "link", "rename", "renameat2", "unlink", "rmdir"}
 HARMLESS = {"flock", "link", "unlink", "rmdir", "close of a directory"}
 
@@ -214,7 +214,7 @@ def _save(path: Path, kind: str, version: str) -> None:
 
 
 def _found(path: Path) -> str:
-    """Which model ``from_pretrained`` would find: it looks for one file first."""
+    """Return the version that ``from_pretrained`` would load; it looks for a single file first."""
     if (path / WHOLE).exists():
         return (path / WHOLE).read_text()
     if not (path / INDEX).exists():
@@ -229,7 +229,7 @@ def _content(path: Path) -> dict[str, str]:
 
 
 def _start(path: Path, kind: str) -> dict[str, str]:
-    """A run's directory with an old model in it; or nothing, where there is no ``kind``."""
+    """Create a run's directory with an old model of ``kind``, or nothing if ``kind`` is empty."""
     shutil.rmtree(path, ignore_errors=True)
     if kind:
         (path / "checkpoint-3").mkdir(parents=True)
@@ -240,7 +240,7 @@ def _start(path: Path, kind: str) -> dict[str, str]:
 
 
 def _finish(path: Path, kind: str, before: dict[str, str]) -> None:
-    """The next save leaves the new model, what is not its own, and nothing else."""
+    """Save again: the directory has the new model and files that are not the model's, and nothing else."""
     _save(path, kind, "new")
     others = {name: text for name, text in before.items() if not _is_weights(name)}
     assert _found(path) == "new"
@@ -250,7 +250,7 @@ def _finish(path: Path, kind: str, before: dict[str, str]) -> None:
 
 
 def _errors(folder: str, before: str, after: str, can_exchange: bool) -> set[str]:
-    """The calls that failed."""
+    """Let each call of a save fail in turn; return the names of the calls that failed."""
     path, failing = Path(folder) / "run", set()
     with NO_SYNC, in_place_of_the_system(can_exchange) as system:
         for at in range(100):
@@ -276,7 +276,7 @@ def _errors(folder: str, before: str, after: str, can_exchange: bool) -> set[str
 
 
 def _dying(at: int) -> Callable[[str], bool]:
-    """In the place of ``System.reached``: the process ends before the call number ``at`` of those that change names."""
+    """Return a ``System.reached`` that ends the process before the call number ``at`` that changes names."""
     left = iter(range(at, -1, -1))
 
     def die(name: str) -> bool:
@@ -289,7 +289,7 @@ def _dying(at: int) -> Callable[[str], bool]:
 
 @NO_SYNC
 def _kills(folder: str, before: str, after: str, can_exchange: bool) -> list[str]:
-    """What is found after a kill just before each call that changes names, and at the end."""
+    """Return the versions found after a kill before each call that changes names, and after a complete save."""
     path, found = Path(folder) / "run", []
     for at in range(100):
         old = _start(path, before)
@@ -313,7 +313,7 @@ def _kills(folder: str, before: str, after: str, can_exchange: bool) -> list[str
 
 @pytest.mark.parametrize("changes", [SOME, *full(CHANGES), *campaign(OTHERS)], ids=["some", "each once", "others"])
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_model_replaces_the_old_one_whole_or_not(
+def test_model_directory_is_replaced_atomically(
     can_exchange: bool, changes: dict[bool, list[tuple[str, str]]], tmp_path: Path
 ) -> None:
     for before, after in changes[can_exchange]:
@@ -328,14 +328,14 @@ def test_a_model_replaces_the_old_one_whole_or_not(
         assert sorted(found, key=[start, "none", end].index) == found
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_file_instead_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match="file is a file; give a directory"):
         _save(tmp_path / "file", "one", "new")
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_link_stays_one_and_its_directory_the_same(tmp_path: Path) -> None:
+def test_linked_directory_is_kept(tmp_path: Path) -> None:
     (tmp_path / "volume").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "volume")
     (tmp_path / "later").symlink_to(tmp_path / "elsewhere" / "deep")

@@ -1,7 +1,6 @@
-"""shardwise.shard over ranks that hold one model together: fp64 against plain PyTorch.
+"""shardwise.shard with tensor, pipeline and sequence parallelism against plain PyTorch in fp64; the default device.
 
-A program that makes its tensors on another device by default (``torch.set_default_device``): ours are where they are
-needed. The meta device stands for a GPU.
+``torch.set_default_device`` must not change where the library creates its tensors; the meta device stands for a GPU.
 """
 
 import ast
@@ -37,7 +36,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def criterion(outputs: Any, inputs: Any) -> Tensor:
-    # Of logits that are cut by the vocabulary the model's own loss is in fp64.
+    # With logits sharded by vocabulary, the model's own loss is computed in fp64.
     if outputs.logits.shape[:2] != inputs["labels"].shape or outputs.logits.shape[-1] != VOCABULARY:
         return outputs.loss
     return functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
@@ -48,10 +47,10 @@ def _trained(settings: dict[str, Any]) -> None:
     session = shardwise.shard(model, optimizer_of(model), max_norm=MAX_NORM, **settings)
     tp, pp, sp = (settings.get(name, 1) for name in ("tp", "pp", "sp"))
     assert session.data_ranks == RANKS // (tp * pp * sp)
-    # Of sequences in parts the loss is transformers', which is in fp32.
+    # With split sequences the loss is that of transformers, in fp32.
     most = 1e-9 if sp == 1 else 1e-6
     texts = Texts(STEPS * BATCH * session.data_ranks)
-    # Of labels that are padded unevenly the mean over micro-batches is another number than that over the batch.
+    # With unevenly padded labels, the mean over micro-batches would differ from the mean over the batch.
     texts.items["labels"] = texts.items["input_ids"]
     sampler: Any = DistributedSampler(texts, session.data_ranks, session.data_rank, shuffle=False)
     facts = session.engine.shards.layout.facts
@@ -75,7 +74,7 @@ def _trained(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("at", [3, *full(0, 1, 2, 4, 5)])
-def test_settings_over_ranks_that_hold_one_model(at: int) -> None:
+def test_shard_with_model_parallelism(at: int) -> None:
     run_ranks(RANKS, _trained, SETTINGS[at])
 
 
@@ -92,7 +91,7 @@ def by_default(device: str) -> Iterator[None]:
     try:
         yield
     finally:
-        # Naming the CPU would leave torch's mode on, which calls what others patch of a tensor's methods twice.
+        # None, because "cpu" would leave torch's function mode on, and patched tensor methods would be called twice.
         torch.set_default_device(None)
 
 
@@ -105,7 +104,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(plan: Plan, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """States when two steps were saved, followed by two others and loaded again, and after the two once more."""
+    """Save after two of four steps, load, and repeat the last two; return the states after the load and at the end."""
     model = seeded(net)
     batches = {(rank, step): data(rank, step) for rank in range(2) for step in range(4)}
     with by_default("meta"), one_mesh(plan) as mesh, sharded(model, sgd(model), plan, mesh) as session:
@@ -127,7 +126,7 @@ def trained(plan: Plan, folder: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
-def test_training_and_checkpoints_do_not_ask_for_it(name: str, tmp_path: Path) -> None:
+def test_default_device_does_not_change_training_and_checkpoints(name: str, tmp_path: Path) -> None:
     model, found = seeded(net), []
     optimizer = sgd(model)
     for step in range(4):
@@ -142,7 +141,7 @@ def test_training_and_checkpoints_do_not_ask_for_it(name: str, tmp_path: Path) -
         assert_close(state, found[3], 1e-6, "trained on")
 
 
-def test_what_is_made_names_its_device() -> None:
+def test_tensor_factories_name_their_device() -> None:
     silent = []
     for path in sorted(path for room in ROOMS for path in (ROOT / "shardwise" / "core" / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -1,7 +1,4 @@
-"""What DeepSpeed's own programs and tests ask of an engine and its surroundings besides training.
-
-``deepspeed.comm`` and the groups of ranks: what each collective gives, by hand.
-"""
+"""``no_sync`` and ``coalesce_grad_reduction``, ``deepspeed.comm``, and initialisation of the process group."""
 
 import copy
 import importlib
@@ -29,7 +26,7 @@ from tests.support.sets import full
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [*full(0), 1, *full(2), 3])
-def test_no_sync_where_there_are_no_whole_gradients(stage: int) -> None:
+def test_no_sync_is_refused_with_partitioned_gradients(stage: int) -> None:
     engine = start(nn.Linear(3, 3), {"train_batch_size": 2, "zero_optimization": {"stage": stage}})
     told = rf"incompatible with gradient partitioning logic of ZeRO stage {stage}: no_sync\(\)"
     refused = pytest.raises(AssertionError, match=told) if stage >= 2 else nullcontext()
@@ -40,7 +37,7 @@ def test_no_sync_where_there_are_no_whole_gradients(stage: int) -> None:
 
 
 def meets_in_init(variables: dict[str, str]) -> None:
-    """A process of its own, with a launcher's variables."""
+    """Enter zero.Init in a separate process with a launcher's variables."""
     os.environ.update(variables)
     warnings.simplefilter("ignore")
     assert not dist.is_initialized()
@@ -52,9 +49,9 @@ def meets_in_init(variables: dict[str, str]) -> None:
     raise SystemExit(7)
 
 
-def test_a_launched_process_meets_the_others_in_zero_init() -> None:
+def test_zero_init_initialises_the_process_group() -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # a free port
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
     process = start_process(forked(meets_in_init, variables | place))
     process.join(SECONDS)
     assert process.exitcode == 7
@@ -72,8 +69,8 @@ def input_of(rank: int, micro: int) -> Tensor:
         *full(("fp32", 1, 2), ("fp16", 0, 2), ("bf16", 0, 2), ("bf16", 1, 2), ("bf16", 1, 1)),
     ],
 )
-def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, stage: int, ranks: int) -> None:
-    """Inside of a block; behind it they are averaged, and make a step."""
+def test_no_sync_keeps_gradients_local(half: str, stage: int, ranks: int) -> None:
+    """Inside no_sync each rank has its own gradients; afterwards they are averaged, and a step uses them."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     plain = [copy.deepcopy(model) for _ in range(ranks)]
@@ -112,7 +109,7 @@ def test_gradients_of_passes_that_exchange_nothing_are_the_ranks_own(half: str, 
 
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", [*full(0), 50_000_000])
-def test_nothing_is_gathered_behind_a_pass_where_nothing_may_stay(ahead: int) -> None:
+def test_max_live_parameters_of_0_frees_all_parameters(ahead: int) -> None:
     weights = []
     for live in (0, 1000):
         torch.manual_seed(0)
@@ -134,7 +131,7 @@ RANKS = 2
 
 
 @on_ranks(RANKS)
-def test_collectives_by_hand() -> None:
+def test_collectives_of_comm() -> None:
     comm = importlib.import_module("shardwise.deepspeed.comm")
     rank = comm.get_rank()
     one, part, mine, both = torch.ones(1) * (rank + 1), torch.empty(1), torch.empty(1), torch.zeros(RANKS)
@@ -154,7 +151,7 @@ def test_collectives_by_hand() -> None:
 
 
 def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
-    """A process of its own that no launcher has started."""
+    """Initialise in a separate process that no launcher started."""
     comm = importlib.import_module("shardwise.deepspeed.comm")
     for name in os.environ.keys() - without_launcher(os.environ).keys():
         del os.environ[name]
@@ -166,7 +163,7 @@ def meets(rank: int, given: dict[str, Any], variables: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("how", [*full("a file"), "the variables of torch"])
-def test_ranks_that_are_given_meet(how: str, tmp_path: Path) -> None:
+def test_init_distributed_with_given_ranks(how: str, tmp_path: Path) -> None:
     given, variables = {"init_method": f"file://{tmp_path}/meet"}, dict[str, str]()
     if how != "a file":
         with socket.socket() as found:

@@ -1,21 +1,17 @@
-"""Connections are open files: what becomes of their limit (``ulimit -n``).
+"""Compressed collectives, bytes on the wire, agreement of many ranks, and the limit of open files (``ulimit -n``).
 
-Collectives in 8 bits: what they give on every way beside plain arithmetic, their bytes, what cannot be.
-Bytes on the wire per step, to the byte, against formulas written out here.
+Traffic is compared to the byte with the formulas of this file. With N ranks, a collective on an array of B bytes sends
+(N-1)/N B from every rank; an all-reduce sends twice that. Psi is the padded bytes of the trainable chunks. Padding is
+fewer than N * R elements a chunk, and fewer than 64 bytes in front of each matrix. Small exchanges of the ranks (which
+parameters were used, norms) count as ``exchange`` and have a bound of their own.
 
-With N ranks, an operation on a whole array of B bytes sends (N-1)/N B from every rank; an all-reduce sends twice that.
-Psi is the padded bytes of the trainable chunks. Padding: fewer than N * R elements a chunk, and fewer than 64 bytes in
-front of each matrix. What the ranks tell each other besides (which parameters were used, norms) is counted as
-``exchange`` and bounded separately.
+Stage 3 gathers in a step, for a chain of K equal units, a budget of b units and a prefetch of p:
 
-What stage 3 gathers in a step with a chain of K equal units, a budget of b units and a prefetch of p:
-* forward gathers each unit once, K;
-* backward reads the weights of the last r units, in reverse: r = K where the model's input needs a gradient, else
-  K - 1, since the first layer's weight is only needed for that;
-* what is still there at the turn is not gathered again: the last max(1, b) units, or max(1 + p, b) once the order is
-  known (from the second step on), since units that are about to be used are not evicted.
-
-How thousands of ranks agree, tried with a few: the same answers as where each rank gets every rank's numbers.
+* forward gathers each unit once: K;
+* backward reads the weights of the last r units in reverse. r = K if the model's input requires a gradient, else K - 1,
+  because only that gradient reads the first layer's weight;
+* units that are still gathered are not gathered again: the last max(1, b) units, or max(1 + p, b) once the order is
+  known (from the second step on), because units that are about to be used are not evicted.
 """
 
 import itertools
@@ -66,7 +62,7 @@ def opened() -> int:
 
 
 def limited(rank: int, meet: str) -> None:
-    """A process of its own, which may have hardly more files than it has."""
+    """Build a mesh in a process whose soft limit leaves room for two more files."""
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=RANKS)
     before = opened() + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -79,10 +75,10 @@ def limited(rank: int, meet: str) -> None:
 
 
 def too_few(limit: int) -> None:
-    """The hard limit is too low."""
+    """Ask for more files than the hard limit allows."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit // 2, limit))
     with warnings.catch_warnings(record=True, action="always") as found:
-        members.make_room(10)  # that many fit
+        members.make_room(10)  # the limit has room for these
         assert not found and resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 10 + members.MARGIN
         members.make_room(5000)
         members.make_room(5000)
@@ -102,11 +98,11 @@ def ended(target: Callable[..., None], *arguments: tuple[object, ...]) -> list[i
     return [each.exitcode for each in begun]
 
 
-def test_the_limit_goes_up_to_what_a_mesh_needs(tmp_path: Path) -> None:
+def test_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
     assert ended(limited, *((rank, f"{tmp_path}/meet") for rank in range(RANKS))) == [17] * RANKS
 
 
-def test_a_hard_limit_that_is_too_low_is_told_once() -> None:
+def test_low_hard_limit_of_open_files_warns_once() -> None:
     assert ended(too_few, (1000,)) == [17]
 
 
@@ -123,7 +119,7 @@ def rounded(row: Tensor, format_: BlockFormat) -> Tensor:
 
 
 def given(rank: int, numel: int, dtype: torch.dtype, round_: int = 0) -> Tensor:
-    """Of several magnitudes."""
+    """Return values of several magnitudes."""
     powers = torch.arange(numel) % 11 - 5
     return (values(rank, numel, torch.float32, round_) * torch.exp2(powers)).to(dtype)
 
@@ -139,13 +135,13 @@ def written(numel: int, format_: BlockFormat) -> int:
 WAYS = (("shared", 3), ("gloo", 3), ("native", 2))
 EVERY = [(name, *way) for name in FORMATS for way in WAYS]
 FEW = [EVERY[place * len(WAYS) % len(EVERY) + place] for place in range(len(WAYS))]
-"""Each way, and each format."""
+"""Each kind of group, and each format."""
 
 
 @pytest.mark.parametrize(("name", "kind", "ranks"), [case if case in FEW else full(case)[0] for case in EVERY])
 @on_ranks()
-def test_compressed_collectives_are_the_same_on_every_way(name: str, kind: str, ranks: int) -> None:
-    """Each dtype with each length, scales by turns."""
+def test_compressed_collectives_are_equal_on_every_group(name: str, kind: str, ranks: int) -> None:
+    """Each dtype with each length; scales alternate."""
     weights, gradients = FORMATS[name]
     with Scope(kind) as group:
         sent = compressed(group, weights)
@@ -214,7 +210,7 @@ def reductions(group: Group, numel: int, dtype: torch.dtype, scale: float, forma
 
 
 def within(found: Tensor, everyone: list[Tensor], scale: float, format_: BlockFormat) -> None:
-    """The bound that is stated, of the terms and of the sum."""
+    """Check the documented bound of the error, for the rounded terms and the rounded sum."""
     terms = torch.stack([each.double().abs() for each in everyone]).sum(0) * scale
     exact = torch.stack([each.double() for each in everyone]).sum(0) * scale
     most = terms.max() if terms.numel() else 0.0
@@ -223,7 +219,7 @@ def within(found: Tensor, everyone: list[Tensor], scale: float, format_: BlockFo
 
 
 def overflow(group: Group) -> None:
-    """What one rank has that is not finite no rank loses."""
+    """A value of one rank that is not finite makes its block of the result not finite on all ranks."""
     (full,) = group.buffers([(group.size * 300, torch.float16)])
     for bad in (float("inf"), float("nan")):
         full.wait_writable()
@@ -278,7 +274,7 @@ Case = tuple[Plan, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's steps: traffic by kind, and the padded sizes of the chunks in elements."""
+    """Steps of one rank: traffic by kind, and the padded sizes of the chunks in elements."""
 
     steps: list[dict[str, int]]
     trainable: list[int]
@@ -330,12 +326,12 @@ def count_all(cases: list[Case]) -> list[Counted]:
 
 
 def counts(world_size: int, cases: list[Case]) -> list[Counted]:
-    """All ranks send the same; padding is within what the file's head states."""
+    """Return the counts, which are equal on all ranks; check padding and exchanges against their bounds."""
     results = run_ranks(world_size, count_all, cases)
     for result in results:
         assert result == results[0]
     for (_, settings), counted in zip(cases, results[0], strict=True):
-        # Two messages a unit and pass, and a few a step, of at most 64 numbers each.
+        # At most 64 numbers per message; two messages per unit and pass, and a few per step.
         messages = int(settings.get("passes", 1)) * (2 * DEPTH + 8) + 8
         for step in counted.steps:
             assert step["broadcast"] == 0 and step["exchange"] <= 64 * 8 * (world_size - 1) * messages
@@ -353,8 +349,10 @@ def sends(numel: int, itemsize: int, ranks: int) -> int:
     ("ranks", "shared"), [(2, None), *full((3, False), (4, None)), *campaign((2, False), (3, None), (4, False))]
 )
 def test_bytes_of_a_step(ranks: int, shared: bool | None) -> None:
-    """DDP, ZeRO-1 and ZeRO-2: 2 Psi (N-1)/N, and more for each further pass that is reduced. Frozen parameters cost
-    nothing there; at stage 3 they are gathered but not reduced, and stay valid over the step."""
+    """DDP, ZeRO-1 and ZeRO-2 send 2 Psi (N-1)/N, and more for each further pass that is reduced.
+
+    Frozen parameters cost nothing there. Stage 3 gathers but does not reduce them, and they stay valid over a step.
+    """
     kinds: list[dict[str, Any]] = [{}, {"passes": 3}, {"freeze": 2, "input_grad": False}]
     cases = [(name, settings) for name in ("ddp", "zero1", "zero2", "zero3") for settings in kinds]
     cases += [(name, {"passes": 3, "no_sync": True}) for name in ("ddp", "zero1")]
@@ -363,9 +361,9 @@ def test_bytes_of_a_step(ranks: int, shared: bool | None) -> None:
         passes, frozen = settings.get("passes", 1), settings.get("freeze", 0)
         psi, unit = (sends(numel, 4, ranks) for numel in (sum(result.trainable), result.trainable[0]))
         reduced = psi * (1 if "no_sync" in settings else passes)
-        # Backward ends with the first unit in place, where the next forward begins.
+        # Backward ends with the first unit gathered, and the next forward starts with it.
         gathers = passes * (2 * DEPTH - 1) - (passes - 1)
-        if frozen:  # it reads the weights of the trainable units but the first; the last one is still there
+        if frozen:  # backward reads the trainable units except the first; the last one is still gathered
             gathers = DEPTH + (DEPTH - frozen - 1) - 1
         expected = (unit * gathers if name == "zero3" else psi, reduced, 0)
         assert_bytes(result, (0, 0, 2 * reduced) if name == "ddp" else expected)
@@ -373,23 +371,23 @@ def test_bytes_of_a_step(ranks: int, shared: bool | None) -> None:
 
 
 def assert_bytes(result: Counted, expected: tuple[int, int, int]) -> None:
-    """Of each step, gathered, scattered and reduced."""
+    """Compare the gathered, scattered and reduced bytes of each step."""
     for step in result.steps:
         assert (step["all_gather"], step["reduce_scatter"], step["all_reduce"]) == expected
 
 
 @pytest.mark.parametrize("shared", [None, *full(False)], ids=["shared", "gloo"])
-def test_budgets_fall_from_three_psi_to_two(shared: bool | None) -> None:
-    """Over messages units as small as these are all fetched ahead, where any are."""
+def test_traffic_falls_with_the_gathered_budget(shared: bool | None) -> None:
+    """Over gloo, units this small are all prefetched as soon as any is, so only ``prefetch=0`` is tested."""
     per_step, base = [], zero(3).but(shared_memory=shared)
     budgets = [(units, prefetch) for units in range(DEPTH + 1) for prefetch in ((0, 1) if shared is None else (0,))]
     plans = [base.but(gathered_fraction=units / DEPTH, prefetch=prefetch) for units, prefetch in budgets]
     for (units, prefetch), result in zip(budgets, counts(2, [(plan, {}) for plan in plans]), strict=True):
         unit = sends(result.trainable[0], 4, 2)
         kept = max(1 + prefetch, units)
-        # A budget of everything is ZeRO-2: one gather, right after the update.
+        # A budget of all units is ZeRO-2: one gather, right after the update.
         assert_bytes(replace(result, steps=result.steps[1:]), (unit * (DEPTH + max(DEPTH - kept, 0)), unit * DEPTH, 0))
-        # What is resident is not gathered.
+        # Resident units do not count as gathered.
         assert result.peak_gathered == (result.trainable[0] * 4 * kept if units < DEPTH else 0)
         if prefetch == budgets[-1][1]:
             per_step.append(result.steps[1]["all_gather"])
@@ -460,7 +458,7 @@ def told(kind: str, rows_up_to: int) -> dict[str, Any]:
         *full((2, "native"), (3, "gloo"), (4, "gloo"), (4, "native"), (5, "native")),
     ],
 )
-def test_the_answers_are_the_same(ranks: int, kind: str) -> None:
+def test_agreement_of_many_ranks_equals_that_of_few(ranks: int, kind: str) -> None:
     many, few = run_ranks(ranks, told, kind, 1), run_ranks(ranks, told, kind, 16)
     sums_of_few = few[0]["sums"]
     for one, other in zip(many, few, strict=True):

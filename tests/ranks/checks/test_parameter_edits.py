@@ -1,7 +1,7 @@
-"""Parameters and modules that a program changes after sharding: as in plain torch, or an error that names them.
+"""Parameters that a program or a module changes after sharding: as in plain torch, or an error that names them.
 
-What modules write to their own parameters in a forward pass: as in plain torch, or an error that names them.
-Versions of parameters that move without a write, as by ``p.set_(p)``: no edits, and no error.
+A version counter that moves without a write, as by ``p.set_(p)``, is not an edit. Shared memory and
+torch.multiprocessing queues of parameters work as in plain torch.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ SHARDED_SETS = ["zero3", *full("zero3_gloo", "zero3_tensor")]
 
 
 class One(nn.Module):
-    """A parameter of one element, one without dimensions."""
+    """A parameter of one element, and one without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def train(session: Session, steps: int = 1) -> None:
         session.optimizer.step()
 
 
-# ---- what would be lost
+# ---- edits that would be lost
 
 
 def assigned(model: nn.Module) -> None:
@@ -70,7 +70,7 @@ def assigned(model: nn.Module) -> None:
 
 
 def reinterpreted(model: nn.Module) -> None:
-    """Where it lies is not changed, only what the bits mean."""
+    """Keep the storage, and change the dtype of its bits."""
     model[2].weight.data = model[2].weight.data.view(torch.int64)
 
 
@@ -103,8 +103,8 @@ def written_by_data(model: nn.Module) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", SHARDED_SETS)
-def test_what_is_written_to_parameters_that_are_not_gathered_is_refused(name: str) -> None:
-    """What is written through ``.data`` is seen by the step alone. Training goes on as if nothing had been written."""
+def test_writes_to_parameters_that_are_not_gathered_are_refused(name: str) -> None:
+    """Only step() detects writes through ``.data``. After the error, training continues without the edit."""
     with one_mesh(PLANS[name]) as mesh:
         undisturbed = seeded(net)
         with sharded(undisturbed, sgd(undisturbed), PLANS[name], mesh) as session:
@@ -131,7 +131,7 @@ def test_what_is_written_to_parameters_that_are_not_gathered_is_refused(name: st
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero2", "zero3", *full("zero1", "zero3_gloo", "zero3_tensor")])
-def test_data_that_replaces_a_parameters_is_refused(name: str) -> None:
+def test_replaced_data_of_a_parameter_is_refused(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
         for edit, frozen in ((assigned, False), (assigned, True), (reinterpreted, True)):
             model = seeded(net)
@@ -168,7 +168,7 @@ def wide() -> nn.Module:
 
 
 def edited(plan: Plan, edit: Callable[[nn.Module], None], mesh: Mesh) -> State:
-    """The state after an edit and one step of SGD, which starts from what was written."""
+    """Return the state after an edit and one step of SGD, which starts from the edited values."""
     model = seeded(wide)
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.25), plan, mesh) as session:
         train(session, 2)
@@ -176,7 +176,7 @@ def edited(plan: Plan, edit: Callable[[nn.Module], None], mesh: Mesh) -> State:
         with session.module.gathered():
             edit(model)
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
-        if edit is not reset:  # as written, or the master that rounds to it
+        if edit is not reset:  # the written value, or a master that rounds to it
             state = session.module.state_dict()
             assert_close({name: state[name].to(v.dtype) for name, v in values.items()}, values, 0.0, "as written")
         session.backward(loss_of(session, 2))
@@ -207,17 +207,17 @@ QUICK_EDITS = ("zero1-fp64", "zero2-bf16", "zero2-early-bf16")
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK_EDITS, *full(*(name for name in edit_plans() if name not in QUICK_EDITS))])
-def test_an_update_starts_from_what_was_written_to_parameters(name: str) -> None:
+def test_update_starts_from_edited_parameters(name: str) -> None:
     plan = edit_plans()[name]
     with one_mesh(plan) as mesh:
         for edit in (clamp, reset):
             after = edited(plan, edit, mesh)
-            if plan.grad.update == "backward":  # the same bits as without
+            if plan.grad.update == "backward":  # the same bits as with update="step"
                 expected = edited(edit_plans()["zero2-bf16"], edit, mesh)
                 assert_close(after, expected, 0.0, f"{name} after {edit.__name__}")
 
 
-def test_untouched_masters_keep_their_precision() -> None:
+def test_masters_of_unedited_elements_keep_their_precision() -> None:
     model = seeded(net)
     plan = PLANS["zero2"].but(precision=PRECISIONS["bf16"])
     with sharded(model, sgd(model), plan) as session:
@@ -233,7 +233,7 @@ def test_untouched_masters_keep_their_precision() -> None:
 
 
 class Codebook(nn.Module):
-    """Moves a frozen parameter in every training pass, as vector quantization does."""
+    """Change a frozen parameter in every training pass, as vector quantization does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Codebook(nn.Module):
 
 
 class Replacing(Codebook):
-    """The same, with new data."""
+    """The same change, with new data."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -271,7 +271,7 @@ def writing(kind: type[nn.Module]) -> nn.Module:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", SHARDED_SETS)
-def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> None:
+def test_writes_of_modules_to_gathered_parameters_are_refused(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
         for kind, parameter in ((Codebook, "1.codes"), (Replacing, "1.codes"), (Bounded, "1.words.weight")):
             model = writing(kind)
@@ -284,13 +284,13 @@ def test_what_a_module_writes_to_gathered_parameters_is_refused(name: str) -> No
 
 
 def alike(model: nn.Module, _rank: int, step: int) -> Tensor:
-    """The same on every rank."""
+    """Return the same loss on every rank."""
     return model(data(0, 0, step)).square().mean()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero1")])
-def test_where_parameters_stay_gathered_modules_write_as_in_plain_torch(name: str) -> None:
+def test_writes_of_modules_to_resident_parameters_equal_plain_torch(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
         for kind in (Codebook, Bounded):
             plain, model = writing(kind), writing(kind)
@@ -307,7 +307,7 @@ class Doubled(nn.Module):
 
 
 class Parametrized(nn.Module):
-    """Its weight is computed with for the time of a forward pass, as adapters of single parameters do it."""
+    """Parametrize its weight during a forward pass, as peft does for adapters of single parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ QUICK_MOVES = ("zero2-host", "zero3")
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK_MOVES, *full(*(name for name in moved_plans() if name not in QUICK_MOVES))])
-def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
+def test_version_change_without_a_write_is_not_an_edit(name: str) -> None:
     with one_mesh(moved_plans()[name]) as mesh:
         for unsafe in (False, True):
             plain, model = parametrized(unsafe), parametrized(unsafe)
@@ -366,11 +366,11 @@ def test_a_version_that_moves_without_a_write_is_no_edit(name: str) -> None:
 
 Way = Callable[[nn.Module], object]
 SENT: list[object] = []
-"""What a queue would hold: torch.multiprocessing says how."""
+"""The pickled messages that a queue would hold."""
 
 
 def send(model: nn.Module) -> None:
-    """What ``put`` of a ``torch.multiprocessing.Queue`` does."""
+    """Pickle as ``put`` of a ``torch.multiprocessing.Queue`` does."""
     SENT.append(ForkingPickler.dumps({name: param.detach() for name, param in model.named_parameters()}))
 
 
@@ -393,8 +393,8 @@ QUICK = ("zero2", "zero3", "zero3_gloo")
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", [*QUICK, *full(*(name for name in SHARED if name not in QUICK))])
-def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
-    """Storages are exchanged after the first step and, with gradients, in the second one."""
+def test_shared_parameters_train_as_in_plain_torch(name: str) -> None:
+    """Storages are shared after the first step and, with gradients present, in the second one."""
     plain = seeded(tanh_net)
     expected = plain_steps(plain, adam(plain), 3)
     with one_mesh(SHARED[name]) as mesh:
@@ -419,7 +419,7 @@ def test_ranks_train_alike_whoever_shares_their_parameters(name: str) -> None:
 
 
 @on_ranks(2)
-def test_what_was_sent_of_parameters_that_stay_gathered_is_trained() -> None:
+def test_sent_resident_parameters_are_updated_in_place() -> None:
     model = seeded(tanh_net)
     with sharded(model, adam(model), PLANS["zero2"]) as session:
         sent = ForkingPickler.loads(ForkingPickler.dumps(model[0].weight.detach()))

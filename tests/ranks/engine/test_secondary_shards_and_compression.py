@@ -1,8 +1,9 @@
-"""Secondary shards (hpZ of ZeRO++): gathers that are made of them give plain PyTorch's numbers, whatever changes
-parameters in between; what they hold and what each group sends, to the byte.
+"""Secondary shards (hpZ of ZeRO++), and training with compressed communication.
 
-Training whose ranks exchange 8 bits: the same bits whatever carries them, gradients and parameters within the stated
-bounds of the exact ones, masters that are never rounded, bytes against the formula, and overflow.
+* Gathers from secondary shards give plain PyTorch's numbers whatever changes parameters; their memory and the traffic
+  of each group equal the formulas to the byte.
+* Compression: equal bits over all transports, errors within the documented bounds, masters that are never rounded, and
+  traffic equal to the formula.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ GLOO = zero(3).but(shared_memory=False)
 
 
 class Life(nn.Module):
-    """An embedding tied to its head, a frozen block, and one whose activations are computed again."""
+    """An embedding tied to its head, a frozen block, and a checkpointed block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def tokens(rank: int, step: int) -> Tensor:
 
 
 class Plainly:
-    """What :func:`live` does to a session, done to a plain model in one process."""
+    """The operations of :func:`live` on a plain model in one process."""
 
     def __init__(self, ranks: int) -> None:
         self.module, self._ranks = seeded(Life), ranks
@@ -98,8 +99,10 @@ class Sharded(Plainly):
 
 
 def live(one: Plainly) -> dict[str, Tensor]:
-    """Each way to change parameters, a look at the model before and after each (``look 0`` to ``look 7``), and its last
-    state."""
+    """Apply each kind of change to the parameters, with an evaluation before and after it (``look 0`` to ``look 7``).
+
+    Return the evaluations and the last state.
+    """
     seen: dict[str, Tensor] = {}
 
     def look() -> None:
@@ -124,8 +127,8 @@ def live(one: Plainly) -> dict[str, Tensor]:
 
 
 @on_ranks(4)
-def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
-    """The last one's checkpoint is read by a session without secondary shards."""
+def test_secondary_shards_follow_changes_of_parameters(tmp_path: Path) -> None:
+    """A session without secondary shards reads the last checkpoint."""
     wanted = live(Plainly(4))
     looks = [value for name, value in wanted.items() if name.startswith("look")]
     assert len(looks) == 8 and not any(torch.equal(one, other) for one, other in pairwise(looks))
@@ -142,7 +145,7 @@ def test_whatever_changes_parameters_is_seen(tmp_path: Path) -> None:
         other.session.close()
 
 
-# ---- what they hold, and what each group sends
+# ---- memory of secondary shards, and traffic of each group
 
 WIDTH, DEPTH = 16, 5
 
@@ -165,7 +168,7 @@ def evaluated(session: Session, count: int) -> None:
 
 
 def sent(session: Session) -> tuple[int, int]:
-    """Bytes of gathers since the last call, of the whole group and of the secondary one."""
+    """Return the bytes gathered since the last call, by the full group and by the secondary one."""
     mesh = session.mesh
     found = mesh.shard.traffic.bytes["all_gather"], mesh.secondary.traffic.bytes["all_gather"] if mesh.secondary else 0
     assert sum(found) == session.traffic()["all_gather"]
@@ -200,7 +203,7 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
                     sent(session)
                 evaluated(session, 1)
                 told["written"] = sent(session)
-                if session.mesh.rank == 0 and session.mesh.secondary is not None:  # as an interrupt would leave it
+                if session.mesh.rank == 0 and session.mesh.secondary is not None:  # as after an interrupt
                     session.engine.shards.chunks[2].source.forget()
                 evaluated(session, 1)
                 told["ranks that differ"] = sent(session)
@@ -212,10 +215,13 @@ def counted(plans: list[Plan]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("ranks", "size", "shared"), [(4, 2, False), *full((4, 2, None), (4, 1, False), (2, 1, None))])
 def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None:
-    """Of K = 5 units of B bytes, one of them frozen, with N ranks and secondary groups of k: the first pass after an
-    update sends (N-1)/N B for each unit among all, which frozen ones are kept through; every other gather sends (k-1)/k
-    B. A unit that is there at the turn is not gathered: the last of a forward pass, the first of a backward pass."""
-    # Ranks that differ find that where they agree on gathers.
+    """The formulas have K = 5 units of B bytes, one of them frozen, N ranks, and secondary groups of k ranks.
+
+    The first gather of a unit after an update sends (N-1)/N B over all ranks, and frozen units need it only once; every
+    other gather sends (k-1)/k B. A unit that is still gathered is not gathered again: the last one after a forward
+    pass, and the first one after a backward pass.
+    """
+    # With same_order=False, ranks agree before a gather, and so detect that one has no secondary shard.
     plan = zero(3, torch.bfloat16).but(prefetch=0, shared_memory=shared, secondary=size, same_order=False)
     without = plan.but(secondary=None)
     for kept, bare in run_ranks(ranks, counted, [plan, without]):
@@ -224,13 +230,16 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
         assert kept["first pass"] == (DEPTH * whole, (DEPTH - 1) * part)
         assert kept["two more"] == (0, 2 * 2 * (DEPTH - 1) * part)
         assert kept["evaluation"] == (0, (DEPTH - 1) * part)
-        # Of the frozen unit, too, but among the few.
+        # The secondary group gathers the frozen unit, too.
         assert kept["after a step"] == ((DEPTH - 1) * whole, DEPTH * part)
         assert kept["evaluations after a step"] == ((DEPTH - 1) * whole, (1 + DEPTH - 1) * part)
-        assert kept["and a pass"] == (0, (DEPTH + DEPTH - 1) * part)  # the last was there, which goes first
+        assert kept["and a pass"] == (
+            0,
+            (DEPTH + DEPTH - 1) * part,
+        )  # one unit is still gathered
         assert kept["written"] == (DEPTH * whole, 0)
         assert kept["ranks that differ"] == (DEPTH * whole, 0)
-        # Half precision: 1/k of the parameters.
+        # Secondary shards have 1/k of the 16-bit parameters.
         held, total = kept["kept"]
         assert held == DEPTH * unit // size and bare["kept"] == (0, total - held)
         assert bare["first pass"] == ((2 * DEPTH - 1) * whole, 0)
@@ -238,7 +247,7 @@ def test_bytes_of_each_group(ranks: int, size: int, shared: bool | None) -> None
 
 @pytest.mark.parametrize(("ranks", "tp"), [(4, 1), (8, 2)])
 @on_ranks()
-def test_neighbours_keep_them_together(ranks: int, tp: int) -> None:
+def test_secondary_groups_are_neighbours(ranks: int, tp: int) -> None:
     plan = MeshPlan(dp_shard=-1, dp_replicate=1, tp=tp, secondary=2)
     mesh = Mesh.create(plan, torch.device("cpu"), GLOO.comm)
     me = mesh.mesh_group.rank
@@ -260,7 +269,7 @@ SHARDED: dict[str, Plan] = {
     "ddp": replicated(),
 }
 REPLICATED = {"zero2_hybrid": zero(2, HALF, dp_replicate=2), "zero3_hybrid": zero(3, dp_replicate=2)}
-"""On four ranks: sums of slices, and then over replicas."""
+"""Plans for four ranks: reduce-scatter, then all-reduce over replicas."""
 WHOLE: dict[str, Plan] = {
     "int8": zero(3, HALF).but(compress_weights="int8", compress_gradients="int8"),
     "int4": zero(2, HALF).but(compress_gradients="int4"),
@@ -268,11 +277,11 @@ WHOLE: dict[str, Plan] = {
     "gradients": replicated().but(compress_gradients="int8"),
     "frozen": zero(3, HALF).but(compress_weights="int8", compress_frozen="int4"),
 }
-"""Blocks of whole numbers, for one of the two or both."""
+"""Plans with integer formats, for weights, gradients or both."""
 
 
 class Net(nn.Module):
-    """With a frozen layer, whose values have no master."""
+    """A network with a frozen layer, which has no masters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +300,7 @@ def net() -> Net:
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """A regression that can be learnt."""
+    """Return a regression that the model can learn."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(16, TRAINING_WIDTH, generator=generator)
     return x, torch.sin(x[:, :5] * 1.5)
@@ -317,7 +326,7 @@ def trained(plan: Plan, mesh: Mesh, steps: int) -> tuple[list[float], dict[str, 
 
 
 def alike(session: Session) -> None:
-    """All ranks compute with the same parameters, which are what their masters are rounded to."""
+    """Check that all ranks compute with the same parameters, and that these are the rounded masters."""
     engine = session.engine
     with session.module.gathered():
         own = torch.cat([p.detach().float().flatten() for p in session.params])
@@ -355,22 +364,22 @@ def transports(names: list[str]) -> list[tuple[list[float], dict[str, Tensor]]]:
 @pytest.mark.parametrize(
     ("size", "names"), [(3, ["zero1", "zero3"]), (2, list(WHOLE)), *full((2, list(SHARDED)), (4, list(REPLICATED)))]
 )
-def test_the_same_bits_whatever_carries_them(size: int, names: list[str]) -> None:
+def test_compressed_training_is_equal_over_all_transports(size: int, names: list[str]) -> None:
     results = run_ranks(size, transports, names)
     frozen = {key: value for key, value in net().state_dict().items() if "still" in key}
     for name, one, *others in zip(names, *results, strict=True):
-        for key, value in frozen.items():  # travels as it is
+        for key, value in frozen.items():  # not compressed
             exact = value.to((SHARDED | REPLICATED | WHOLE)[name].precision.param_dtype or torch.float32)
             assert torch.equal(one[1][key].to(exact.dtype), exact)
         for other in others:
             assert_close(other[1], one[1], 0.0, name)
-    if "frozen" in names:  # before any step: what is frozen is rounded, too
+    if "frozen" in names:  # the first loss differs, because frozen weights are rounded, too
         assert results[0][names.index("frozen")][0][0] != results[0][names.index("int8")][0][0]
 
 
 @pytest.mark.parametrize("name", ["zero2_fp32", "ddp", *full("zero3_fp32")])
 @on_ranks(2)
-def test_one_step_is_within_the_stated_bounds(name: str) -> None:
+def test_errors_of_compression_are_within_the_documented_bounds(name: str) -> None:
     model, exact = net(), net().state_dict()
     plan = SHARDED[name].but(compress="fp8", shared_memory=False)
     with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan) as session:
@@ -400,7 +409,7 @@ def test_one_step_is_within_the_stated_bounds(name: str) -> None:
         assert traffic["all_reduce"] == 2 * own and whole["all_gather"] == 0
     else:
         assert traffic["reduce_scatter"] == own
-    if name == "zero2_fp32":  # updated parameters are gathered once; states are read whole
+    if name == "zero2_fp32":  # one gather of updated parameters, and full states
         assert whole["all_gather"] - traffic["all_gather"] >= own
         assert whole["all_gather"] <= own + 3 * sum(chunk.shard_numel(0) * 4 for chunk in chunks) + 4096
 
@@ -419,8 +428,8 @@ def same(session: Session, expected: dict[str, Tensor]) -> None:
 
 
 @on_ranks(2)
-def test_masters_keep_what_is_not_written() -> None:
-    """What a program writes is taken; what it does not write keeps its master's bits, when it is read back too."""
+def test_masters_are_not_rounded() -> None:
+    """Edits of a program go to the masters; masters of unedited elements keep their bits, also after a load."""
     for plan in (zero(3), zero(2), zero(2, HALF)):
         plan = plan.but(compress="fp8")
         model = net()
@@ -447,7 +456,7 @@ def test_masters_keep_what_is_not_written() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be() -> None:
+def test_unsupported_compression_is_refused() -> None:
     model, plan = net().double(), zero(2)
     with one_mesh(plan) as mesh:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A user's own modules in a pipeline of two ranks, against plain PyTorch; what cannot be is one error on both."""
+"""A user's own modules in a pipeline of two ranks, against plain PyTorch; unsupported modules raise on both ranks."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ VOCABULARY, WIDTH, ROWS, STEPS, PARTS = 17, 8, 4, 2, 2
 
 
 class Layer(nn.Module):
-    """Begins in place, as nothing but the residual needs what it is given."""
+    """A layer that first changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
     [(OwnNet, ZBV), (OwnShared, {}), (OwnScaled, {})],
     ids=["zbv", "shared", "scaled"],
 )
-def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
+def test_layers_that_change_their_input_are_exact(kind: type[OwnNet], given: dict[str, Any]) -> None:
     plain = kind()
     optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.5), []
     for step in range(STEPS):
@@ -119,7 +119,7 @@ def test_layers_that_begin_in_place_are_exact(kind: type[OwnNet], given: dict[st
 
 
 @on_ranks(2)
-def test_what_is_not_one_hidden_state_or_one_layer_is_an_error_on_both_ranks() -> None:
+def test_dict_inputs_and_shared_layers_raise_on_both_ranks() -> None:
     booster = booster_of()
     model, optimizer = boosted(booster, OwnDict)
     told = "calls layers.0 with a dict for its hidden state: have each layer take and return one"

@@ -1,4 +1,4 @@
-"""States that one rank alone has, or that differ between ranks: an error on every rank, and nothing has changed."""
+"""State dicts that differ between ranks: loading one raises on every rank, and changes nothing."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ALL = ["ddp", "zero1", "zero2", "zero3", "zero3_gloo"]
 
 
 class Net(nn.Module):
-    """With a buffer that is each rank's own."""
+    """A network with a buffer that each rank has for itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ QUICK = {("ddp", other_values), ("zero1", other_shape), ("zero2", part), ("zero3
     ("plan", "change", "strict", "own"),
     [*(case for case in CASES if case[:2] in QUICK), *full(*(case for case in CASES if case[:2] not in QUICK))],
 )
-def test_weights_that_one_rank_has_otherwise(plan: str, change: Change, strict: bool, own: bool) -> None:
-    """Given to the sharded module, or to the user's ``own``; and a state that is the same everywhere is taken."""
+def test_model_states_that_differ_are_refused(plan: str, change: Change, strict: bool, own: bool) -> None:
+    """Load into the sharded module or into the user's ``own``; then a state that is equal on all ranks loads."""
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
         whole = seeded(Net, 7).state_dict()
@@ -117,7 +117,7 @@ def test_weights_that_one_rank_has_otherwise(plan: str, change: Change, strict: 
             assert MODELS[change][mesh.rank] in said, said
             assert said.startswith("ValueError") or change is other_shape
         assert not differences(before, session.module.state_dict()), "something was written"
-        if own:  # there the module itself says what does not fit, after all ranks have given the same
+        if own:  # the module checks the keys itself, but only after the comparison of the ranks
             with session.module.gathered(write_back=True):
                 said = refused(lambda: session.model.load_state_dict(given, strict=strict))
             assert said.startswith("ValueError: the ranks disagree on loading the model")
@@ -139,8 +139,8 @@ def test_weights_that_one_rank_has_otherwise(plan: str, change: Change, strict: 
         *campaign(*((plan, 1) for plan in ALL if plan != "zero1")),
     ],
 )
-def test_what_each_rank_has_for_itself_may_differ(plan: str, ranks: int) -> None:
-    """Each rank's own state, with its own statistics, goes back; and what is in no file stays."""
+def test_buffers_may_differ_between_ranks(plan: str, ranks: int) -> None:
+    """Each rank's own buffers are restored, and values that the state lacks do not change."""
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh, 2)
         best = {name: value.clone() for name, value in session.module.state_dict().items()}
@@ -208,7 +208,7 @@ MOMENTS = [(plan, change) for plan in ("ddp", "zero2", "zero3_gloo") for change 
 @pytest.mark.parametrize(
     ("plan", "change"), [*QUICK_MOMENTS, *full(*(case for case in MOMENTS if case not in QUICK_MOMENTS))]
 )
-def test_moments_and_groups_that_one_rank_has_otherwise(plan: str, change: Change) -> None:
+def test_optimizer_states_that_differ_are_refused(plan: str, change: Change) -> None:
     with one_mesh(PLANS[plan]) as mesh:
         session = trained(plan, mesh)
         saved, as_saved = session.optimizer.state_dict(), moments(session)
@@ -235,8 +235,8 @@ HAD = "RuntimeError: the ranks hold different gradients: loss scale of the gradi
 
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "by_state"), [(3, True), (1, False), *full((2, True), (3, False))])
-def test_a_loss_scale_that_one_rank_has_otherwise(stage: int, by_state: bool) -> None:
-    """One rank loads, or has, another loss scale."""
+def test_loss_scales_that_differ_are_refused(stage: int, by_state: bool) -> None:
+    """One rank loads another loss scale (``by_state``), or sets it in its scaler."""
     model = nn.Linear(4, 3)
     plan = zero(stage, torch.float16).but(scaler=SCALER)
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.125), plan) as session:

@@ -1,9 +1,7 @@
-"""Uses of ``.grad`` that a sharded model cannot serve are errors that say so, on every rank, and change nothing.
+"""``.grad`` of sharded parameters: read, clipped, edited and assigned as in plain PyTorch, also in half precision.
 
-``.grad`` of sharded parameters, read, clipped, edited and assigned as in plain PyTorch, against plain PyTorch.
-
-``.grad`` in half precision: what torch clips is what the optimizer's own method clips.
-A step uses gradients up: a program that goes on as if they were there is told once, every other is left alone.
+Unsupported uses raise on every rank and change nothing. ``step()`` clears gradients, so a loop without ``zero_grad()``
+gets one warning.
 """
 
 import math
@@ -33,7 +31,7 @@ from tests.support.sets import full
 
 @contextmanager
 def ready(plan: Plan, mesh: Mesh) -> Iterator[tuple[nn.Module, Session]]:
-    """A model after its first backward pass."""
+    """Yield a model after its first backward pass."""
     model = seeded(net)
     with sharded(model, sgd(model), plan, mesh) as session:
         session.backward(loss_of(session))
@@ -66,8 +64,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", ["zero3", *full("ddp", "zero2", "zero3_gloo")])
 @on_ranks(2)
-def test_an_optimizer_made_after_sharding(name: str) -> None:
-    """And an update by hand: nothing changes. Without gradients it is as in plain torch."""
+def test_optimizer_made_after_sharding_is_refused(name: str) -> None:
+    """Such an optimizer, and an update without one, raise and change nothing; without gradients they have no effect."""
     with one_mesh(PLANS[name]) as mesh, ready(PLANS[name], mesh) as (model, session):
         before = session.module.state_dict()
         for what, make in OPTIMIZERS.items():
@@ -83,7 +81,7 @@ def test_an_optimizer_made_after_sharding(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero2", *full("ddp", "zero3", "zero3_gloo")])
 @on_ranks(2)
-def test_uses_that_are_refused(name: str) -> None:
+def test_unsupported_uses_of_grad_raise(name: str) -> None:
     plan = PLANS[name]
     gone = r"0\.weight\.grad.*after step\(\) has used it, or zero_grad\(\) dropped it"
     with one_mesh(plan) as mesh, ready(plan, mesh) as (model, session):
@@ -124,7 +122,7 @@ def test_uses_that_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])
 @on_ranks(2)
-def test_gradients_that_are_not_reduced(name: str) -> None:
+def test_grad_after_no_sync_raises(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh, ready(PLANS[name], mesh) as (model, session):
         with session.no_sync():
             session.backward(loss_of(session, 1))
@@ -162,21 +160,21 @@ DIFFERENT: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda model, _, rank: grad(model).copy_(by_rank(rank)),
         ("was given different values on the ranks (norms: rank 0 ",),
     ),
-    # A shard has one owner, whose noise is as good as any.
+    # Each shard has one owner, which alone scales it.
     "scaled": (lambda model, _, rank: grad(model).mul_(by_rank(rank)), ()),
-    # As where ranks compute the same, and a device adds up in another order.
+    # As if a device summed in another order.
     "nearly the same": (lambda model, _, rank: setattr(model[0].weight, "grad", by_rank(rank, 1e-10)), ()),
 }
-"""What ranks do to gradients, and what a step says; without words it is made."""
+"""Changes of gradients, and words of the error of the step; without words the step is applied."""
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"), [("zero3", 2), *full(("zero1", 2), ("zero2", 2), ("zero3_gloo", 2), ("hybrid", 4))]
 )
 @on_ranks()
-def test_ranks_that_change_gradients_differently(name: str, ranks: int) -> None:
+def test_different_edits_on_ranks_raise(name: str, ranks: int) -> None:
     with one_mesh(PLANS[name]) as mesh:
-        # Replicas are not compared with each other.
+        # With replicas (hybrid, 4 ranks), only the last cases apply, because replicas are not compared.
         for what in [*DIFFERENT][3 * (ranks == 4) :]:
             change, words = DIFFERENT[what]
             with ready(PLANS[name], mesh) as (model, session):
@@ -191,14 +189,14 @@ def test_ranks_that_change_gradients_differently(name: str, ranks: int) -> None:
 STEPS, MICRO = 2, 2
 ROWS = {"zero2_host": zero(2).but(state_host_fraction=1.0)}
 ROWS |= {name: PLANS[name] for name in ("ddp", "zero1", "zero3", "hybrid")}
-ROWS["zero3_gloo"] = PLANS["zero3_gloo"].but(same_order=False)  # a module runs on the first rank alone
+ROWS["zero3_gloo"] = PLANS["zero3_gloo"].but(same_order=False)  # one module runs on rank 0 only
 ROWS |= {"zero2_mean": zero(2).but(average="mean"), "zero3_tokens": zero(3).but(average="tokens")}
 ROWS |= {"zero2_scaled": zero(2).but(scaler=SCALER), "zero1_scaled_mean": zero(1).but(scaler=SCALER, average="mean")}
 QUICK = ("zero3", "zero2_mean", "zero2_scaled")
 
 
 class Odd(nn.Module):
-    """A tied weight, a frozen layer, one that nobody uses, one that the first rank alone uses, and a scalar."""
+    """A tied weight, a frozen layer, an unused one, one that only rank 0 uses, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +219,7 @@ class Odd(nn.Module):
 
 Reads = list[float]
 Edit = Callable[[Odd, int], Reads]
-"""Called after each backward pass of a step, with its number."""
+"""A function of the model and the number of the pass, called after each backward pass."""
 
 
 def last(edit: Callable[[Odd], Reads]) -> Edit:
@@ -241,7 +239,7 @@ def norm_of(p: float, foreach: bool | None) -> Edit:
 
 
 def in_two(model: Odd) -> Reads:
-    """Of some parameters only, and not the norm of these."""
+    """Clip a part of the parameters, by a norm that is not theirs."""
     norm = get_total_norm([p.grad for p in model.first.parameters() if p.grad is not None])
     clip_grads_with_norm_(model.parameters(), 0.01, norm * 2)
     return [float(norm), float(clip_grad_norm_([model.scalar], 1e-3)), float(clip_grad_norm_(model.scalar, 1e9))]
@@ -293,7 +291,7 @@ def edit_in_place(model: Odd) -> Reads:
 def assign(model: Odd) -> Reads:
     model.first.bias.grad = torch.arange(8.0, dtype=torch.float64) / 8
     model.first.weight.grad = grad_of(model.first.weight) * 3
-    model.second.weight.grad = grad_of(model.second.weight).detach()  # the same again
+    model.second.weight.grad = grad_of(model.second.weight).detach()  # the same gradient
     model.second.bias.grad = None
     model.unused.bias.grad = torch.full((3,), 0.5, dtype=torch.float64)
     norm = clip_grad_norm_(model.parameters(), 0.5)
@@ -301,7 +299,7 @@ def assign(model: Odd) -> Reads:
 
 
 def clear_all(model: Odd, micro: int) -> Reads:
-    """The gradients of the first pass are dropped as many scripts do it, and those of a module of the second."""
+    """Drop the gradients of the first pass with ``grad = None``, and of one module with zero_grad() in the second."""
     if micro:
         model.second.zero_grad(set_to_none=False)
         model.sometimes.zero_grad()
@@ -312,7 +310,7 @@ def clear_all(model: Odd, micro: int) -> Reads:
 
 
 def every_pass(model: Odd, micro: int) -> Reads:
-    """What is edited between passes is what the next one is added to."""
+    """Edit between passes; the next pass adds to the edited gradients."""
     norm = clip_grad_norm_(model.parameters(), 0.1)
     if not micro:
         model.first.bias.grad = torch.ones(8, dtype=torch.float64)
@@ -342,7 +340,7 @@ def losses(model: Any, rank: int, step: int) -> Iterator[Tensor]:
 
 
 def edits_under(plan: Plan) -> dict[str, Edit]:
-    """Where passes are averaged, what a pass before the last one leaves has no like in plain torch."""
+    """Return the edits; plain torch has no equivalent for edits of earlier passes if passes are averaged."""
     left_out = () if plan.grad.average == "sum" else ("clear", "every pass")
     return {name: edit for name, edit in EDITS.items() if name not in left_out}
 
@@ -385,7 +383,7 @@ def all_edits(plan: Plan) -> list[tuple[dict[str, Tensor], Reads]]:
 
 
 @pytest.mark.parametrize("name", [*QUICK, *full(*[name for name in ROWS if name not in QUICK])])
-def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
+def test_edits_of_grad_equal_plain_torch(name: str) -> None:
     plan, ranks = ROWS[name], 4 if name == "hybrid" else 2
     results = run_ranks(ranks, all_edits, plan)
     for at, (what, edit) in enumerate(edits_under(plan).items()):
@@ -395,8 +393,8 @@ def test_gradients_are_read_and_changed_as_in_plain_torch(name: str) -> None:
         check([each[at][0] for each in results], state, f"{what}, {name}", rtol=1e-9)
 
 
-def test_the_edits_change_what_is_trained() -> None:
-    """Otherwise the comparison above could not fail."""
+def test_edits_of_grad_change_the_training() -> None:
+    """Check that the comparison above can fail."""
     untouched, _ = plain(lambda model, micro: [], 2)
     for what, edit in EDITS.items():
         state, reads = plain(edit, 2)
@@ -409,7 +407,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params, lr=0.05, eps=1e-3)
 
 
-# ---- 16 bits
+# ---- half precision
 
 USES_SCALER = scaler(initial_scale=256.0, max_scale=1024.0)
 HALVES = {
@@ -420,7 +418,7 @@ HALVES = {
 
 
 def clipped(plan: Plan) -> tuple[list[float], list[float], list[Any]]:
-    """Norms of steps before they are clipped, and of what steps apply; what comes of an overflow."""
+    """Return norms before clipping, norms that steps apply, and the results of an overflow."""
     torch.manual_seed(0)
     model, norms, applied = net(), list[float](), list[float]()
     with sharded(model, adam(model.parameters()), plan) as session:
@@ -449,8 +447,8 @@ def clipped(plan: Plan) -> tuple[list[float], list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("name", ["zero1 bf16", "zero3 fp16", *full("zero1 fp16", "zero3 bf16")])
-def test_half_precision(name: str) -> None:
-    """What torch clips is what the optimizer's own method measures, up to the rounding of stored gradients."""
+def test_clipping_in_half_precision(name: str) -> None:
+    """torch's clipping equals clip_grad_by_norm() up to the rounding of stored gradients."""
     for norms, applied, overflown in run_ranks(2, clipped, HALVES[name]):
         assert min(norms) > 0.2 and norms[0] > 1.0
         assert applied == pytest.approx([0.2] * 3, rel=1e-2)
@@ -488,7 +486,7 @@ def _before_pass(session: Session, at: str) -> None:
                     parameter.grad.detach_()
                     parameter.grad.zero_()
     elif at in ("inherited", "inherited foreach"):
-        # As of a wrapper that shares the groups and has torch's own.
+        # A wrapper that shares the groups and inherits torch's zero_grad().
         wrapper = torch.optim.Optimizer([nn.Parameter(torch.zeros(1))], {"foreach": "foreach" in at})
         wrapper.param_groups = session.optimizers[0].param_groups
         wrapper.zero_grad(set_to_none=False)
@@ -516,12 +514,12 @@ def _loop(plan: Plan, at: str) -> tuple[list[str], dict[str, Tensor]]:
                     session.optimizer.zero_grad()
             state = session.module.state_dict()
             if at == "twice":
-                session.optimizer.step()  # plain PyTorch takes the same step twice
+                session.optimizer.step()  # plain PyTorch would apply the same gradients twice
             return _told(caught), state
 
 
 TOLD = ("never", "twice")
-"""Where a loop without ``zero_grad()``, or with a step that no pass is for, is told so once."""
+"""Loops that get the warning once: without ``zero_grad()``, or with a step without a pass."""
 
 
 @pytest.mark.parametrize(
@@ -534,10 +532,10 @@ TOLD = ("never", "twice")
         *full(("zero3", "after forward"), ("zero1", "inherited foreach")),
     ],
 )
-def test_a_loop_without_zero_grad_is_told_once_and_steps_use_their_own_gradients(name: str, at: str) -> None:
+def test_missing_zero_grad_warns_once(name: str, at: str) -> None:
     results = run_ranks(2, _loop, GRADS_ROWS[name], at)
     for told, _ in results:
-        assert told == ([__file__] if at in TOLD else [])  # at the line that steps
+        assert told == ([__file__] if at in TOLD else [])  # the warning is at the line of step()
     model = seeded(_model)
     expected = plain_steps(model, sgd(model), GRADS_STEPS)
     check([state for _, state in results], expected, f"{name}, {at}", 1e-6 if "scaled" in name else 1e-11)

@@ -1,6 +1,6 @@
-"""Ranks that give build different things: an error on every rank, before anything is made, that says what differs.
+"""Ranks with different models, optimizers or plans: build(), or the next step, raises on every rank before a change.
 
-Settings that become different on one rank after build: an error on every rank, in what a step exchanges anyway.
+The error names the setting, the ranks and both values.
 """
 
 import copy
@@ -39,7 +39,7 @@ def adamw(model: nn.Module, **settings: object) -> torch.optim.Optimizer:
 
 
 class Case:
-    """What one rank gives."""
+    """The arguments of build() on one rank."""
 
     def __init__(self, plan: Plan) -> None:
         self.model, self.plan = net(), plan
@@ -50,7 +50,7 @@ class Case:
 
 
 def made_by(make: Callable[[nn.Module], object]) -> Change:
-    """Another optimizer."""
+    """Return a change to another optimizer."""
 
     def change(case: Case) -> None:
         case.make = make
@@ -157,7 +157,7 @@ REFUSED: list[tuple[Change, tuple[str, ...]]] = [
 
 
 def attempt(change: Change, rank: int, mesh: Mesh, plan: Plan) -> tuple[str, str]:
-    """What building says where ``rank`` gives something else; the model is untouched then."""
+    """Return the error of build() with a change on ``rank``; the model must not change."""
     case = Case(plan)
     if mesh.rank == rank:
         change(case)
@@ -171,8 +171,8 @@ def attempt(change: Change, rank: int, mesh: Mesh, plan: Plan) -> tuple[str, str
 
 @on_ranks(2)
 @pytest.mark.parametrize("plan", [zero(2), *full(replicated(), zero(2).but(shared_memory=False))])
-def test_ranks_that_differ_are_named_with_what_and_both_values(plan: Plan) -> None:
-    """All on one mesh: a refusal leaves it usable. At last what does not differ is built and trained."""
+def test_errors_of_build_name_the_rank_and_both_values(plan: Plan) -> None:
+    """All errors occur on one mesh, which stays usable: at the end a model is built on it and trained."""
     with one_mesh(plan) as mesh:
         for change, words in DIFFERENT:
             kind, message = attempt(change, 1, mesh, plan)
@@ -188,7 +188,7 @@ def test_ranks_that_differ_are_named_with_what_and_both_values(plan: Plan) -> No
 
 
 @on_ranks(3)
-def test_the_rank_that_differs_from_most_is_named() -> None:
+def test_error_names_the_rank_in_the_minority() -> None:
     with one_mesh(zero(2)) as mesh:
         kind, message = attempt(other_rate, 0, mesh, zero(2))
     assert kind == "ValueError"
@@ -196,8 +196,8 @@ def test_the_rank_that_differs_from_most_is_named() -> None:
 
 
 @on_ranks(2)
-def test_what_may_differ(tmp_path: object) -> None:
-    """Values, directories, capacities, printing, functions and the user's notes are each rank's own."""
+def test_settings_that_may_differ(tmp_path: object) -> None:
+    """Values, directories, capacities, verbosity, functions and a user's notes may differ between ranks."""
     rank = dist.get_rank()
     disk = DiskPlan(directory=f"{tmp_path}/{rank}", queue_depth=4 + rank)
     plan = zero(2).but(disk=disk, state_disk_fraction=0.5, device_capacity_bytes=10**9 + rank, verbose=bool(rank))
@@ -216,14 +216,14 @@ def test_what_may_differ(tmp_path: object) -> None:
 
 
 @on_ranks(2)
-def test_versions_are_compared() -> None:
+def test_different_versions_of_the_library_raise() -> None:
     with mock.patch.object(build_fingerprint, "__version__", f"0.{dist.get_rank()}"):
         message = told(lambda: build(net(), None, zero(2)), ValueError)
     assert "version of shardwise of the installation is '0.1' on rank 1 and '0.0' on rank 0" in message
 
 
 @on_ranks(2)
-def test_ranks_that_want_different_meshes_are_told() -> None:
+def test_different_meshes_raise() -> None:
     rank = dist.get_rank()
     for second, words in (
         (MeshPlan(dp_shard=1, dp_replicate=2), ("rank 0: {'dp_replicate': 1, 'dp_shard': 2, ",) * 2),
@@ -287,12 +287,12 @@ def step(session: Session) -> None:
 
 
 def drift(session: Session, change: Callable[[Session], None]) -> None:
-    """Every rank clips, after a pass; the rest is changed on one rank, before a step."""
+    """Clip on every rank after a pass; make any other change on one rank before a step."""
     backward(session)
     if change is clipping:
         change(session)
         session.optimizer.step()
-        backward(session)  # replicas compare at the end of a pass
+        backward(session)  # with ddp, ranks compare settings at the end of a pass
     else:
         session.optimizer.zero_grad()
         if session.mesh.rank == 1:
@@ -302,26 +302,26 @@ def drift(session: Session, change: Callable[[Session], None]) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("plan", ["zero3", "ddp", *full("zero2", "zero2_gloo")])
-def test_a_setting_that_differs_is_told_before_the_update(plan: str) -> None:
+def test_different_optimizer_settings_raise_before_the_update(plan: str) -> None:
     with one_mesh(PLANS[plan]) as mesh:
         for change, expected in DRIFTS:
             session = made(mesh, plan)
             step(session)
             before = session.module.state_dict()
             message = told(lambda session=session, change=change: drift(session, change), ValueError)  # type: ignore[misc]
-            late = plan == "ddp" and change is clipping  # replicas tell at the next pass what came after a pass
+            late = plan == "ddp" and change is clipping  # ddp compares changes after a pass at the next pass only
             assert (" at the last step" in message) == late, message
             message = message.replace(" at the last step", "")
             assert "the ranks would update with different settings: " in message and expected in message, message
-            if not late:  # what was updated otherwise is given to nobody
+            if not late:  # the refused update changed nothing
                 assert_close(session.module.state_dict(), before, 0.0, message)
             session.close()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("plan", ["zero2", "ddp"])
-def test_what_all_ranks_change_alike_is_no_difference_and_nothing_more_is_exchanged(plan: str) -> None:
-    """Nor are notes, functions and what is on one rank for a while."""
+def test_equal_changes_are_allowed_without_extra_communication(plan: str) -> None:
+    """Notes, functions and changes that are undone before the step are allowed, too."""
     with one_mesh(PLANS[plan]) as mesh:
         session = made(mesh, plan)
         step(session)
@@ -356,7 +356,7 @@ DIVERGED = (
 
 
 def uneven(session: Session, counts: list[int]) -> None:
-    """So many passes before each step."""
+    """Run the given numbers of passes before each step."""
     for count in counts:
         for _ in range(count):
             backward(session)
@@ -366,10 +366,8 @@ def uneven(session: Session, counts: list[int]) -> None:
 
 @on_ranks()
 @pytest.mark.parametrize(("plan", "ranks"), [("ddp", 2), *full(("hybrid", 4))])
-def test_replicas_that_step_after_different_numbers_of_passes_go_on_after_a_load(
-    plan: str, ranks: int, tmp_path: Path
-) -> None:
-    """As many passes in sum, so that nobody waits in vain: they were a pass apart for as long as it takes."""
+def test_different_numbers_of_passes_raise_until_a_load(plan: str, ranks: int, tmp_path: Path) -> None:
+    """The sums of passes are equal, so that no rank waits for ever; without the check the ranks stay out of sync."""
     with one_mesh(PLANS[plan]) as mesh:
         session = made(mesh, plan)
         session.checkpoints.save(tmp_path, "first")

@@ -1,8 +1,6 @@
-"""Checkpoints of Hugging Face's own Trainer and of accelerate go on in sharded sessions as in plain torch.
+"""Checkpoints of other libraries in sharded sessions: training continues as in plain torch.
 
-torch DCP with real FSDP2 at two ranks: what it saves is read, and what is written here it loads.
-
-Checkpoints of other formats load into sharded sessions of any kind.
+Formats: Hugging Face's Trainer, accelerate, torch DCP of FSDP2 and torchtitan (read and written), safetensors, torch.
 """
 
 from pathlib import Path
@@ -50,7 +48,7 @@ def gpt2() -> nn.Module:
 
 
 def decayed(model: nn.Module) -> list[dict[str, Any]]:
-    """The groups of Trainer: with weight decay, without."""
+    """Return Trainer's parameter groups: with and without weight decay."""
     named = list(model.named_parameters())
     outside = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     kept = [name for name, p in named if id(p) not in outside and "bias" not in name]
@@ -70,7 +68,7 @@ def linear(optimizer: Any) -> torch.optim.lr_scheduler.LambdaLR:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """checkpoint-2 and checkpoint-12, so that the last by number is not the last by name."""
+    """Train with checkpoints up to checkpoint-12, so that the last by number is not the last by name."""
     transformers = pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("trainer")
     arguments = transformers.TrainingArguments(
@@ -105,10 +103,10 @@ def plain(path: Path) -> dict[str, Tensor]:
 
 @on_ranks()
 @pytest.mark.parametrize(("ranks", "stage", "converted"), [(2, 3, False), (2, 3, True), *full((1, 2, False))])
-def test_a_trainers_directory_goes_on_as_in_torch(
+def test_trainer_directory_resumes_as_in_torch(
     trained: Path, tmp_path: Path, ranks: int, stage: int, converted: bool
 ) -> None:
-    """Of itself, and in our own format, where it is still numbered."""
+    """Load Trainer's directory, or its conversion to the native format, which keeps the step number."""
     last, root = trained / "checkpoint-12", trained
     if converted:
         root = tmp_path / "step-12"
@@ -133,7 +131,7 @@ def test_a_trainers_directory_goes_on_as_in_torch(
 
 
 @on_ranks(2)
-def test_the_parts_of_a_trainers_directory_one_by_one(trained: Path) -> None:
+def test_booster_loads_model_optimizer_and_scheduler_of_trainer(trained: Path) -> None:
     model: Any = gpt2()
     optimizer: Any = adamw(model)
     booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
@@ -146,7 +144,7 @@ def test_the_parts_of_a_trainers_directory_one_by_one(trained: Path) -> None:
     booster.close()
 
 
-def test_inspect_of_a_trainers_directory(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_a_trainer_directory(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert detect_format(trained) == "trainer" == detect_format(trained / "checkpoint-4")
     assert main(["checkpoint", "inspect", str(trained)]) == 0
     said = capsys.readouterr()
@@ -188,7 +186,7 @@ def update(model: Any, backward: Any, optimizers: Any, number: int) -> None:
 def accelerated(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Tensor]]:
-    """checkpoints/checkpoint_0 to _10, and the weights that the run had three updates after the last."""
+    """Save checkpoint_0 to checkpoint_10; return the directory and the weights three updates later."""
     accelerate = pytest.importorskip("accelerate")
     root = tmp_path_factory.mktemp("accelerate")
     config = accelerate.utils.ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True)
@@ -206,7 +204,7 @@ def accelerated(
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_accelerates_directory_goes_on(accelerated: tuple[Path, dict[str, Tensor]], stage: int) -> None:
+def test_accelerate_directory_resumes(accelerated: tuple[Path, dict[str, Tensor]], stage: int) -> None:
     root, expected = accelerated
     assert detect_format(root) == "accelerate" == detect_format(root / "checkpoints" / "checkpoint_3")
     model = Net()
@@ -258,12 +256,12 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer, flat: bool) -> t
 
 
 def _full(value: Any) -> Any:
-    # A copy: step counts are changed in place by the next step.
+    # A copy, because the next step changes step counts in place.
     return value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
 
 
 def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Model and optimizer as our own formats name them."""
+    """Return model and optimizer state under the names of the native format."""
     found = {f"model/{name}": _full(value) for name, value in get_model_state_dict(model).items()}
     for name, entry in get_optimizer_state_dict(model, optimizer)["state"].items():
         found |= {f"optimizer/0/{name}/{key}": _full(value) for key, value in entry.items()}
@@ -271,7 +269,7 @@ def _flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
 
 
 def _content(states: dict[str, Any], optimized: dict[str, Any], flat: bool) -> dict[str, Any]:
-    """torchtitan has the model's names at the top."""
+    """Return the content of a DCP checkpoint; torchtitan has the model's names at the top level."""
     return {**states, "optimizer": optimized} if flat else {"model": states, "optim": optimized}
 
 
@@ -281,7 +279,7 @@ def _loss(model: nn.Module) -> float:
 
 @on_ranks(2)
 @pytest.mark.parametrize("flat", [False, *full(True)], ids=["fsdp2", "torchtitan"])
-def test_fsdp2_comes_and_goes(flat: bool, tmp_path: Path) -> None:
+def test_fsdp2_checkpoints_are_read_and_written(flat: bool, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     model, optimizer = _built(1)
     for _ in range(3):
@@ -323,7 +321,7 @@ def _holds(source: CheckpointSource, truth: dict[str, Tensor]) -> None:
 
 
 class Tied(nn.Module):
-    """Embedding and head share a weight; a buffer and an odd size beside them."""
+    """Embedding and head share a weight; there is a buffer of odd size."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -345,7 +343,7 @@ CASES = [(kind, *run) for kind in ("once", "twice", "torch") for run in RUNS]
 
 @on_ranks()
 @pytest.mark.parametrize(("kind", "ranks", "stage"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
-def test_weights_of_others(tmp_path: Path, kind: str, ranks: int, stage: int) -> None:
+def test_safetensors_and_torch_weights_load(tmp_path: Path, kind: str, ranks: int, stage: int) -> None:
     expected, path = Tied(7).state_dict(), tmp_path / ("model.pt" if kind == "torch" else "model.safetensors")
     if dist.get_rank() == 0:
         stored = {n: v.clone() for n, v in expected.items() if kind != "once" or n != "head.weight"}
@@ -357,5 +355,5 @@ def test_weights_of_others(tmp_path: Path, kind: str, ranks: int, stage: int) ->
     assert restored is not None and restored.missing == () and restored.unexpected == ()
     assert_close(session.module.state_dict(), expected, 0.0, f"{kind} into stage {stage}")
     session.backward(session.module(torch.tensor([1, 2, 3])).sum())
-    session.optimizer.step()  # and it can be trained
+    session.optimizer.step()  # the loaded model can be trained
     session.close()

@@ -1,6 +1,7 @@
-"""One directory for all ranks: who does not see it is named, other tags are told, and one save at a time goes in.
+"""The directory of a checkpoint: shared by all ranks, one save at a time, with a user's own files in it.
 
-Files of another origin in a directory that a save replaces: taken along at once, whatever happens meanwhile.
+* Errors name the ranks that do not see the directory, or that give another tag.
+* A save that replaces a tag keeps the files in it that are not the checkpoint's, even if the process is killed.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ ROOT = "runs"
 
 @contextlib.contextmanager
 def inside(folder: str, host: int) -> Iterator[None]:
-    """A relative path is one of that host's own."""
+    """Change to a directory of this host, so that relative paths differ between hosts."""
     before, place = os.getcwd(), os.path.join(folder, f"host-{host}")
     os.makedirs(place, exist_ok=True)
     os.chdir(place)
@@ -53,7 +54,7 @@ def stop(run: Run) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("of", [[0, 1, 0, 1], *full([0, 0, 0, 1])])
-def test_ranks_that_do_not_see_the_directory_are_named_on_every_rank(tmp_path: Path, of: list[int]) -> None:
+def test_all_ranks_name_the_ranks_that_do_not_see_the_directory(tmp_path: Path, of: list[int]) -> None:
     ranks = "ranks 1, 3 of 4 do" if sum(of) == 2 else "rank 3 of 4 does"
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), of[mesh.rank]):
         run, files = begin(mesh), PortableFiles()
@@ -88,7 +89,7 @@ A, B = ("one", "a", None), ("one", "b", None)
     ],
     ids=["tags", "roots", "steps"],
 )
-def test_ranks_that_name_different_checkpoints_save_none(
+def test_different_tags_on_ranks_are_refused(
     given: tuple[tuple[str, str | None, int | None], ...], wanted: str, tmp_path: Path
 ) -> None:
     with one_mesh(PLANS["zero3"]) as mesh, inside(str(tmp_path), 0):
@@ -96,7 +97,7 @@ def test_ranks_that_name_different_checkpoints_save_none(
         root, tag, step = given[mesh.rank]
         error = ValueError if given[0][0] == given[1][0] else CheckpointError
         raises(error, wanted, run.saver.save, root, tag, step=step)
-        mesh.mesh_group.exchange_object(0)  # rank 0 removes what it had made
+        mesh.mesh_group.exchange_object(0)  # rank 0 removes its unfinished files
         there = [name for each in ("one", "two") if os.path.isdir(each) for name in os.listdir(each)]
         assert set(there) <= {"latest"}
         assert "manifest.json" in os.listdir(run.saver.save("all", "after"))
@@ -104,8 +105,8 @@ def test_ranks_that_name_different_checkpoints_save_none(
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_a_second_save_into_the_directory_is_refused_while_one_is_written(tmp_path: Path, fail: bool) -> None:
-    """Of another process or of another model; the one that is under way ends as if nothing had been tried."""
+def test_concurrent_save_into_the_same_directory_is_refused(tmp_path: Path, fail: bool) -> None:
+    """The second save is another process's or another model's; it does not affect the first one."""
     first, second = (build(nn.Linear(3, 2), None, zero(3)) for _ in range(2))
     files = Held()
     saver = Checkpointer(first, files)
@@ -127,8 +128,9 @@ def test_a_second_save_into_the_directory_is_refused_while_one_is_written(tmp_pa
 
 
 def put(folder: Path) -> dict[str, bytes]:
-    """A user's files: plain, in folders of folders, empty folders, links to something, to nothing and to a folder, a
-    hidden one, one of another mode, and names that nearly are the checkpoint's."""
+    """Create files of a user and return them: nested and empty folders, links to a file, a folder and nothing, a hidden
+    file, other modes, and names similar to the checkpoint's.
+    """
     (folder / "logs" / "deep" / "er").mkdir(parents=True)
     (folder / "empty").mkdir()
     (folder / "pieces-7.safetensors").mkdir()
@@ -136,7 +138,7 @@ def put(folder: Path) -> dict[str, bytes]:
     for name in names:
         (folder / name).write_text(name)
     (folder / "secret").write_bytes(b"1")
-    (folder / "secret").chmod(0 if os.geteuid() == 0 else 0o400)  # which root alone can read, and copy
+    (folder / "secret").chmod(0 if os.geteuid() == 0 else 0o400)  # only root can read and copy it
     (folder / "logs" / "deep" / "er").chmod(0o500)
     (folder / "to-notes").symlink_to("notes")
     (folder / "to-nothing").symlink_to("/no/such/file")
@@ -145,7 +147,7 @@ def put(folder: Path) -> dict[str, bytes]:
 
 
 def user_files(folder: Path) -> dict[str, Any]:
-    """What is in ``folder`` and not the checkpoint's: by path its kind, mode and content."""
+    """Return mode and content of everything in ``folder`` that is not the checkpoint's, by path."""
     found: dict[str, Any] = {}
     for place, folders, files in os.walk(folder):
         for name in [*folders, *files]:
@@ -159,7 +161,7 @@ def user_files(folder: Path) -> dict[str, Any]:
 
 
 class NoLinks(FileSystem):
-    """A file system without hard links copies; one without an exchange of names renames twice."""
+    """A file system without hard links and without an exchange of names."""
 
     def link(self, path: str, place: str) -> None:
         shutil.copy2(path, place, follow_symlinks=False)
@@ -169,9 +171,7 @@ class NoLinks(FileSystem):
 
 
 @pytest.mark.parametrize("files", [FileSystem(), NoLinks()], ids=["links", "copies"])
-def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
-    session: Session, tmp_path: Path, files: FileSystem
-) -> None:
+def test_replaced_tag_keeps_user_files(session: Session, tmp_path: Path, files: FileSystem) -> None:
     saver = Checkpointer(session, files)
     saver.save(tmp_path, "best", user_state=1)
     before = put(tmp_path / "best")
@@ -188,11 +188,11 @@ def test_a_tag_that_is_saved_again_keeps_what_is_not_the_checkpoints(
 
 
 class Killed(BaseException):
-    """As good as: nothing is put back or tidied up after it."""
+    """A simulated kill: no cleanup runs after it."""
 
 
 class Dying(FileSystem):
-    """The process ends before the call number ``left``; ``change`` runs when names were exchanged."""
+    """End the process before its system call number ``left``."""
 
     def __init__(self, exchanging: bool) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Dying(FileSystem):
                 return False
             if self.left == 0:
                 self.dead = True
-            if self.dead and name != "close":  # the system closes what a process had open
+            if self.dead and name != "close":  # the kernel closes the files of a process that ends
                 raise Killed
             self.left -= 1
             result = found(*args)
@@ -228,11 +228,11 @@ class Dying(FileSystem):
         *full(pytest.param(True, 1, id="True"), pytest.param(False, 1, id="False")),
     ],
 )
-@mock.patch.object(os, "fsync", lambda fd: None)  # it is called and counted, and takes no time
-def test_a_kill_at_any_call_loses_neither_checkpoint_nor_files(
+@mock.patch.object(os, "fsync", lambda fd: None)  # still called and counted, but fast
+def test_kill_at_any_call_keeps_checkpoint_and_user_files(
     session: Session, tmp_path: Path, exchanging: bool, every: int
 ) -> None:
-    """Before every call of a save in turn, or some; the save that follows has them all where they were."""
+    """Kill a save before each call, or before some; the next save has checkpoint and files in place."""
     at, visible = 0, 0
     root, best = tmp_path / "run", tmp_path / "run" / "best"
     Checkpointer(session).save(root, "best", user_state=0)
@@ -265,7 +265,7 @@ def _refusing(path: str, place: str) -> None:
     raise PermissionError(1, "Operation not permitted", path)
 
 
-def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(session: Session, tmp_path: Path) -> None:
+def test_user_files_that_cannot_be_kept_raise_and_the_old_checkpoint_stays(session: Session, tmp_path: Path) -> None:
     files = FileSystem()
     saver, best = Checkpointer(session, files), tmp_path / "best"
     saver.save(tmp_path, "best", user_state=1)
@@ -286,7 +286,7 @@ def test_what_cannot_be_taken_along_is_an_error_and_the_old_checkpoint_stays(ses
     assert restored is not None and restored.user_state == 1
 
 
-def test_conversions_and_other_formats_take_them_along_too(session: Session, tmp_path: Path) -> None:
+def test_conversions_and_other_formats_keep_user_files(session: Session, tmp_path: Path) -> None:
     Checkpointer(session).save(tmp_path / "runs", "a")
     for _ in range(2):
         with open_checkpoint(tmp_path / "runs" / "a") as source:

@@ -1,6 +1,7 @@
-"""Masters and optimizer state that wait in host memory between steps, on two ranks, against runs that do not move.
+"""Resources of a session: ``offload_states`` between steps, and what sessions release if they are dropped or fail.
 
-Sessions that are dropped without ``close()`` give everything back; so do those that could not be built.
+Training with states that move to host memory between steps equals training without. Sessions that are dropped without
+``close()``, and builds that fail, release descriptors, shared mappings and threads.
 """
 
 import gc
@@ -39,7 +40,7 @@ CASES = [(0, {}), (2, {"bf16": {"enabled": True}}), (3, {}), (3, {"fp16": {"enab
 
 
 def trained(stage: int, more: dict[str, Any], moving: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The weights and the state after steps, between which everything moves and comes back."""
+    """Train, and move the states between steps if ``moving``; return weights and optimizer state."""
     rank = dist.get_rank()
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -75,17 +76,17 @@ def moves(engine: deepspeed.DeepSpeedEngine, x: torch.Tensor, step: int) -> None
     after = session.memory()
     device, host = before.by_tier["device"], after.by_tier["host"]
     moved = [kind for kind in ("masters", "optimizer state") if device.get(kind)]
-    # fp32 shards that are updated in place are parameters, and stay.
+    # fp32 shards without masters are the parameters, and stay.
     assert "optimizer state" in moved and ("masters" in moved) == (engine.bfloat16_enabled() or engine.fp16_enabled())
     for kind in moved:
         assert host[kind] == device[kind] and kind not in after.by_tier["device"]
     assert after.copied_bytes == 0 and before.master_bytes == after.master_bytes
-    assert torch.equal(engine(x), expected)  # evaluation goes on
-    assert engine.optimizer.state_dict()["state"]  # and so does saving
+    assert torch.equal(engine(x), expected)  # evaluation still works
+    assert engine.optimizer.state_dict()["state"]  # and so does state_dict()
     for call in (lambda: engine.backward(engine(x).float().sum()), engine.step):
         raises(RuntimeError, "offloaded to host memory", call)
     engine.zero_grad()
-    engine.offload_states()  # nothing is left to move
+    engine.offload_states()  # no effect: everything is moved already
     engine.reload_states()
     engine.reload_states()
     assert session.memory().by_tier["device"].items() >= {kind: device[kind] for kind in moved}.items()
@@ -100,7 +101,7 @@ def every_case() -> list[Any]:
     return [(trained(stage, more, False), trained(stage, more, True)) for stage, more in CASES]
 
 
-def test_state_that_was_away_is_as_it_was() -> None:
+def test_offloaded_states_do_not_change_training() -> None:
     for results in run_ranks(RANKS, every_case):
         for (stage, more), (stayed, moved) in zip(CASES, results, strict=True):
             assert_close(moved[0], stayed[0], 0.0, f"stage {stage}, {more}")
@@ -122,7 +123,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def held() -> Held:
-    """What this process has of what a system counts."""
+    """Return the numbers of this process's descriptors, shared mappings and threads."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         shared = sum("memfd:" in line or "/dev/shm" in line for line in maps)
     threads = [each for each in threading.enumerate() if "shardwise" in each.name]
@@ -130,7 +131,7 @@ def held() -> Held:
 
 
 def engine_plans(directory: str) -> dict[str, Plan]:
-    """One of each kind that makes something of its own."""
+    """Return plans that each create resources of another kind."""
     return {
         "ddp": replicated(),
         "zero1": zero(1),
@@ -153,11 +154,11 @@ def of_plan(plan: Plan, mesh: Mesh | None = None) -> None:
     model = net()
     session = build(model, optimizer_of(model), plan, mesh)
     train(session)
-    session.module(torch.randn(2, 5)).square().mean().backward()  # a pass that no step follows
+    session.module(torch.randn(2, 5)).square().mean().backward()  # a pass without a step
 
 
 def asynchronous(plan: Plan, directory: str) -> None:
-    """With a save in the background, whose communicator is its own."""
+    """Save asynchronously, with a communicator of its own."""
     model = net()
     session = build(model, optimizer_of(model), plan)
     session.checkpoints.save(directory, "a", use_async=True)
@@ -165,7 +166,7 @@ def asynchronous(plan: Plan, directory: str) -> None:
 
 
 def of_group(plan: Plan) -> None:
-    """Over a process group: its members make communicators among themselves."""
+    """Train over a process group whose members create communicators among themselves."""
     group = dist.new_group(list(range(dist.get_world_size())))
     model = net()
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm, group)
@@ -201,13 +202,13 @@ def of_sharded_model() -> None:
 
 
 def of_lightning(plan: Plan) -> None:
-    """What a strategy makes; its mesh is kept for the next run of the Trainer, once for each division of the ranks."""
+    """Train as a strategy does, which keeps one mesh per layout of ranks for later runs of the Trainer."""
     model = net()
     train(shard(model, [optimizer_of(model)], plan, torch.device("cpu")).session)
 
 
 def failing(plan: Plan) -> None:
-    """The last optimizer cannot be wrapped; before it everything else was made."""
+    """Fail at the last optimizer, which cannot be wrapped, after everything else was created."""
     model = net()
 
     class Odd(torch.optim.AdamW):
@@ -221,7 +222,7 @@ def failing(plan: Plan) -> None:
 
 
 def uses(directory: str, shared: bool) -> dict[str, Callable[[], None]]:
-    """By name, what makes a session and drops it."""
+    """Return functions that create a session and drop it, by name."""
     found: dict[str, Callable[[], None]] = {}
     for name, plan in engine_plans(directory).items():
         found[name] = partial(of_plan, plan.but(shared_memory=None if shared else False))
@@ -242,7 +243,7 @@ def uses(directory: str, shared: bool) -> dict[str, Callable[[], None]]:
 
 
 def drop_all(directory: str, shared: bool, times: int) -> dict[str, tuple[Held, Held]]:
-    """What is held after the first of each use, and after ``times`` more, where that is more."""
+    """Return the resources before and after ``times`` uses, for each use after which there are more."""
     different = {}
     for name, use in uses(directory, shared).items():
         use()
@@ -252,7 +253,7 @@ def drop_all(directory: str, shared: bool, times: int) -> dict[str, tuple[Held, 
         for _ in range(times):
             use()
         end = time.monotonic() + SECONDS
-        while True:  # threads and sockets end a moment after they were told to
+        while True:  # threads and sockets end with a short delay
             gc.collect()
             after = held()
             if all(after[what] <= before[what] for what in before) or time.monotonic() > end:
@@ -268,13 +269,13 @@ def drop_all(directory: str, shared: bool, times: int) -> dict[str, tuple[Held, 
 @pytest.mark.parametrize(
     "shared", [pytest.param(True, id="shared memory"), pytest.param(False, id="gloo", marks=pytest.mark.full)]
 )
-def test_what_is_dropped_is_given_back(tmp_path: Path, shared: bool, times: int) -> None:
+def test_dropped_sessions_release_their_resources(tmp_path: Path, shared: bool, times: int) -> None:
     assert run_ranks(2, drop_all, str(tmp_path), shared, times, timeout=600.0) == [{}, {}]
 
 
 @on_ranks(2)
-def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
-    """Rank 1 drops its mesh while rank 0 waits for it there."""
+def test_peer_of_a_dropped_group_raises() -> None:
+    """Rank 1 drops its mesh while rank 0 waits in a fence."""
     plan = zero(3)
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     if dist.get_rank() == 1:
@@ -285,7 +286,7 @@ def test_a_peer_does_not_wait_for_a_group_that_was_dropped() -> None:
 
 
 @on_ranks(2)
-def test_what_is_closed_says_so() -> None:
+def test_closed_sessions_raise() -> None:
     for plan in (zero(2), zero(3)):
         model = net()
         with sharded(model, optimizer_of(model), plan) as session:

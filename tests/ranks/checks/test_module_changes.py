@@ -1,8 +1,8 @@
-"""Modules and parameters that come, go or move after sharding: as in plain torch, or an error that names them.
+"""Modules and parameters that are added, removed or moved after sharding: as in plain torch, or an error names them.
 
-LoRA on packed experts (peft's ``target_parameters``), which puts a parametrization around each forward pass.
-torch's own data parallelism left around a model that is sharded: refused, since it would train by gradients of 0.
-What ``unshard()`` has given back stays as it is, whatever is asked of the session.
+Also: LoRA on packed experts (peft's ``target_parameters``), which parametrizes around each forward pass; torch's data
+parallelism around a sharded model, which is refused because it would train with zero gradients; and ``unshard()``,
+after which the session no longer changes the model.
 """
 
 import copy
@@ -57,7 +57,7 @@ class Net(nn.Module):
         return self.head(x + self.extra(x))
 
 
-# ---- errors
+# ---- refused changes
 
 
 def replace_module(model: Net) -> None:
@@ -65,7 +65,7 @@ def replace_module(model: Net) -> None:
 
 
 def resize(model: Net) -> None:
-    """As Hugging Face's resize_token_embeddings."""
+    """Replace the embedding as Hugging Face's resize_token_embeddings does."""
     old, model.words = model.words, nn.Embedding(8, 6).double()
     with torch.no_grad():
         model.words.weight[:5] = old.weight
@@ -76,7 +76,7 @@ def remove_module(model: Net) -> None:
 
 
 def add_adapter(model: Net) -> None:
-    """As peft: the old layer becomes a part of the new one."""
+    """Wrap the head as peft does: the old layer becomes a part of the new one."""
     base, model.head = model.head, nn.Sequential(nn.Linear(6, 6).double())
     model.head.append(base)
 
@@ -107,18 +107,18 @@ WRONG: list[tuple[Callable[[Net], None], str, bool]] = [
     (parametrized, "head", True),
     (unfreeze, "extra.weight", False),
 ]
-"""Change, what the message names, and whether a forward pass tells it already."""
+"""A change, the name in the message, and whether a forward pass raises it already."""
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", STAGES)
-def test_parameters_that_come_or_go_are_refused(name: str) -> None:
+def test_added_or_removed_parameters_are_refused(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
         for change, parameter, at_once in WRONG:
             model = seeded(Net)
             with sharded(model, sgd(model), PLANS[name], mesh) as session:
                 session.backward(loss_of(session))
-                # What resize() copies is not there at ZeRO-3.
+                # At ZeRO-3 the weight that resize() copies has to be gathered.
                 with session.module.gathered() if change is resize else nullcontext():
                     change(model)
                 calls = [session.optimizer.step, session.module.state_dict, partial(loss_of, session)]
@@ -133,11 +133,11 @@ def test_parameters_that_come_or_go_are_refused(name: str) -> None:
             assert "guest.weight (2, 2)" in told(session.module.state_dict)
 
 
-# ---- what goes on as in plain torch
+# ---- allowed changes
 
 
 class Logged(nn.Module):
-    """Wraps a module and makes a buffer and a module of its own on the way."""
+    """Wrap a module; create a buffer and a module in the first forward pass."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def changed(model: Net) -> Net:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", STAGES)
-def test_what_has_nothing_to_train_may_come_and_go(name: str) -> None:
+def test_modules_without_trainable_parameters_may_change(name: str) -> None:
     plain, model = seeded(Net), seeded(Net)
     torch.manual_seed(5)
     expected = plain_steps(changed(plain), adam(plain), 3)
@@ -185,7 +185,7 @@ def frozen_for_a_while(session: Session, model: Net) -> None:
 
 
 def frozen_before_backward(session: Session, model: Net) -> None:
-    """Between a step's forward and backward passes: in its second pass, then in its only one."""
+    """Freeze between forward and backward: in the second pass of a step, then in its only pass."""
     for step in range(4):
         for index in range(2 - step % 2):
             loss = session.module(data(session.mesh.rank, step, index)).square().mean()
@@ -198,7 +198,7 @@ def frozen_before_backward(session: Session, model: Net) -> None:
 
 
 def thawing_plainly(late: bool) -> dict[str, Tensor]:
-    """With ``late`` as in :func:`frozen_before_backward`."""
+    """Train with plain torch; ``late`` freezes as :func:`frozen_before_backward` does."""
     model = seeded(Net)
     optimizer = sgd(model)
     for step in range(4):
@@ -222,7 +222,7 @@ def thawing_plainly(late: bool) -> dict[str, Tensor]:
         *full(("zero3_gloo", frozen_for_a_while), ("zero3_gloo", frozen_before_backward)),
     ],
 )
-def test_parameters_that_are_frozen_for_a_while(name: str, train: Callable[[Session, Net], None]) -> None:
+def test_temporarily_frozen_parameters(name: str, train: Callable[[Session, Net], None]) -> None:
     model = seeded(Net)
     with sharded(model, sgd(model), PLANS[name]) as session:
         train(session, model)
@@ -267,7 +267,7 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", full("zero2", "zero3", "zero3_tensor", "zero3_gloo"))
-def test_adapters_of_experts_train_as_plainly(name: str, tmp_path: Path) -> None:
+def test_lora_on_packed_experts_equals_plain_torch(name: str, tmp_path: Path) -> None:
     plain, model = adapted(), adapted()
     optimizer = optimizer_of(plain)
     with sharded(model, optimizer_of(model), PLANS[name]) as session:
@@ -296,7 +296,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 
 
-# ---- as the model, or in it
+# ---- wrappers of torch as the model, or in it
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DistributedDataParallel": DDP,
@@ -307,7 +307,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @on_ranks()
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", list(WRAPPERS))
-def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None:
+def test_wrapped_models_are_refused(kind: str, ranks: int) -> None:
     model = seeded(net)
     wrapped = WRAPPERS[kind](model)
     for outer, name in ((wrapped, ""), (nn.Sequential(wrapped), "0")):
@@ -317,11 +317,11 @@ def test_a_model_in_a_wrapper_of_torch_is_refused(kind: str, ranks: int) -> None
     assert not any(vars(module).get("_is_sharded") for module in model.modules())
 
 
-# ---- around it
+# ---- DDP around the model
 
 
 class Outer(nn.Module):
-    """Has no attributes of the module in it."""
+    """A wrapper without the attributes of its inner module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def train(session: Session, step: int) -> None:
     ("name", "ranks"),
     [("ddp", 1), ("zero2", 2), ("zero3", 2), *full(("ddp", 2), ("zero1", 1), ("zero1", 2), ("zero2", 1), ("zero3", 1))],
 )
-def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ranks: int) -> None:
+def test_ddp_around_a_sharded_model_is_refused(name: str, ranks: int) -> None:
     plain, model = seeded(net), seeded(net)
     before = DDP(model) if name in RESIDENT else None
     with one_mesh(PLANS[name]) as mesh:
@@ -357,7 +357,7 @@ def test_ddp_around_a_sharded_model_is_refused_and_changes_nothing(name: str, ra
             expected = plain_steps(plain, adam(plain), 2, ranks=ranks)
             assert_close(session.module.state_dict(), expected, 1e-11, name)
             session.unshard()
-        DDP(model)(data(mesh.rank, 0)).sum().backward()  # it is the user's again
+        DDP(model)(data(mesh.rank, 0)).sum().backward()  # the model is unsharded
         assert model[0].weight.grad is not None and model[0].weight.grad.abs().sum() > 0
 
 
@@ -367,7 +367,7 @@ def enter(session: Session, write_back: bool) -> None:
 
 
 def loss(session: Session) -> Tensor:
-    """Of the model that was given back."""
+    """Return the loss of the unsharded model."""
     return session.model(torch.ones(2, 6, dtype=torch.float64)).sum()
 
 
@@ -410,9 +410,8 @@ def state_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero3", *full("zero2", "kept")])
-def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) -> None:
-    """At ZeRO-3 the weights became NaN, after an error that said they had been moved, or after none; or nothing
-    happened."""
+def test_session_calls_after_unshard_raise(name: str, tmp_path: Path) -> None:
+    """Regression: at ZeRO-3 some of these calls set the weights to NaN, with or without an error."""
     with one_mesh(EACH[name]) as mesh:
         for use, call in USES.items():
             model = seeded(net)
@@ -429,16 +428,17 @@ def test_what_unshard_gave_back_is_not_taken_again(name: str, tmp_path: Path) ->
                 values, grads = state_of(model)
                 message = told(partial(call, session, tmp_path), Exception)
                 assert "Sequential is no longer sharded since unshard()" in message, (use, message)
-                session.unshard()  # does nothing
+                session.unshard()  # no effect
                 session.drop_gathered()
             for found, before in zip(state_of(model), (values, grads), strict=True):
                 assert_close(found, before, 0.0, f"after {use}")
 
 
 @on_ranks(2)
-def test_the_old_optimizer_says_that_it_has_parts_alone() -> None:
-    """It would update pieces that are of no model, and nothing would be trained. After close() alone the parameters
-    have no values at ZeRO-3, and a new optimizer is of no use."""
+def test_step_of_the_old_optimizer_raises_after_close_and_unshard() -> None:
+    """Its step() would update shards of no model. After close() the ZeRO-3 parameters have no values, so that the error
+    asks for a new build, and not only for a new optimizer.
+    """
     anew = "make a new one on model.parameters()"
     closed = "model that was closed: build it again, with a new one"
     for end, name, words in (

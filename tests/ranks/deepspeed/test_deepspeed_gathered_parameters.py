@@ -1,4 +1,4 @@
-"""``zero.GatheredParameters`` gathers what it was given and nothing else: values, bytes, blocks inside each other."""
+"""``zero.GatheredParameters`` and ``zero.Init``: gathered parameters, bytes, changes, nested blocks, errors."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 RANKS = 3
-WIDTH, LR = 48, 0.5  # sizes that divide by the ranks and need no padding
+WIDTH, LR = 48, 0.5  # sizes are multiples of the ranks, so there is no padding
 Gathered = deepspeed.zero.GatheredParameters
 
 
@@ -55,7 +55,7 @@ def one_step(engine: deepspeed.DeepSpeedEngine, step: int = 0) -> float:
 
 
 def plain_step(model: nn.Module, ranks: int, step: int = 0) -> list[float]:
-    """All ranks' batches in one process."""
+    """Train one step in one process on the batches of all ranks."""
     losses = [model(inputs(rank, step)).square().mean() for rank in range(ranks)]
     torch.autograd.backward([loss / ranks for loss in losses])
     with torch.no_grad():
@@ -74,7 +74,7 @@ def whole(params: Sequence[nn.Parameter]) -> list[bool]:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("live", [0, *full(10**9)])
-def test_a_loop_gathers_each_parameter_once(live: int) -> None:
+def test_loop_gathers_one_parameter_at_a_time(live: int) -> None:
     expected = dict(net().named_parameters())
     with engine_of(3, live=live) as (engine, model):
         pool = engine.session.engine.pool
@@ -92,7 +92,7 @@ def test_a_loop_gathers_each_parameter_once(live: int) -> None:
             traffic = engine.session.traffic()
             sent = traffic["all_gather"]
             assert sent == 4 * param.numel() * (RANKS - 1) // RANKS
-            assert sum(traffic.values()) - sent <= 1024, traffic  # what ranks tell each other besides
+            assert sum(traffic.values()) - sent <= 1024, traffic  # small exchanges of the ranks
         assert pool.peak_gathered_bytes == 4 * max(param.numel() for param in params)
         assert_close(engine.state_dict(), net().state_dict(), 0.0, "behind the loop")
         one_step(engine)
@@ -116,7 +116,7 @@ BEFORE, OTHER = [(1, {}), (3, {}), (3, DISK)], [(0, {}), (2, {}), (3, HOST)]
         *full(*((*each, False) for each in BEFORE), *((*each, half) for each in OTHER for half in (False, True))),
     ],
 )
-def test_a_change_of_one_parameter_is_trained(stage: int, zero: dict[str, Any], half: bool, tmp_path: Path) -> None:
+def test_changes_of_the_modifier_rank_are_trained(stage: int, zero: dict[str, Any], half: bool, tmp_path: Path) -> None:
     zero = {key: value | {"nvme_path": str(tmp_path)} for key, value in zero.items()}
     rank, dtype = dist.get_rank(), torch.bfloat16 if half else torch.float32
     expected = net()
@@ -126,9 +126,9 @@ def test_a_change_of_one_parameter_is_trained(stage: int, zero: dict[str, Any], 
             if rank == 1:
                 model[2].weight[3:5].fill_(0.25)
             elif rank == 0:
-                model[2].weight.zero_()  # another rank's changes are lost
+                model[2].weight.zero_()  # changes of another rank are lost
         before["2.weight"][3:5] = 0.25
-        # Masters keep what was not changed unrounded, on ranks that have shown the modifier's values.
+        # Unchanged masters stay unrounded, also on ranks that received values of the modifier rank.
         assert_close(engine.state_dict(), before, 0.0, "a change of one parameter")
         with Gathered(model.parameters()):
             shown = {name: param.detach().float() for name, param in model.named_parameters()}
@@ -163,11 +163,11 @@ def test_changes_without_a_modifier_rank_are_lost() -> None:
         one_step(engine)
 
 
-# ---- blocks inside each other, and inside of passes
+# ---- nested blocks
 
 
 @on_ranks(2)
-def test_blocks_inside_each_other() -> None:
+def test_nested_blocks() -> None:
     rank = dist.get_rank()
     with engine_of(3) as (engine, model):
         a, b, c, d = params = list(model.parameters())
@@ -185,7 +185,7 @@ def test_blocks_inside_each_other() -> None:
                 assert all(whole(params))
             assert whole(params) == [True, True, False, False]
         assert not any(whole(params))
-        # Of what an outer block has the inner ones gather nothing.
+        # Inner blocks do not gather what an outer block has gathered.
         once = 4 * (a.numel() + b.numel() + 2 * c.numel() + d.numel())
         assert engine.session.traffic()["all_gather"] == once // dist.get_world_size() * (dist.get_world_size() - 1)
         first, second = Gathered([a, b]), Gathered([b, c])
@@ -239,7 +239,7 @@ def test_initialize_inside_zero_init() -> None:
 
 
 class Written(nn.Module):
-    """Writes to its parameters while it is built, as a model for zero.Init does."""
+    """A model whose constructor writes to its parameters, as models for zero.Init do."""
 
     def __init__(self, written: int) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Written(nn.Module):
 
 
 @on_ranks(2)
-def test_parameters_that_are_written_to_inside_zero_init() -> None:
+def test_constructor_writes_parameters_inside_zero_init() -> None:
     torch.manual_seed(3)
     plain = Written(1).state_dict()
     torch.manual_seed(3)
@@ -265,13 +265,13 @@ def test_parameters_that_are_written_to_inside_zero_init() -> None:
         model = Written(dist.get_rank() + 1)
     assert model.last.weight.is_meta and not model.scale.is_meta
     engine = deepspeed.initialize(model=model, config=config(3))[0]
-    # The first rank's, which are those of plain torch, as are random numbers after them.
+    # The values of rank 0 are those of plain torch, and so are the random numbers after them.
     assert_close(engine.state_dict(), plain, 0.0, "parameters that a constructor wrote to")
     close(engine)
 
 
 @on_ranks(2)
-def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> None:
+def test_failed_block_of_the_modifier_rank_raises_on_all_ranks() -> None:
     with deepspeed.zero.Init():
         model = small_net()
     error = "what rank 0 cannot give"
@@ -282,7 +282,7 @@ def test_a_block_that_fails_is_told_to_the_ranks_that_wait_for_its_values() -> N
     ):
         if dist.get_rank() == 0:
             raise TypeError(error)
-    dist.barrier()  # the program's own group works
+    dist.barrier()  # the process group still works
 
 
 @on_ranks(2)
@@ -291,7 +291,7 @@ def test_gathered_parameters_without_an_engine(second: int) -> None:
     with deepspeed.zero.Init():
         if second:
             model: nn.Module = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(3, second, bias=False))
-        else:  # a copy, as nn.TransformerEncoder makes them
+        else:  # copies of a layer, as nn.TransformerEncoder makes them
             layer = nn.Linear(3, 4, bias=False)
             model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).layers  # type: ignore[arg-type]
     params = list(model.parameters())
@@ -306,7 +306,7 @@ def test_gathered_parameters_without_an_engine(second: int) -> None:
 
 
 @on_ranks(2)
-def test_different_parameters_without_an_engine_are_an_error() -> None:
+def test_different_parameters_on_ranks_are_refused() -> None:
     with deepspeed.zero.Init():
         params = list(nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)).parameters())
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Checkpoints of models whose layers are cut: saved under one layout of ranks, they go on under any other."""
+"""Checkpoints of tensor-parallel models: a run saved under one layout of ranks continues under any other."""
 
 import re
 from functools import partial
@@ -27,16 +27,16 @@ from tests.support.tensor_runs import flat, plan_of, train, training
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"
 States = tuple[dict[str, Any], dict[str, Any]]
-"""Everything as it was saved or loaded, and after two more steps."""
+"""The full state when it was saved or loaded, and after two more steps."""
 
 
 def directory(root: str) -> str:
-    """For the disk tier."""
+    """Return the directory of the disk tier."""
     return root + "-disk"
 
 
 def parts_are_of(session: Session, state: dict[str, Any]) -> list[str]:
-    """Parameters of which this rank holds something else than its part of ``state``, zeros where that is padded."""
+    """Return the parameters whose local values are not this rank's part of ``state``, zeros in the padding."""
     with session.module.gathered():
         facts = zip(session.names(), session.params, session.engine.shards.layout.facts, strict=True)
         values = [(names[0], param.detach().clone(), fact.part) for names, param, fact in facts]
@@ -45,7 +45,7 @@ def parts_are_of(session: Session, state: dict[str, Any]) -> list[str]:
 
 
 def saved(root: str, name: str, tied: bool) -> States:
-    """On one rank."""
+    """Train, save and train on, on one rank; return both states."""
     with training(plan_of(name, directory(root)), tied) as session:
         train(session, 0, 2)
         saver = Checkpointer(session)
@@ -57,11 +57,11 @@ def saved(root: str, name: str, tied: bool) -> States:
 
 
 def loaded(root: str, names: list[str], tied: bool) -> list[States]:
-    """The same of runs that go on."""
+    """Load under each plan, train on, and return the same states."""
     found = []
     for name in names:
         with training(plan_of(name, directory(root)), tied, seed=8) as session:
-            train(session, 50, 51)  # what is restored replaces what is there
+            train(session, 50, 51)  # the load replaces this state
             saver = Checkpointer(session)
             restored = saver.load(root)
             assert restored is not None and restored.user_state == "mine"
@@ -100,7 +100,7 @@ FULL = ("zero1 tp2", "zero3 tp2 disk")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *full(*FULL), *campaign("zero2 tp2 small", "zero3 tp4")])
-def test_a_run_goes_on_under_any_layout(tmp_path: Path, name: str) -> None:
+def test_run_continues_under_any_layout(tmp_path: Path, name: str) -> None:
     """fp64: padded and tied vocabulary, six heads over four ranks, matrices fused in rows and in columns."""
     tied = list(CASES).index(name) % 2 == 0
     root = str(tmp_path / "root")
@@ -111,12 +111,12 @@ def test_a_run_goes_on_under_any_layout(tmp_path: Path, name: str) -> None:
     assert verify(f"{root}/here") == []
     check(run_ranks(4, loaded, root, CASES[name], tied, timeout=240.0), CASES[name], states[0], steps=True)
     check(run_ranks(1, loaded, root, ["zero3 tp1"], tied), ["zero3 tp1"], states[0], steps=True)
-    if name == "zero3 tp4":  # three ranks divide a step's batches in another way
+    if name == "zero3 tp4":  # three ranks split the batches of a step differently
         check(run_ranks(3, loaded, root, ["zero3 tp3"], tied, timeout=240.0), ["zero3 tp3"], states[0], steps=False)
 
 
 @pytest.mark.parametrize("name", [*full("zero2 tp2 bf16"), *campaign("zero3 tp2 bf16 disk")])
-def test_masters_of_half_parameters_come_back_under_other_layouts(tmp_path: Path, name: str) -> None:
+def test_master_weights_are_restored_under_other_layouts(tmp_path: Path, name: str) -> None:
     root = str(tmp_path / "root")
     states = run_ranks(4, saved, root, name, False, timeout=240.0)
     loads = ["zero3 tp4 bf16", "zero1 tp1 bf16 host"]
@@ -124,15 +124,15 @@ def test_masters_of_half_parameters_come_back_under_other_layouts(tmp_path: Path
     check(run_ranks(1, loaded, root, ["zero1 tp1 bf16"], False), ["zero1 tp1 bf16"], states[0], steps=False)
 
 
-def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
-    """Of matrices that are cut in their columns too; the file says how, and the documented reader has the whole."""
+def test_a_ranks_parts_are_stored_in_few_pieces(tmp_path: Path) -> None:
+    """Column-split matrices, too: the manifest describes the split, and the documented reader returns full tensors."""
     root = str(tmp_path / "root")
     states = run_ranks(4, saved, root, "zero3 tp2", False, timeout=240.0)
     manifest = read_manifest(f"{root}/here")
     assert manifest.cuts["model/blocks.0.out.weight"].ranges == (((0, 12),), ((12, 24),))
     assert manifest.cuts["model/blocks.1.qkv.weight"].dim == 1, "three matrices side by side in the columns"
     assert "optimizer/0/blocks.0.out.weight/exp_avg" in manifest.cuts and "model/embedding.weight" not in manifest.cuts
-    # Each part of a matrix cut in its columns is divided once, over two shards; of three fused in rows each is.
+    # Each column-split part is divided once, over two shards; so is each of three matrices fused in rows.
     assert all(len(manifest.pieces[name]) <= 4 for name in manifest.cuts)
     assert max(len(pieces) for pieces in manifest.pieces.values()) <= 3 * 2 * 2
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), flags=re.S)
@@ -142,7 +142,7 @@ def test_what_a_rank_holds_is_stored_in_few_pieces(tmp_path: Path) -> None:
     assert not differences({n: torch.from_numpy(v) for n, v in read.items()}, {n: states[0][0][n] for n in read})
 
 
-# ---- files of others
+# ---- Hugging Face files
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -151,8 +151,8 @@ def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
 
 @on_ranks(4, timeout=240.0)
 @pytest.mark.parametrize("name", ["zero1 tp2", *full("zero3 tp4 small")])
-def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> None:
-    """Files in Hugging Face's names hold what the plain model's state has, and are taken over."""
+def test_huggingface_files_equal_the_plain_model(tmp_path: Path, name: str) -> None:
+    """Files under Hugging Face's names have the plain model's state, and load."""
     with training(plan_of(name, directory(str(tmp_path))), True) as session:
         run, files, adam = EngineRun(session), PortableFiles(), tmp_path / "adam.safetensors"
         train(session, 0, 2)
@@ -170,7 +170,7 @@ def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> 
         assert not differences(session.module.state_dict(), state)
         optimizer_state = session.optimizer.state_dict()
         files.save_optimizer(run, 0, partial(write_single_optimizer, path=adam), "save", use_async=True)
-        train(session, 3, 4)  # while it is written
+        train(session, 3, 4)  # during the asynchronous save
         files.load_optimizer(run, str(adam))
         assert not differences(tensors_of(session.optimizer.state_dict()), tensors_of(optimizer_state))
         shapes = sorted(tuple(value.shape) for value in load_file(adam).values() if value.dim())
@@ -179,11 +179,11 @@ def test_model_files_are_those_of_the_plain_model(tmp_path: Path, name: str) -> 
         files.close()
 
 
-# ---- what several ranks hold alike
+# ---- parts that several ranks share
 
 
 class Shared(nn.Module):
-    """Two key heads for four ranks: as rows, as columns, and as a bias."""
+    """Two key heads on four ranks: as rows, as columns, and as a bias."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -202,10 +202,8 @@ class SharedParts:
 
 @on_ranks(4)
 @pytest.mark.parametrize(("tp", "others"), [(4, (4, 2, 1)), (2, (4,))])
-def test_what_several_ranks_hold_is_stored_once_and_comes_back_to_all(
-    tmp_path: Path, tp: int, others: tuple[int, ...]
-) -> None:
-    """Also to a rank that is not the first to hold it."""
+def test_shared_parts_are_stored_once_and_loaded_by_all(tmp_path: Path, tp: int, others: tuple[int, ...]) -> None:
+    """Ranks that did not write the shared part load it, too."""
     plain = Shared(1).state_dict()
     for seed, each in ((1, tp), *((2, other) for other in others)):
         plan = zero(3).but(tp=each, tensor=TensorPlan(architecture=SharedParts()))

@@ -1,11 +1,10 @@
-"""Frozen weights that travel in 8 bits or less (``compress_frozen``): a plain model whose frozen weights were rounded
-in the same blocks gives the same losses, gradients, norms and parameters; bytes by the formula; states, files and what
-is written back are made of the bits that were loaded.
+"""Frozen parameters, sparse buffers and averaged models.
 
-Frozen parameters of any dtype, and of classes of their own, are sharded as floating-point ones are.
-
-Sparse buffers (a graph's edges): rank 0's on all ranks as dense ones are, or refused before anything is moved.
-torch's ``AveragedModel`` of a model that computes in 16 bits: an average of fp32 values, as the limits page says.
+* ``compress_frozen``: losses, gradients, norms and parameters equal those of a plain model whose frozen weights are
+  rounded in the same blocks; bytes equal the formula; states, files and write-backs have the unrounded values.
+* Frozen parameters of any dtype, and of subclasses, are sharded like floating-point ones.
+* Sparse buffers (edges of a graph) are broadcast from rank 0 like dense ones, or refused before the model changes.
+* torch's ``AveragedModel`` of a 16-bit model has to average the fp32 state dicts.
 """
 
 import copy
@@ -34,18 +33,21 @@ from tests.support.sets import full
 from tests.support.steps import take_steps
 from tests.support.tier_setup import with_tiers
 
-RTOL = 1e-11  # what is computed is fp64: nothing but the order of sums differs
+RTOL = 1e-11  # computed in fp64: only the order of sums differs
 WIDTH, HIDDEN, WORDS, STEPS = 6, 37, 11, 3
 ODD = torch.int8, torch.float64
 
 
 class Codes(nn.Parameter):
-    """As packed weights have it: numbers whose bits mean something else."""
+    """A subclass as for packed weights, whose bits have another meaning."""
 
 
 class Adapted(nn.Module):
-    """A frozen base with trained adapters: fp32 and bf16 weights, small ones, one of no element, packed ones; trained
-    ones, a buffer and what is computed are fp64."""
+    """A frozen base with trained adapters.
+
+    Frozen: fp32 and bf16 weights, small, empty and packed ones. Trained parameters, the buffer and the computation are
+    fp64.
+    """
 
     def __init__(self, dtype: torch.dtype, packed: bool = False) -> None:
         super().__init__()
@@ -99,11 +101,11 @@ def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """With what is frozen in its groups, as programs have it that give it all parameters."""
+    """Return an optimizer that has the frozen parameters in its groups, too."""
     return torch.optim.Adam(model.parameters(), lr=0.05, eps=0.05)
 
 
-# ---- the oracle: blocks of 128 from the beginning of each rank's shard, each with the least power of two that fits
+# ---- the reference: blocks of 128 from the start of each shard, each scaled by the least power of two that fits
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
@@ -120,7 +122,7 @@ def in_blocks(shard: Tensor, format_: str) -> Tensor:
 
 
 class Shape(NamedTuple):
-    """A chunk as the oracle needs it: slots as (name, start, end) and where shards begin."""
+    """A chunk for the reference: slots as (name, start, end), and the offsets of the shards."""
 
     dtype: torch.dtype
     trainable: bool
@@ -150,7 +152,7 @@ def narrow(shape: Shape) -> bool:
 
 @torch.no_grad()
 def round_frozen(model: nn.Module, found: list[Shape], format_: str) -> set[str]:
-    """Names of what it has rounded."""
+    """Round the frozen weights; return the names of the rounded ones."""
     params, names = dict(model.named_parameters()), set[str]()
     for shape in found:
         if not narrow(shape):
@@ -167,7 +169,7 @@ def round_frozen(model: nn.Module, found: list[Shape], format_: str) -> set[str]
 
 
 class Told(NamedTuple):
-    """Losses of a rank by step, and one after the last without gradients; by step gradients and their norm; the end."""
+    """Losses of a rank by step, with an evaluation after the last; gradients and norms by step; the final state."""
 
     losses: list[float]
     gradients: list[dict[str, Tensor]]
@@ -176,7 +178,7 @@ class Told(NamedTuple):
 
 
 def plainly(model: nn.Module, ranks: int) -> Told:
-    """Losses of rank 0."""
+    """Train with plain torch; the losses are those of rank 0."""
     optimizer, result = optimizer_of(model), Told([], [], [], {})
     for step in range(STEPS):
         losses = [loss_of(model, rank, step) for rank in range(ranks)]
@@ -249,7 +251,7 @@ Result = tuple[Told, list[Shape], dict[str, Tensor]]
 
 
 def trainings(plan: Plan) -> list[Result]:
-    """Over mapped memory and over messages."""
+    """Train over shared memory, then over gloo."""
     found = []
     for shared in (True, False):
         with one_mesh(plan.but(shared_memory=shared)) as mesh:
@@ -263,13 +265,13 @@ def check(results: list[list[Result]], name: str, format_: str) -> None:
     assert {each.split(".")[-1] for each in rounded} >= {"weight", "base"} and not any(map(is_trained, rounded))
     unrounded, used = plainly(net(), ranks), {n: p.detach().clone() for n, p in plain.named_parameters()}
     expected = plainly(plain, ranks)
-    assert abs(unrounded.losses[0] - expected.losses[0]) > 1e-5  # which no wrong way makes up for
+    assert abs(unrounded.losses[0] - expected.losses[0]) > 1e-5  # the rounding is visible
     own = {key: value for key, value in expected.state.items() if is_trained(key)}
     for rank, result in enumerate(results):
         for found, _, before in result:
             for key, value in before.items():
                 assert torch.equal(value, used[key]), (name, rank, key)
-                assert is_trained(key) or torch.equal(found.state[key], exact[key])  # what was loaded
+                assert is_trained(key) or torch.equal(found.state[key], exact[key])  # unrounded
             if rank == 0:
                 assert found.losses == pytest.approx(expected.losses, rel=RTOL)
             assert found.norms == pytest.approx(expected.norms, rel=RTOL)
@@ -282,13 +284,13 @@ CASES = ["straddling", "host", "int4", *full("modules", "tensors", "disk", "capa
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_plain_model_with_rounded_weights_gives_the_same(name: str, tmp_path: Path) -> None:
+def test_compress_frozen_equals_a_plain_model_with_rounded_weights(name: str, tmp_path: Path) -> None:
     results = run_ranks(2, trainings, plans(str(tmp_path))[name])
     check(results, name, name if name in LARGEST else "int8")
 
 
 @on_ranks(2)
-def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
+def test_gather_sends_one_byte_per_element_and_per_block() -> None:
     plan = zero(3).but(shared_memory=False, compress_frozen="int8", gathered_fraction=0.0)
     for each in (plan, plan.but(compress_frozen=None)):
         model, expected = net(), 0
@@ -303,7 +305,7 @@ def test_a_gather_sends_a_byte_a_number_and_one_a_block() -> None:
 
 
 @on_ranks(2)
-def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+def test_checkpoints_have_unrounded_values_and_resume(tmp_path: Path) -> None:
     plan, folder = zero(3).but(compress_frozen="int8"), tmp_path / "saved"
     with one_mesh(plan) as mesh:
         model, whole = net(), Told([], [], [], {})
@@ -323,7 +325,7 @@ def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) 
             assert torch.equal(again.state[key], whole.state[key]), key
             assert is_trained(key) or torch.equal(again.state[key], value), key
             assert torch.equal(dict(other.named_parameters())[key], again.state[key]), key
-        plain = net(seed=9)  # the files have what was loaded, for whoever reads them
+        plain = net(seed=9)  # the files have unrounded values for any reader
         with sharded(plain, optimizer_of(plain), zero(2), mesh) as session:
             session.checkpoints.load(folder)
             state = session.module.state_dict()
@@ -331,18 +333,18 @@ def test_files_have_what_was_loaded_and_a_run_goes_on_from_them(tmp_path: Path) 
 
 
 @on_ranks(2)
-def test_what_is_not_written_keeps_its_bits(tmp_path: Path) -> None:
+def test_write_back_keeps_unrounded_values(tmp_path: Path) -> None:
     for name in ("modules", "tensors", "host", "disk", "second copy"):
         plan = plans(str(tmp_path))[name]
         model = net()
         with one_mesh(plan) as mesh, sharded(model, optimizer_of(model), plan, mesh) as session:
             expected = {n: v.clone() for n, v in session.module.full_state() if isinstance(v, Tensor)}
             with session.module.gathered(write_back=True), torch.no_grad():
-                model.layers[1].base.fill_(0.3)  # a number that bf16 does not have; 8 bits do not have that one
+                model.layers[1].base.fill_(0.3)  # not a bf16 number, and its bf16 value is not an 8-bit one
             expected["layers.1.base"].fill_(0.3)
             same(session, expected, name)
             with session.module.gathered(), torch.no_grad():
-                model.layers[0].base.zero_()  # no part of the model
+                model.layers[0].base.zero_()  # not written back
             same(session, expected, name)
             one = session.one(model.layers[0].back.weight)
             assert one is not None and torch.equal(one.value(), expected["layers.0.back.weight"])
@@ -365,7 +367,7 @@ def same(session: Session, expected: dict[str, Tensor], what: str) -> None:
         assert not isinstance(value, Tensor) or torch.equal(value, expected[key]), (what, key)
 
 
-def test_what_cannot_be() -> None:
+def test_invalid_compress_frozen_is_refused() -> None:
     for plan in (zero(2), replicated()):
         with pytest.raises(ValueError, match=r"compress_frozen='int8' with gathered_fraction=1\.0: frozen"):
             plan.but(compress_frozen="int8")
@@ -380,7 +382,7 @@ NUMEL = 24
 
 
 class NumbersCodes(nn.Parameter):
-    """As packed weights have it: a class that makes something else of what is done to it."""
+    """A subclass as for packed weights, which overrides what operations do."""
 
     def to(self, *args: object, **kwargs: object) -> Tensor:
         raise AssertionError(f"packs itself on its way to {args}")
@@ -391,7 +393,7 @@ class NumbersCodes(nn.Parameter):
 
 
 class Lookup(nn.Module):
-    """Its table is read by rows; a second tensor is the same memory, and is read in the table's place."""
+    """Reads its table by rows; ``follows`` adds a second tensor with the same memory, which is read instead."""
 
     def __init__(self, dtype: torch.dtype, follows: bool) -> None:
         super().__init__()
@@ -406,12 +408,12 @@ class Lookup(nn.Module):
         codes = self.codes if beside is None else beside
         out = _Scaled.apply(x, codes) if beside is not None else x @ _real(codes)
         if beside is not None:
-            self.codes.data = beside  # as layers of 8-bit weights do
+            self.codes.data = beside  # as layers with 8-bit weights do
         return (out * self.scale) @ _real(codes).t()
 
 
 class _Scaled(torch.autograd.Function):
-    """Keeps what it was given where no hook sees it."""
+    """Keep the table in ctx, where no saved-tensor hook sees it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
@@ -445,7 +447,7 @@ def numbers_plans(folder: str) -> list[Plan]:
 
 
 def wrong_uses(session: Session, model: nn.Module) -> None:
-    """A write to what is not gathered, and numbers of another kind."""
+    """Write to a parameter that is not gathered, and load another dtype."""
     state = session.module.state_dict()
     with torch.no_grad():
         model[1].codes.zero_()
@@ -455,7 +457,7 @@ def wrong_uses(session: Session, model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
+def test_frozen_parameters_of_every_dtype_are_sharded(tmp_path: Path) -> None:
     model = seeded(numbers_net)
     wanted = plain_steps(model, sgd(model), 2)
     for number, plan in enumerate(numbers_plans(str(tmp_path))):
@@ -474,7 +476,7 @@ def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
                     wrong_uses(session, model)
                 if number < 2:
                     session.unshard()
-                    mean_square(model, 0, 0).backward()  # what followed parameters is theirs again
+                    mean_square(model, 0, 0).backward()  # attributes of parameters share their memory again
                     assert_close(dict(model.state_dict()), trained, 0.0, "unsharded")
             other = seeded(numbers_net, 7)
             with sharded(other, sgd(other), plan, mesh) as session:
@@ -482,7 +484,7 @@ def test_frozen_numbers_of_every_dtype_are_sharded(tmp_path: Path) -> None:
                 assert_close(session.module.state_dict(), trained, 1e-11, f"loaded under plan {number}")
 
 
-def test_what_cannot_be_sharded_is_refused() -> None:
+def test_unpacked_and_wrapper_subclasses_are_refused() -> None:
     model = seeded(numbers_net)
     model[1].codes = give_subclass(NumbersCodes, torch.zeros(6, 4))
     model[1].codes.bnb_quantized = False
@@ -523,7 +525,7 @@ def sharded_graph(model: nn.Module, stage: int = 1) -> Session:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
-def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> None:
+def test_nonpersistent_sparse_buffers_are_broadcast(ranks: int, tmp_path: Path) -> None:
     init_distributed()
     for stage, kind in ((1, "coo"), (3, "csr"), (3, "csc")):
         plain, model = Graph(kind, 1.0), Graph(kind, 1.0 + dist.get_rank())
@@ -540,7 +542,7 @@ def test_sparse_buffers_of_no_state_are_rank_0s(ranks: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
-def test_others_are_refused_by_name(ranks: int) -> None:
+def test_persistent_or_different_sparse_buffers_are_refused(ranks: int) -> None:
     init_distributed()
     for kind in MAKE:
         model = Graph(kind, 1.0, persistent=True)
@@ -555,8 +557,8 @@ def test_others_are_refused_by_name(ranks: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
-def test_an_average_of_masters_and_what_an_average_of_16_bits_says(stage: int) -> None:
-    """The average of a copy is held against one made by hand."""
+def test_averaged_model_of_state_dicts(stage: int) -> None:
+    """The reference averages the state dicts by a formula."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     plain, average = copy.deepcopy(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))

@@ -1,8 +1,7 @@
-"""A model without its optimizers in the session's own format: what is saved is what is trained, masters in full.
+"""Checkpoints that fit a session in part: a model without optimizers, and optimizers that changed after the save.
 
-Optimizers that differ from those that were saved: state goes by the parameters' names, and what is new is said.
-
-The oracle is plain torch, whose state is handed on by name.
+A model alone is saved with its full-precision masters. Optimizer state is loaded by the parameters' names, and a
+warning names parameters that start without state. The reference is plain torch with state copied by name.
 """
 
 import copy
@@ -34,7 +33,7 @@ State = dict[str, Tensor]
 
 
 def model() -> nn.Module:
-    """In fp32, its first layer frozen."""
+    """Return an fp32 model with a frozen first layer."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 2))
     net[0].requires_grad_(False)
@@ -46,8 +45,8 @@ QUICK = [(name, 1 + number % 2) for number, name in enumerate(NAMES)]
 
 @on_ranks()
 @pytest.mark.parametrize(("name", "ranks"), [*QUICK, *full(*((name, 3 - ranks) for name, ranks in QUICK))])
-def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path: Path) -> None:
-    """Trained two steps, so that masters are not what 16 bits can hold; saved twice without the optimizer."""
+def test_model_only_checkpoint_has_full_precision_masters(name: str, ranks: int, tmp_path: Path) -> None:
+    """After two steps the masters have values that 16 bits cannot represent; both saves omit the optimizer."""
     net, plan = model(), plans(f"{tmp_path}/disk")[name]
     with sharded(net, adam(net), plan) as session:
         for _ in range(2):
@@ -78,7 +77,7 @@ def test_a_model_alone_is_saved_as_it_is_trained(name: str, ranks: int, tmp_path
             assert_close({n: state[n] for n in saved}, saved, 0.0, tag)
 
 
-def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path: Path) -> None:
+def test_load_without_optimizer_state_warns(tmp_path: Path) -> None:
     net = model()
     with sharded(net, adam(net), zero(1)) as session:
         Checkpointer(ModelOnly(session)).save(tmp_path, "one")
@@ -88,8 +87,8 @@ def test_optimizers_that_keep_their_state_beside_other_weights_are_told(tmp_path
             session.checkpoints.load(tmp_path, "one", strict=False)
 
 
-def test_a_static_loss_scale_is_the_plans(tmp_path: Path) -> None:
-    """That of a run whose scale moved replaced it, for good."""
+def test_static_loss_scale_is_not_loaded(tmp_path: Path) -> None:
+    """A load must not replace a static scale with the dynamic scale of another run."""
     moving = plans(str(tmp_path))["fp16"]
     fixed = moving.but(scaler=dataclasses.replace(SCALER, initial_scale=64.0, min_scale=64.0, max_scale=64.0))
     for plan, before, after in ((moving, 256.0, 128.0), (fixed, 64.0, 64.0), (moving, 256.0, 128.0)):
@@ -113,7 +112,7 @@ ROWS = 6
 
 
 class Net(nn.Module):
-    """``head`` is there where it is asked for."""
+    """A network with an optional ``head``."""
 
     def __init__(self, head: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -148,7 +147,7 @@ def two(m: Net) -> list[Optimizer]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run that saved, the one that goes on, what of its options is expected, and words of the warning."""
+    """Optimizers of the saving and the loading run, expected options after the load, and words of the warning."""
 
     before: Callable[[Net], Any]
     after: Callable[[Net], Any]
@@ -158,7 +157,7 @@ class Case:
     net_after: ByName = dataclasses.field(default_factory=dict)
 
 
-LATER = {"lr": 2e-3}  # what a schedule made of it until the save
+LATER = {"lr": 2e-3}  # the learning rate that a schedule set before the save
 CASES = {
     "new layer": Case(adamw, adamw, (LATER,), ("start without state: head.weight, head.bias",), {}, {"head": True}),
     "newly frozen": Case(
@@ -192,7 +191,7 @@ CASES = {
     ),
 }
 ANEW = {"newly frozen": {"body.weight", "body.bias"}, "one becomes two": {"last.weight", "last.bias"}}
-"""Of which no state is handed on, although there is some."""
+"""Parameters whose saved state is not loaded."""
 
 
 def several(made: Any) -> list[Optimizer]:
@@ -222,7 +221,7 @@ def named_state(model: nn.Module, optimizers: list[Optimizer]) -> ByName:
 
 
 def expected(name: str, steps: int) -> tuple[ByName, ByName]:
-    """Plain torch: values, and state by name, right after the load (``steps=0``) or later."""
+    """Return values and state by name of plain torch, right after the load (``steps=0``) or ``steps`` later."""
     case = CASES[name]
     model = net(**case.net_before)
     optimizers = several(case.before(model))
@@ -279,13 +278,13 @@ def as_one(state: ByName) -> dict[str, Tensor]:
 
 
 def go_on(root: Path, name: str, plan: Plan, mesh: Mesh, form: str, rtol: float) -> None:
-    """With the warning on the first rank."""
+    """Load, compare with plain torch and train on; only rank 0 warns."""
     model = net(seed=5, **CASES[name].net_after)
     made = CASES[name].after(model)
     listed = numbered(model, several(made))
     session = build(model, made, plan, mesh)
     if name != "new layer":
-        steps_of(session, 50, 51)  # what is there goes
+        steps_of(session, 50, 51)  # the load replaces this state
     path = root / f"{form}{name}"
     with pytest.raises(ValueError, match="does not fit"):
         session.checkpoints.load(path)
@@ -306,7 +305,7 @@ def go_on(root: Path, name: str, plan: Plan, mesh: Mesh, form: str, rtol: float)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case, saved by two ranks; and as DCP, which keeps no classes."""
+    """Save each case with two ranks, natively and as DCP, which does not store classes of optimizers."""
     root = tmp_path_factory.mktemp("saved")
     run_ranks(2, save, str(root), list(CASES))
     for name in CASES:
@@ -321,7 +320,7 @@ PLANS = [("zero3", 2, 1e-11), ("zero1", 3, 1e-11), ("mixed", 2, 1e-11), ("backwa
 
 @on_ranks()
 @pytest.mark.parametrize(("plan", "ranks", "rtol"), [PLANS[0], *full(*PLANS[1:])], ids=[plan for plan, *_ in PLANS])
-def test_state_goes_by_name_and_the_rest_starts_anew(saved: Path, plan: str, ranks: int, rtol: float) -> None:
+def test_optimizer_state_is_loaded_by_name(saved: Path, plan: str, ranks: int, rtol: float) -> None:
     own = {**plans(f"{saved}-disk"), "backward": zero(2).but(update="backward")}[plan]
     with one_mesh(own) as mesh:
         for name in CASES:
@@ -329,7 +328,7 @@ def test_state_goes_by_name_and_the_rest_starts_anew(saved: Path, plan: str, ran
 
 
 @on_ranks(2)
-def test_formats_that_keep_no_classes_go_by_names_and_forms(saved: Path) -> None:
+def test_dcp_optimizer_state_is_loaded_by_name_and_shape(saved: Path) -> None:
     with one_mesh(zero(3)) as mesh:
         for name in CASES:
             if "two" not in name:  # several optimizers become one in DCP

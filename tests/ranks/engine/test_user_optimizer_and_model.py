@@ -1,6 +1,7 @@
-"""What programs do by way of the optimizer that they gave to a build, or of its groups, against plain PyTorch.
+"""The user's own optimizer and model after sharding, against plain PyTorch.
 
-The user's own model, sharded in place: what programs do with it, on all ranks and on one.
+Programs reach gradients, state and hooks through the optimizer that they passed to build(), or its groups; and they use
+the model itself, which is sharded in place, on all ranks or on one.
 """
 
 import copy
@@ -31,11 +32,11 @@ STEPS = 3
 ROWS = {name: PLANS[name] for name in ("ddp", "zero1", "zero2", "zero3", "zero3_straddling")}
 Reads = list[float]
 Habit = Callable[[Any, int], Reads]
-"""Called between backward and step with an optimizer and the number of the step."""
+"""A function of the optimizer and the number of the step, called between backward and step."""
 
 
 class Net(nn.Module):
-    """With a frozen layer in the middle, and a scalar."""
+    """A network with a frozen layer in the middle, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Net(nn.Module):
 
 
 def adam(model: Any) -> torch.optim.Optimizer:
-    """Two groups, with what is frozen among them, as programs have it that give all parameters."""
+    """Return Adam with two groups, which also have the frozen parameters."""
     own = [{"params": [*model.first.parameters(), *model.frozen.parameters()]}]
     own += [{"params": [*model.last.parameters(), model.scalar], "lr": 0.02}]
     return torch.optim.Adam(own, lr=0.05, eps=1e-3)
@@ -57,7 +58,7 @@ def params_of(optimizer: Any) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# ---- by way of the groups
+# ---- gradients through the groups
 
 
 def clip_one_group(optimizer: Any, _step: int) -> Reads:
@@ -93,7 +94,7 @@ def hook(habit: Habit, reads: Reads) -> Any:
 
 
 def check_habit(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool) -> None:
-    """``given``: by way of the user's own object."""
+    """Compare with plain PyTorch; ``given`` uses the user's own optimizer."""
     model = seeded(Net)
     optimizer, reads = adam(model), Reads()
     if hooked:
@@ -118,21 +119,23 @@ def check_habit(plan: Plan, mesh: Mesh, habit: Habit, hooked: bool, given: bool)
 )
 @on_ranks()
 def test_gradients_are_reached_through_the_groups(name: str, hooked: bool, ranks: int) -> None:
-    """Clipping through them returned 0.0 and clipped nothing, and a hook's edits did not count in its step."""
+    """Regression: clipping returned 0.0 and had no effect, and a hook's edits were not used by its step."""
     with one_mesh(ROWS[name]) as mesh:
         for at, habit in enumerate(HABITS):
             check_habit(ROWS[name], mesh, habit, hooked, given=bool(at % 2))
 
 
-# ---- the object that was given
+# ---- the user's optimizer
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["zero3", *full(*[name for name in ROWS if name != "zero3"])])
 @on_ranks()
-def test_the_given_optimizer_answers_as_the_sessions_does(name: str, ranks: int) -> None:
-    """Gradients of a pass are dropped by it, its state is taken and given to a second session. ``zero_grad()`` dropped
-    nothing, and ``state_dict()`` had this rank's parts."""
+def test_user_optimizer_equals_the_sessions_optimizer(name: str, ranks: int) -> None:
+    """Its zero_grad() drops a pass, and its state loads into a second session.
+
+    Regression: ``zero_grad()`` had no effect, and ``state_dict()`` had only this rank's shards.
+    """
     plain = seeded(Net)
     plain_optimizer, plan = adam(plain), ROWS[name]
     plain_steps(plain, plain_optimizer, 2, ranks=ranks)
@@ -168,8 +171,8 @@ def test_the_given_optimizer_answers_as_the_sessions_does(name: str, ranks: int)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", ["zero3", *full("zero2")])
 @on_ranks()
-def test_what_no_sharded_optimizer_has_is_an_error(name: str, ranks: int) -> None:
-    """State of a whole parameter, a state that others could read, a second session."""
+def test_unsupported_uses_of_the_optimizer_state_raise(name: str, ranks: int) -> None:
+    """Refused: state of a full parameter, copies of ``state``, and a second session."""
     model, plan = seeded(Net), ROWS[name]
     optimizer = adam(model)
     with one_mesh(plan) as mesh:
@@ -205,7 +208,7 @@ def test_what_no_sharded_optimizer_has_is_an_error(name: str, ranks: int) -> Non
 
 
 def add_state_hooks(optimizer: Any, seen: list[str]) -> None:
-    """What they are called with counts as it does in torch."""
+    """Register all state hooks; their return values have the same effect as in torch."""
 
     def given(own: Any, state: dict[str, Any]) -> dict[str, Any]:
         seen.append("given")
@@ -223,7 +226,7 @@ def add_state_hooks(optimizer: Any, seen: list[str]) -> None:
 
 @pytest.mark.parametrize("by_session", [False, True])
 @on_ranks(2)
-def test_hooks_on_the_state_are_called(by_session: bool) -> None:
+def test_state_dict_hooks_of_the_optimizer_are_called(by_session: bool) -> None:
     plain, expected = seeded(Net), list[str]()
     own = adam(plain)
     add_state_hooks(own, expected)
@@ -247,7 +250,7 @@ State = dict[str, Tensor]
 
 
 class Body(nn.Module):
-    """A class of the user's, with methods and attributes of its own."""
+    """A user's class with methods and attributes of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +275,7 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def model_plain() -> State:
-    """After :data:`STEPS` steps of one process on all rows, the factor changed after the first."""
+    """Train one process on all rows; the factor changes after the first step."""
     model = body()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for step in range(MODEL_STEPS):
@@ -288,18 +291,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def whole(session: Session) -> State:
-    """Every rank calls it; copies."""
+    """Return a copy of the full state; collective."""
     return {name: value.detach().float().clone() for name, value in session.module.state_dict().items()}
 
 
 def first_alone(session: Session, name: str) -> None:
-    """What the first rank does without the others, who go on to a barrier."""
+    """Use the model on rank 0 alone, while the other ranks wait in a barrier."""
     own: Any = session.model
     state: State = {}
     if dist.get_rank() == 0:
         str(own), str(session.module), dict(own.named_parameters())
         if session.plan.shard.always_gathered:
-            # Before anything else: what a step has left under way has to be waited for.
+            # First, because state_dict() has to wait for the rest of the step.
             state = {key: value.clone() for key, value in own.state_dict().items()}
             assert {value.dtype for key, value in state.items() if key != "offset"} == {own.first.weight.dtype}, name
             first = {key.removeprefix("first."): value for key, value in state.items() if key.startswith("first.")}
@@ -308,7 +311,7 @@ def first_alone(session: Session, name: str) -> None:
         else:
             said = r"state_dict\(\) of the sharded {}.*first.weight.*every rank"
             raises(RuntimeError, said.format("Body"), own.state_dict)
-            names = own.first.state_dict()  # of a layer these alone are there
+            names = own.first.state_dict()  # a layer alone has names and shapes, but no values
             weight = names["weight"]
             assert list(names) == ["weight", "bias"] and weight.shape == own.first.weight.shape
             assert re.search(said.format("Linear"), str(weight))
@@ -333,7 +336,7 @@ def loads(session: Session, name: str) -> None:
     """``load_state_dict`` of the model itself takes full values, masters included, or changes nothing."""
     own: Any = session.model
     before = whole(session)
-    # A buffer has no master, so what it is given is a number of 16 bits.
+    # A buffer has no master, so its new value has to be a 16-bit number.
     given = {key: value + (0.25 if key == "offset" else 1 / 3) for key, value in before.items()}
     assert str(own.load_state_dict(given)) == "<All keys matched successfully>"
     assert_close(whole(session), given, 0.0, f"{name}: loaded")
@@ -347,7 +350,7 @@ def loads(session: Session, name: str) -> None:
     ("stage", "precision"), [(3, "fp32"), (1, "bf16"), *full((3, "bf16"), (1, "fp32"), (2, "bf16"), (0, "fp32"))]
 )
 @on_ranks(RANKS)
-def test_the_sharded_model_is_the_users_own(stage: int, precision: str) -> None:
+def test_sharded_model_is_the_users_object(stage: int, precision: str) -> None:
     name, model = f"stage {stage} in {precision}", body()
     session = shardwise.shard(model, sgd(model), stage=stage, precision=precision)
     own: Any = session.model
@@ -355,7 +358,7 @@ def test_the_sharded_model_is_the_users_own(stage: int, precision: str) -> None:
     assert [each for each, _ in own.named_parameters()] == [each for each, _ in body().named_parameters()]
     dtype = own.first.weight.dtype
     for step in range(MODEL_STEPS):
-        # Called by itself, and by its wrapper.
+        # Call the model itself, and its wrapper.
         run = own if step != 1 else session.module
         session.backward(run(rows(step, dist.get_rank()).to(dtype)).float().square().mean())
         session.optimizer.step()
@@ -370,7 +373,7 @@ def test_the_sharded_model_is_the_users_own(stage: int, precision: str) -> None:
     with torch.no_grad():
         assert torch.equal(own.generate(x), own(x).argmax(-1))
         assert not own.eval().first.training and own.train().first.training
-    session.module.factor = 3.0  # what the model has and its wrapper has not is the model's
+    session.module.factor = 3.0  # the wrapper passes unknown attributes on to the model
     assert own.factor == 3.0 and "factor" not in vars(session.module)
     own.mark = 1
     del session.module.mark

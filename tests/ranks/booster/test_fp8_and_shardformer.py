@@ -1,8 +1,8 @@
-"""use_fp8 behind the plugins: losses beside those of the same run without, which layers multiply so, checkpoints that
-know nothing of it, activation checkpointing, LoRA; and models of torch's own wrappers. fp8_communication likewise.
+"""``use_fp8`` and ``fp8_communication`` behind the plugins, fused norms, and ShardFormer without a Booster.
 
-Fused norms of models that are cut and sharded, against the same model in one process.
-ShardFormer without a Booster: a model cut over a process group, against the same model whole, in fp64.
+* fp8: losses near those of the same run without it, which layers multiply in fp8, checkpoints that do not depend on it.
+* Fused norms of sharded models, against the same model in one process.
+* ShardFormer over a process group, against the unsharded model in fp64.
 """
 
 import warnings
@@ -49,7 +49,7 @@ PLUGINS: dict[str, Callable[[bool], Any]] = {
     "hybrid_tp": lambda on: HybridParallelPlugin(use_fp8=on, **TP, **AGAIN),
     "ddp": lambda on: TorchDDPPlugin(),
     "fsdp": lambda on: TorchFSDPPlugin(),
-    # What the other plugins send is their plan's: tests/ranks/engine compares it, to the bit.
+    # For the other plugins, fp8_communication is a setting of the plan: tests/ranks/engine compares it bit for bit.
     "fsdp sends": lambda on: TorchFSDPPlugin(mixed_precision=MIXED, fp8_communication=on),
     "hybrid_tp sends": lambda on: HybridParallelPlugin(fp8_communication=on, **TP),
     "hybrid_pp sends": lambda on: HybridParallelPlugin(fp8_communication=on, **PP),
@@ -58,7 +58,7 @@ SIZES = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "ti
 
 
 class Products:
-    """Calls of the product in 8 bits."""
+    """Count the calls of ``float8.product``."""
 
     def __init__(self) -> None:
         self.count, self._own = 0, float8.product
@@ -78,7 +78,7 @@ def loss_of(out: Any, _: Any) -> Tensor:
 
 
 def curve(name: str, on: bool, folder: str, steps: int, lr: float) -> tuple[list[float], int]:
-    """The mean losses of a few steps, and the products in 8 bits of the last."""
+    """Return the mean losses of a few steps, and the number of fp8 products in the last step."""
     plugin = PLUGINS[name](on)
     model = made("llama", torch.float32, **SIZES)
     with torch.no_grad():
@@ -122,10 +122,10 @@ def curve(name: str, on: bool, folder: str, steps: int, lr: float) -> tuple[list
 
 @on_ranks(2, timeout=240.0)
 @pytest.mark.parametrize("name", [*full("zero1"), "zero2", *full("gemini"), "hybrid_tp", *full("ddp", "fsdp")])
-def test_losses_fall_as_without(name: str, tmp_path: Path) -> None:
+def test_losses_with_use_fp8(name: str, tmp_path: Path) -> None:
     (plain, none), (eight, products) = (curve(name, on, str(tmp_path), 6, 0.01) for on in (False, True))
-    # Seven in a layer and the head, forward and twice backward; k and v are too narrow where they are cut.
-    whole, cut = 3 * (2 * 7 + 1), 3 * (2 * 5 + 1) + 2 * 5  # and once more forward in layers that are computed again
+    # Seven per layer and the head, one forward and two backward; sharded k and v are too narrow for fp8.
+    whole, cut = 3 * (2 * 7 + 1), 3 * (2 * 5 + 1) + 2 * 5  # checkpointed layers run forward twice
     assert none == 0 and products == (cut if name == "hybrid_tp" else whole)
     assert plain[-1] < 0.95 * plain[0]
     assert plain != eight == pytest.approx(plain, rel=0.05)
@@ -133,15 +133,15 @@ def test_losses_fall_as_without(name: str, tmp_path: Path) -> None:
 
 @on_ranks(timeout=240.0)
 @pytest.mark.parametrize(("name", "ranks"), [("hybrid_pp sends", 2), *full(("fsdp sends", 4), ("hybrid_tp sends", 4))])
-def test_losses_fall_as_without_where_8_bits_are_sent(name: str, ranks: int, tmp_path: Path) -> None:
+def test_losses_with_fp8_communication(name: str, ranks: int, tmp_path: Path) -> None:
     (plain, _), (compressed, _) = (curve(name, on, str(tmp_path), 8, 0.03) for on in (False, True))
     assert plain[-1] < 0.9 * plain[0]
     assert plain != compressed == pytest.approx(plain, rel=0.1)
 
 
 @on_ranks(2)
-def test_gradients_of_torchs_ddp() -> None:
-    """DDP's mean is within the bound, the same on all ranks, and an overflow of one rank reaches all."""
+def test_fp8_communication_of_torch_ddp() -> None:
+    """The mean of DDP is within the error bound and equal on all ranks; an overflow of one rank reaches all."""
     torch.manual_seed(0)
     model = nn.Linear(50, 7)
     booster = Booster(plugin=TorchDDPPlugin(fp8_communication=True))
@@ -168,13 +168,13 @@ def test_gradients_of_torchs_ddp() -> None:
         Booster(plugin=TorchDDPPlugin(fp8_communication=True)).boost(nn.Linear(2, 2).double())
 
 
-def test_what_has_no_8_bits() -> None:
+def test_fp8_communication_with_hybrid_shard_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"fp8_communication=True.*HYBRID_SHARD"):
         TorchFSDPPlugin(fp8_communication=True, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 @on_ranks(2)
-def test_a_configuration_without_a_booster() -> None:
+def test_fp8_communication_of_shardformer() -> None:
     found: list[list[float]] = []
     for on in (False, True):
         model, _ = ShardFormer(ShardConfig(fp8_communication=on)).optimize(made("llama", torch.float32))
@@ -208,7 +208,7 @@ def plain() -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @on_ranks(2)
-def test_models_behind_plugins() -> None:
+def test_fused_norms_behind_plugins() -> None:
     loss, values = plain()
     plugins = (
         HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", zero_stage=1, enable_all_optimization=True),
@@ -232,7 +232,7 @@ def test_models_behind_plugins() -> None:
 
 
 @on_ranks(2)
-def test_a_configuration() -> None:
+def test_fused_norms_of_shardformer() -> None:
     loss, _ = plain()
     model, _ = ShardFormer(ShardConfig(enable_fused_normalization=True)).optimize(kernels_made())
     assert abs(model(**texts(1)).loss.item() - loss.item()) < 1e-6
@@ -244,13 +244,13 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "own tokens": (2, {"enable_sequence_parallelism": True}),
     "none": (2, {"enable_tensor_parallelism": False}),
 }
-"""The number of ranks and the configuration of a model that is cut over pairs of ranks, all of them, or none."""
+"""Number of ranks and configuration of a model sharded over pairs of ranks, over all ranks, or not at all."""
 
 
 @on_ranks()
 @pytest.mark.parametrize("kind", [*full("llama"), "gpt2"])
 @pytest.mark.parametrize(("way", "ranks"), [(way, ranks) for way, (ranks, _) in WAYS.items()])
-def test_a_model_is_cut_where_it_stands(kind: str, way: str, ranks: int) -> None:
+def test_shardformer_shards_the_model_in_place(kind: str, way: str, ranks: int) -> None:
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2] if way == "pairs" else None
     whole, given = made(kind), made(kind)
     expected = whole(**Texts(4).items)
@@ -272,7 +272,7 @@ def test_a_model_is_cut_where_it_stands(kind: str, way: str, ranks: int) -> None
 
 
 @on_ranks(2)
-def test_what_cannot_be_cut_is_left_as_it_was() -> None:
+def test_refused_models_of_shardformer_do_not_change() -> None:
     model = made("llama", num_attention_heads=3, num_key_value_heads=3, attn_implementation="eager")
     before = {name: (id(param), param.detach().clone()) for name, param in model.named_parameters()}
     config = ShardConfig(enable_flash_attention=True, gradient_checkpoint_config=GradientCheckpointConfig(1.0))

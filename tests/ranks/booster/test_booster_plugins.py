@@ -1,16 +1,11 @@
-"""Shards that lie away from their mesh's device, as ``cpu_offload`` has them: clipped, saved, loaded and repointed.
+"""The Booster's plugins in a run:
 
-No GPU is here, so the two change places: the mesh and its gloo are the CPU's, and shards lie on a late device, of which
-gloo carries nothing.
-
-The published examples run as printed, data loaders divide the data, and the torch plugins honour their arguments.
-
-What arguments of the engine's plugins do in a run: updates during backward, offloading, reports, input casts.
-Gemini in groups of two ranks that are replicas of each other, against one process; and BatchNorm on two ranks.
-
-Parameters and norms agree within 1e-6 in fp32, relative to each tensor's largest element. Adam has an epsilon of its
-learning rate, so that a rounding error of a gradient is no larger a step; and no bias is before a normalisation, where
-its gradient would be nothing else.
+* the published examples run as printed, and ``prepare_dataloader`` splits the data;
+* arguments of the torch plugins, and of the engine's plugins (``update="backward"``, ``verbose``, NVMe offload);
+* BatchNorm on two ranks;
+* FSDP shards on another device than their mesh's, as with ``cpu_offload``: clipping, saving, loading, repointing. The
+  tests have no GPU, so the devices are swapped: the mesh is the CPU's with gloo, and the shards lie on a late device,
+  whose tensors gloo cannot send.
 """
 
 import contextlib
@@ -49,7 +44,7 @@ from tests.support.sets import full
 GPU = torch.device("cuda", 0)
 NORMS = [2.0, 1.0, math.inf]
 SHAPES = [(5, 3), (1,), (4,)]
-"""Two ranks have unequal shards of the first, and one has nothing of the second."""
+"""Shards of the first are unequal on two ranks; one of the ranks has an empty shard of the second."""
 
 
 class Net(nn.Module):
@@ -64,7 +59,7 @@ def whole(seed: int) -> list[torch.Tensor]:
 
 
 def away(value: torch.Tensor, replicas: bool) -> torch.Tensor:
-    """Divided over the CPU's mesh, on the late device."""
+    """Return a DTensor sharded over the CPU mesh, with its shards on the late device."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks, 1) if replicas else (ranks,))
     placements = [Replicate(), Shard(0)] if replicas else [Shard(0)]
@@ -72,7 +67,7 @@ def away(value: torch.Tensor, replicas: bool) -> torch.Tensor:
 
 
 def both(kind: type[torch.optim.Optimizer], replicas: bool) -> tuple[Net, Any, Net, Any]:
-    """A plain model and its optimizer; the same with shards, stepped once before they were made."""
+    """Return a plain model and its optimizer, and a sharded copy; both were stepped once before sharding."""
     plain, old = Net(whole(0)), Net(whole(0))
     ours, theirs = kind(plain.parameters(), lr=0.1), kind(old.parameters(), lr=0.1)  # type: ignore[call-arg]
     for model, optimizer in ((plain, ours), (old, theirs)):
@@ -111,7 +106,7 @@ def run(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
         assert_close(model, plain.state_dict(), 1e-6, "parameters")
         for index, entry in expected_state["state"].items():
             assert_close(state["state"][index], entry, 1e-6, f"state of {index}")
-        # What is saved is loaded where the shards are.
+        # Loading puts the values on the device of the shards.
         fresh = Net([away(value, replicas) for value in whole(7)])
         again = TorchFSDPOptimizer(kind(fresh.parameters(), lr=0.1))  # type: ignore[call-arg]
         load_full_model_state(fresh, model, strict=True)
@@ -125,7 +120,7 @@ def run(kind: type[torch.optim.Optimizer], replicas: bool) -> None:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """Ranks that have run no backward pass yet: autograd has threads for the devices that there are at the first."""
+    """Ranks that ran no backward pass yet: autograd starts its device threads at the first one."""
     with RankPool(2) as pool:
         yield pool
 
@@ -148,7 +143,7 @@ def parts() -> tuple[nn.Module, TensorDataset, torch.optim.Optimizer, nn.Module]
 
 
 def epochs(booster: Booster, model: Any, optimizer: Any, train_dataloader: DataLoader[Any], criterion: Any) -> None:
-    """What may follow each printed example: the loss falls, and every rank holds the same model."""
+    """Train after a printed example: the loss falls, and every rank has the same model."""
     losses = []
     for epoch in range(6):
         train_dataloader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -159,7 +154,7 @@ def epochs(booster: Booster, model: Any, optimizer: Any, train_dataloader: DataL
             optimizer.zero_grad()
             losses.append(loss.detach())
     batches = len(train_dataloader)
-    mean = torch.stack([sum(losses[:batches]), sum(losses[-batches:])])  # of the first and the last epoch
+    mean = torch.stack([sum(losses[:batches]), sum(losses[-batches:])])  # of the first and last epoch
     dist.all_reduce(mean)
     assert mean[1] < mean[0]
     for value in model.state_dict().values():
@@ -170,24 +165,24 @@ def epochs(booster: Booster, model: Any, optimizer: Any, train_dataloader: DataL
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["low_level_zero.py", "ddp.py", *full("gemini.py", "fsdp.py")])
-def test_defect_15_printed_examples_run_as_printed(name: str) -> None:
+def test_printed_examples_run_as_printed(name: str) -> None:
     shown, names = printed(PRINTED / name)
     epochs(*(names[part] for part in ("booster", "model", "optimizer", "train_dataloader", "criterion")))
-    assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # of four classes: log(4) = 1.4
+    assert 0.5 < float(shown.removeprefix("loss ")) < 3.0  # four classes: a random guess has log(4) = 1.4
 
 
-# -- what the Booster's users rely on
+# -- data loaders and schedulers
 
 
 def _divided(seed: int, drop_last: bool) -> list[list[int]]:
-    """The rows of each rank."""
+    """Return the rows that each rank's loader yields."""
     rows: Any = list(range(11))
     loader = LowLevelZeroPlugin().prepare_dataloader(rows, 2, shuffle=True, seed=seed, drop_last=drop_last)
     return everywhere([int(i) for batch in loader for i in batch])
 
 
 @on_ranks(RANKS)
-def test_defect_13_seed_of_prepare_dataloader_shuffles() -> None:
+def test_seed_of_prepare_dataloader_shuffles() -> None:
     first, second = _divided(1, False)
     assert len(first) == len(second) == 6 and set(first) | set(second) == set(range(11))
     assert _divided(1, False) == [first, second] != _divided(2, False)
@@ -211,7 +206,7 @@ def test_a_scheduler_may_be_built_after_boost(make: Callable[[], Plugin]) -> Non
     assert [group["lr"] for group in optimizer.param_groups] == [2.5e-3]
 
 
-# -- the torch plugins and parameters that are not used
+# -- arguments of the torch plugins
 
 
 class PartlyUsed(nn.Module):
@@ -240,7 +235,7 @@ def test_ddp_find_unused_parameters() -> None:
 @on_ranks(RANKS)
 def test_fsdp_arguments() -> None:
     policy = ModuleWrapPolicy({nn.Linear})
-    # ignored modules stay whole, and param groups stay as they were
+    # ignored modules are not sharded, and param groups do not change
     model, _, _, _ = parts()
     model[0].requires_grad_(False)
     groups = [{"params": [model[2].weight], "lr": 0.5}, {"params": [model[2].bias], "weight_decay": 0.1}]
@@ -257,7 +252,7 @@ def test_fsdp_arguments() -> None:
     assert model[2].bias.grad.full_tensor().abs().max() <= 0.01 < whole.abs().max()
     optimizer.step()
 
-    # rank 0's values, bf16 compute, fp32 BatchNorm
+    # all ranks have rank 0's values, bf16 compute, fp32 BatchNorm
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     own = model[0].weight.detach().clone()
@@ -278,7 +273,7 @@ def test_fsdp_arguments() -> None:
     Booster(plugin=TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.float16))).boost(model)
     assert [each.dtype for each in model.buffers()] == [torch.int32, torch.float64, torch.float16]
 
-    # meta parameters come to life
+    # param_init_fn initializes meta parameters
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,13 +310,13 @@ def test_fsdp_process_groups() -> None:
     assert TorchFSDPPlugin(process_group=alone).data_parallel() == (0, 1)
 
 
-# -- updates during backward, and memories of the host
+# -- updates during backward
 
 
 CPU, EXAMPLES_GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_during_backward_needs_offloaded_state_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = LowLevelZeroPlugin(update="backward", precision="bf16")
     assert updates_early(plugin.plan(1), CPU) and not updates_early(plugin.plan(1), EXAMPLES_GPU)
     assert not updates_early(LowLevelZeroPlugin(cpu_offload=True).plan(1), EXAMPLES_GPU)
@@ -339,7 +334,7 @@ def test_on_a_gpu_only_what_is_at_home_elsewhere_is_updated_during_backward(monk
     assert len(caught) == 1
 
 
-# -- reports
+# -- verbose
 
 
 SEARCHED = "chunk search: 121 elements a chunk (242 bytes of float16), chunks: 3, empty: 4 of 728 bytes (0.55%)"
@@ -348,8 +343,8 @@ SKIPPED = "step skipped: the gradient of 0.weight is not finite (loss scale 4.29
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("kind", "lines"), [(LowLevelZeroPlugin, [SKIPPED]), (GeminiPlugin, [SEARCHED, SKIPPED])])
-def test_verbose_is_said_once(kind: type[ShardedPlugin], lines: list[str]) -> None:
-    """What rank 0 prints while a model is boosted and one step is skipped."""
+def test_verbose_prints_once(kind: type[ShardedPlugin], lines: list[str]) -> None:
+    """Rank 0 prints each line once while a model is boosted and one step is skipped."""
     given = {"hidden_dim": 11, "min_chunk_size_m": 1e-4, "search_range_m": 1} if kind is GeminiPlugin else {}
     for verbose in (True, False):
         with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -363,11 +358,11 @@ def test_verbose_is_said_once(kind: type[ShardedPlugin], lines: list[str]) -> No
         assert said.getvalue().splitlines() == (lines if verbose and dist.get_rank() == 0 else [])
 
 
-# -- what docs/booster.md says of sessions and of models without memory
+# -- sessions, as docs/booster.md describes them
 
 
 @on_ranks(RANKS)
-def test_a_plugin_gives_the_session_of_a_model(tmp_path: Path) -> None:
+def test_session_of_a_boosted_model(tmp_path: Path) -> None:
     model = nn.Linear(4, 8)
     optimizer = HybridAdam(model.parameters(), lr=0.1, nvme_offload_fraction=1.0, nvme_offload_dir=str(tmp_path))
     plugin = LowLevelZeroPlugin(stage=2, precision="fp32")
@@ -392,7 +387,9 @@ RTOL, STEPS, MICRO, MAX_NORM = 1e-6, 3, 2, 0.3
 make_adam = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2)
 
 
-# -- BatchNorm
+# -- BatchNorm. Parameters agree within RTOL in fp32, relative to the largest element of each tensor: with Adam's large
+# epsilon, the rounding error of a gradient does not become a step of the full learning rate. No bias precedes a
+# normalisation, because its gradient would be rounding errors only.
 
 NORM: dict[str, Callable[[], Plugin]] = {
     "ddp": TorchDDPPlugin,
@@ -415,7 +412,7 @@ def share(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
-    """One process with a copy a rank: each normalises over its own batch, and all apply the mean of their gradients."""
+    """Train one copy per rank in one process: each normalises over its own batch, all apply the mean gradient."""
     copies = [net() for _ in range(RANKS)]
     optimizers = [make_adam(model.parameters()) for model in copies]
     for step in range(STEPS):
@@ -440,7 +437,7 @@ def each_with_its_own(broadcast: bool) -> list[dict[str, torch.Tensor]]:
 @on_ranks(RANKS)
 @pytest.mark.parametrize("name", ["ddp", "ddp-own-buffers", "zero2", *full("fsdp", "zero1", "gemini")])
 def test_each_rank_normalises_over_its_own_batch(name: str, tmp_path: Path) -> None:
-    """The parameters, and this rank's own buffers."""
+    """Parameters, and the buffers of each rank, equal the reference."""
     expected = each_with_its_own(broadcast=name == "ddp")
     assert not torch.equal(expected[0]["1.running_mean"], expected[1]["1.running_mean"])
     model = net()

@@ -1,4 +1,4 @@
-"""What would silently train or save something else is an error, and what may be done keeps values exactly."""
+"""Invalid uses of build() and of a session raise errors; gathered(write_back=True) and close() keep values exactly."""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from tests.support.on_ranks import everywhere, on_ranks
 from tests.support.sets import full
 
 RESIDENT_TOO = ["zero2", "zero3", *full("zero3_gloo")]
-"""Where parameters that stay gathered go another way."""
+"""Plans for tests that run another code path if parameters stay gathered."""
 
 
 def net() -> nn.Module:
@@ -31,11 +31,11 @@ def half_frozen() -> nn.Module:
     return model
 
 
-# ---- wrong uses
+# ---- invalid uses
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps the number of its steps in the param group, as Prodigy and D-Adaptation do with their estimates."""
+    """Keep the number of steps in the param group, as Prodigy and D-Adaptation do with their estimates."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "steps": 0})
@@ -99,7 +99,7 @@ def graph_from_before_a_write(session: Session) -> str:
 
 
 MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
-    (graph_from_before_a_write, ()),  # one message by autograd, one by us
+    (graph_from_before_a_write, ()),  # the message is autograd's at ZeRO-2 and the library's at ZeRO-3
     (load_inside_gathered, ("Sequential", "bypass", "session.module (or", "gathered(write_back=True)")),
     (cast_the_module, ("0.weight", "float32", "before sharding")),
     (step_the_original, ("SGD", "session.optimizer (or the optimizer")),
@@ -111,8 +111,8 @@ MISTAKES: list[tuple[Callable[[Session], str], tuple[str, ...]]] = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", RESIDENT_TOO)  # at ZeRO-2 autograd tells of an old graph
-def test_wrong_uses_are_errors(name: str) -> None:
+@pytest.mark.parametrize("name", RESIDENT_TOO)  # at ZeRO-2 autograd reports an old graph
+def test_invalid_uses_of_a_session_raise(name: str) -> None:
     stale = "modified by an inplace operation" if name == "zero2" else "were updated 1 times since the forward pass"
     with one_mesh(PLANS[name]) as mesh:
         for mistake, words in MISTAKES:
@@ -122,14 +122,14 @@ def test_wrong_uses_are_errors(name: str) -> None:
             assert all(word in message for word in words or (stale,)), f"{mistake.__name__}: {message}"
 
 
-# ---- a rank that does something else
+# ---- a rank without a backward pass
 
 
 @on_ranks(2)
-def test_rank_without_a_backward_pass_is_an_error_on_both() -> None:
-    """Each says what both came for, long before the group would give up waiting."""
+def test_missing_backward_pass_on_one_rank_raises_on_both() -> None:
+    """The error names both operations, long before the time-out of the group."""
     model = seeded(net)
-    session = build(model, sgd(model), PLANS["zero2"])  # never closed: its ranks are out of step
+    session = build(model, sgd(model), PLANS["zero2"])  # never closed, because the ranks are out of sync
     with pytest.raises(PeerError) as error:
         if session.mesh.rank == 0:
             loss_of(session).backward()
@@ -140,7 +140,7 @@ def test_rank_without_a_backward_pass_is_an_error_on_both() -> None:
     assert "leave out a forward or backward pass" in message
 
 
-# ---- taking over values
+# ---- write back
 
 
 @on_ranks(2)
@@ -149,7 +149,7 @@ def test_write_back_without_changes_keeps_masters_bit_for_bit(name: str) -> None
     model = half_frozen()
     with sharded(model, adam(model), PLANS[name].but(precision=zero(2, torch.bfloat16).precision)) as session:
         session.backward(session.module(data(session.mesh.rank, 0).float()).square().mean())
-        session.optimizer.step()  # masters are now not what 16 bits can hold
+        session.optimizer.step()  # now 16 bits cannot represent the masters
         before = session.module.state_dict()
         with session.module.gathered(write_back=True):
             pass
@@ -171,7 +171,7 @@ WRITTEN += full(("zero3_gloo", torch.float32), ("zero3_gloo", torch.bfloat16))
 
 @on_ranks(2)
 @pytest.mark.parametrize(("name", "dtype"), WRITTEN)
-def test_write_back_takes_changes_over(name: str, dtype: torch.dtype) -> None:
+def test_write_back_keeps_changes(name: str, dtype: torch.dtype) -> None:
     plan = PLANS[name].but(precision=zero(2, torch.bfloat16).precision) if dtype == torch.bfloat16 else PLANS[name]
     plain, model = half_frozen(), half_frozen()
     fill(plain)
@@ -205,7 +205,7 @@ REFUSED: list[tuple[Make, Plan, tuple[str, ...]]] = [
 
 
 @on_ranks(2)
-def test_build_refuses() -> None:
+def test_build_refuses_invalid_arguments() -> None:
     for make, plan, words in REFUSED:
         model = small_net()
         message = told(lambda model=model, make=make, plan=plan: build(model, make(model), plan), ValueError)  # type: ignore[misc]
@@ -214,7 +214,7 @@ def test_build_refuses() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
-def test_mistakes_after_build(name: str) -> None:
+def test_invalid_session_calls_name_the_remedy(name: str) -> None:
     model = small_net()
     with sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), PLANS[name]) as session:
         own = session.optimizers[0]
@@ -234,7 +234,7 @@ def test_mistakes_after_build(name: str) -> None:
 
 
 @on_ranks(2)
-def test_close_gives_the_module_back() -> None:
+def test_close_restores_the_module() -> None:
     model = small_net()
     x = torch.ones(2, 4)
     expected = model(x)
@@ -249,7 +249,7 @@ def test_close_gives_the_module_back() -> None:
 
 
 class Shrinking(torch.optim.SGD):
-    """Of no known name: its steps become smaller with each call."""
+    """An unknown optimizer whose steps become smaller with each call of step()."""
 
     calls = 0
 
@@ -261,7 +261,7 @@ class Shrinking(torch.optim.SGD):
 
 
 class Believed(torch.optim.SGD):
-    """Moves each parameter by the direction of its gradient, and says that this goes by elements."""
+    """Step along the normalised gradient of each parameter, with a false ``element_wise = True``."""
 
     element_wise = True
 
@@ -281,7 +281,7 @@ REFUSED_OPTIMIZERS: list[tuple[Make, str]] = [
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nothing_is_half_done(stage: int) -> None:
+def test_refused_optimizer_leaves_the_model_unchanged(stage: int) -> None:
     plan = zero(stage)  # type: ignore[arg-type]
     with one_mesh(plan) as mesh:
         for make, words in REFUSED_OPTIMIZERS:
@@ -293,7 +293,7 @@ def test_nothing_is_half_done(stage: int) -> None:
             assert not model._forward_hooks and not model._forward_pre_hooks
             held = [p for group in optimizer.param_groups for p in group["params"]]
             assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
-            # The same model goes on with another one, which says of itself that it is element-wise.
+            # The same model trains with another optimizer, which declares itself element-wise.
             with sharded(model, Believed(model.parameters(), lr=0.1), plan, mesh) as session:
                 session.backward(session.module(torch.ones(2, 4)).square().mean())
                 session.optimizer.step()

@@ -1,12 +1,9 @@
-"""``zero_to_fp32`` beside a running engine: into its own model at stage 3, and on all ranks at once.
+"""Tensor and sequence parallelism by DeepSpeed's keys, checkpoints of an ``mpu`` model, and ``zero_to_fp32``.
 
-No universal checkpoint is written here; test_deepspeed.py has those that DeepSpeed made.
-
-Tensor and sequence parallelism by DeepSpeed's keys: fp64 against plain PyTorch.
-
-Checkpoints of a model in two tensor-parallel parts on four ranks: both parts load the same, and fail together.
-
-Data-parallel ranks are 0, 2 and 1, 3; the parts of the model are on 0, 1 and on 2, 3.
+* Training with ``autotp_size`` or ``sequence_parallel_size`` equals plain PyTorch in fp64.
+* A model in two tensor-parallel parts on four ranks: both parts load the same checkpoint, and a failed save fails in
+  both. Data-parallel ranks are 0, 2 and 1, 3; model-parallel ranks are 0, 1 and 2, 3.
+* ``load_state_dict_from_zero_checkpoint`` loads into a sharded model. The library writes no universal checkpoints.
 """
 
 import contextlib
@@ -59,7 +56,7 @@ def train(engine: deepspeed.DeepSpeedEngine, seed: int) -> None:
 
 
 @on_ranks(RANKS)
-def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
+def test_zero_checkpoint_loads_into_a_sharded_model(tmp_path: Path) -> None:
     folder = str(tmp_path)
     engine = engine_at(3)
     train(engine, 0)
@@ -76,7 +73,7 @@ def test_into_a_model_that_is_sharded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["main", "parse_arguments"])
-def test_none_is_written_and_the_names_say_so(name: str) -> None:
+def test_ds_to_universal_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedName, match=rf"{name}: checkpoints load at any stage"):
         getattr(deepspeed.checkpoint.ds_to_universal, name)()
     deepspeed.checkpoint.enable_universal_checkpoint([])
@@ -88,7 +85,7 @@ CUT: dict[str, Any] = {"tensor_parallel": {"autotp_size": TP}}
 
 
 def held(session: Any, values: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What this rank has of each parameter, and what it should have."""
+    """Return this rank's values of each parameter, and the expected ones."""
     facts = session.engine.shards.layout.facts
     with session.module.gathered():
         own = {fact.names[0]: p.detach().clone() for fact, p in zip(facts, session.params, strict=True)}
@@ -117,7 +114,7 @@ def test_stages_with_tensor_or_sequence_parallelism(
     assert loader is not None
     mesh = engine.session.mesh
     assert (engine.dp_world_size, mesh.data_rank) == (HYBRID_RANKS // TP, dist.get_rank() // TP)
-    # Over parts of sequences transformers' loss, which is in fp32, adds up in another order.
+    # With split sequences, transformers' fp32 loss is summed in another order.
     most = 1e-9 if mesh.tensor.size == TP else 1e-6
     assert mesh.tensor.size * mesh.sequence.size == TP
     shares, rank = mesh.sequence.size == TP, dist.get_rank()
@@ -144,7 +141,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def started(**changes: Any) -> deepspeed.DeepSpeedEngine:
-    _, data = join(GROUPS["strided"], 600.0)  # a rank that waits for others is ended by the pool
+    _, data = join(GROUPS["strided"], 600.0)  # the pool ends a rank that waits too long
     _, others = join(GROUPS["pairs"], 600.0)
     unit = SimpleNamespace(get_data_parallel_group=lambda: data, get_model_parallel_group=lambda: others)
     module = Part(dist.get_rank() % 2)
@@ -164,7 +161,7 @@ def step(engine: deepspeed.DeepSpeedEngine) -> dict[str, Tensor]:
 
 
 def on_rank(rank: int, action: Callable[[], object]) -> None:
-    """One rank changes files while nobody looks."""
+    """Change files on one rank, between two barriers."""
     dist.barrier()
     if dist.get_rank() == rank:
         action()
@@ -175,7 +172,7 @@ def on_rank(rank: int, action: Callable[[], object]) -> None:
 
 
 @on_ranks(4)
-def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
+def test_all_model_parts_load_the_same_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path)
     own = f"{folder}/mp_rank_0{dist.get_rank() % 2}"
     engine = started()
@@ -213,7 +210,7 @@ def test_all_parts_load_the_same_checkpoint_or_none(tmp_path: Path) -> None:
 
 
 @on_ranks(4)
-def test_a_save_that_fails_in_one_part_fails_in_all(tmp_path: Path) -> None:
+def test_failed_save_of_one_model_part_fails_in_all(tmp_path: Path) -> None:
     folder = str(tmp_path)
     me = dist.get_rank()
     engine = started(checkpoint={"tag_validation": "FAIL"})

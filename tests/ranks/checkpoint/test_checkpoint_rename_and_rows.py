@@ -1,4 +1,4 @@
-"""Checkpoints whose names or numbers of rows are others than the model's, across ranks and plans."""
+"""Loads with ``rename=`` and ``rows=``: checkpoints whose names or numbers of rows differ from the model's."""
 
 import copy
 import warnings
@@ -31,7 +31,7 @@ PLANS: dict[str, Plan] = {
 
 
 class Net(nn.Module):
-    """An embedding that is tied to the head, whose bias has as many rows."""
+    """An embedding tied to the head; the head's bias has one element per row."""
 
     def __init__(self, words: int, seed: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    """A checkpoint of OLD words after two updates, its weights, and its first moments by name."""
+    """Return a checkpoint of OLD words after two updates, its weights, and its first moments by name."""
     model = Net(OLD, 1)
     optimizer = adamw(model)
     for _ in range(2):
@@ -86,14 +86,14 @@ def moments_of(path: str) -> dict[str, Tensor]:
         return {n: source.read(full, 0, facts[full].numel).reshape(facts[full].shape) for n, full in found.items()}
 
 
-ROWS = [(17, "keep"), (17, "zero"), (17, "mean"), (5, "keep")]  # of five words none is new
+ROWS = [(17, "keep"), (17, "zero"), (17, "mean"), (5, "keep")]  # with 5 words no row is new
 QUICK = [(plan, *ROWS[number]) for number, plan in enumerate(PLANS)]
 CASES = [(plan, *rows) for plan in PLANS for rows in ROWS]
 
 
 @on_ranks(3)
 @pytest.mark.parametrize(("plan", "words", "how"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
-def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, how: Rule, tmp_path: Path) -> None:
+def test_rows_of_a_resized_vocabulary(saved: Any, plan: str, words: int, how: Rule, tmp_path: Path) -> None:
     path, weights, moments = saved
     here = {name: value.detach() for name, value in Net(words, 2).state_dict().items()}
     model = Net(words, 2)
@@ -108,11 +108,11 @@ def test_rows_of_a_vocabulary_that_changed(saved: Any, plan: str, words: int, ho
     expected = {n: expected_rows(v, zeros[n], "zero") if v.shape != zeros[n].shape else v for n, v in moments.items()}
     assert_close(again, expected, 0.0, "moments")
     session.backward(session.module(torch.arange(words)).square().sum())
-    session.optimizer.step()  # and it can be trained
+    session.optimizer.step()  # the loaded model can be trained
     session.close()
 
 
-def test_tied_names_are_one_parameter(saved: Any) -> None:
+def test_rows_of_tied_names_must_agree(saved: Any) -> None:
     path, weights, _ = saved
     model = Net(17, 2)
     loader = Checkpointer(TorchRun(model, adamw(model)))
@@ -124,8 +124,8 @@ def test_tied_names_are_one_parameter(saved: Any) -> None:
 
 
 @pytest.mark.parametrize("words", [17, 5])
-def test_state_that_is_not_by_elements_starts_anew(words: int, tmp_path: Path) -> None:
-    """Adafactor's rows and columns; other parameters go on with theirs."""
+def test_optimizer_state_that_is_not_elementwise_is_reset(words: int, tmp_path: Path) -> None:
+    """Adafactor's row and column statistics are reset; other parameters keep their state."""
 
     def start(rows: int, steps: int) -> tuple[Net, torch.optim.Optimizer]:
         model = Net(rows, 1)
@@ -169,7 +169,7 @@ def test_rows_under_a_plugin(saved: Any, words: int) -> None:
 
 
 class Other(nn.Module):
-    """The same under other names."""
+    """The same layers under other names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ NEW = {"embed.weight": "model.tokens.weight", "body.weight": "model.layer.weight
 
 
 @on_ranks(2)
-def test_other_names(saved: Any, tmp_path: Path) -> None:
+def test_rename_with_a_sharded_session(saved: Any, tmp_path: Path) -> None:
     path, weights, moments = saved
     model = Other()
     session = build(model, adamw(model), zero(3))
@@ -208,8 +208,8 @@ def test_other_names(saved: Any, tmp_path: Path) -> None:
     ],
     ids=["as it is", "renamed", "rows"],
 )
-def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: int, fit: Any, tmp_path: Path) -> None:
-    """That the optimizer is to stay as it is has to be said."""
+def test_missing_optimizer_state_is_refused_despite_rename(name: str, rows: int, fit: Any, tmp_path: Path) -> None:
+    """Only ``strict=False`` loads a checkpoint without optimizer state."""
     saved_model = nn.ModuleDict({"head": nn.Linear(3, 4)})
     Checkpointer(TorchRun(saved_model)).save(tmp_path)
     model = nn.ModuleDict({name: nn.Linear(3, rows)})
@@ -219,8 +219,8 @@ def test_weights_alone_are_no_run_whatever_they_are_made_into(name: str, rows: i
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_names_of_which_none_fits_are_told(saved: Any, whole: bool) -> None:
-    """As under a prefix: with ``strict=False`` nothing at all is loaded."""
+def test_load_without_any_matching_name_warns(saved: Any, whole: bool) -> None:
+    """With ``strict=False``, a name prefix means that nothing is loaded, so a warning says it."""
     path, weights, _ = saved
     booster, plain = Booster(), nn.ModuleDict({"model": Net(OLD, 2)})
     model: Any
@@ -240,7 +240,7 @@ def test_names_of_which_none_fits_are_told(saved: Any, whole: bool) -> None:
     assert torch.equal(plain["model"].body.weight, weights["body.weight"])  # type: ignore[union-attr,arg-type]
 
 
-def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rename_on_the_command_line(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _, moments = saved
     rules = [f"--rename={old}={new}" for old, new in RULES.items()]
     assert main(["checkpoint", "convert", path, str(tmp_path / "x"), "--to", "native", *rules]) == 0
@@ -260,7 +260,7 @@ def test_other_names_on_the_command_line(saved: Any, tmp_path: Path, capsys: pyt
         ({r"^body\.weight$": "head.bias"}, "'head.bias'"),
     ],
 )
-def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> None:
+def test_invalid_rename_rules_are_refused(saved: Any, rules: dict[str, str], said: str) -> None:
     error = raises(ValueError, "rename", lambda: open_checkpoint(saved[0], rename=rules))
     assert said in error
 
@@ -273,7 +273,7 @@ def test_rules_that_cannot_be(saved: Any, rules: dict[str, str], said: str) -> N
         ({"body.weight": "keep"}, "in more than the number of rows"),
     ],
 )
-def test_rows_that_cannot_be(saved: Any, rows: Any, said: str) -> None:
+def test_invalid_rows_are_refused(saved: Any, rows: Any, said: str) -> None:
     model = Net(17, 2)
     model.body = nn.Linear(5, 6)
     with pytest.raises(ValueError, match=r"nothing was loaded|rows=") as error:
@@ -281,7 +281,7 @@ def test_rows_that_cannot_be(saved: Any, rows: Any, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_several_models_are_told_how() -> None:
+def test_booster_checkpoint_of_several_models_is_refused() -> None:
     booster, models = Booster(), [Net(3, 1), Net(3, 2)]
     for call in (booster.save_checkpoint, booster.load_checkpoint):
         with pytest.raises(ValueError, match=r"2 models and 2 optimizers.*directory of its own"):

@@ -1,7 +1,6 @@
-"""One rank alone in a call that every rank has to make: each is told what the other was doing.
+"""Ranks that make different collective calls, or run two models in another order: errors on all ranks name the calls.
 
-Two equal models on one mesh whose passes come in another order on each rank: told, never one's gradients for the
-other's. In the same order they train as by themselves.
+Two equal models on one mesh must never get each other's gradients; in the same order they train as they do alone.
 """
 
 import os
@@ -25,7 +24,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
 
 WAITS_S = 600.0
-"""A rank that waits so long is not told at once: the limit of ``run_ranks`` comes first."""
+"""Longer than the limit of ``run_ranks``, so that an error after this time-out fails the test."""
 Call = Callable[[Session, str], object]
 
 
@@ -61,9 +60,9 @@ CALLS: dict[str, tuple[Call, str]] = {
 
 
 def alone(plan: str, first: str, second: str, folder: str, in_vain: bool = False) -> str:
-    """Rank 0 makes the first call, rank 1 the second; ``in_vain``: rank 0 waits a second for it."""
+    """Make the first call on rank 0 and the second on rank 1; with ``in_vain``, rank 0 waits at most one second."""
     group = dist.new_group(timeout=timedelta(seconds=WAITS_S), backend="gloo")
-    chosen = PLANS[plan].but(same_order=False)  # in program order who trains over gloo waits for a gather
+    chosen = PLANS[plan].but(same_order=False)  # in program order, a training rank would wait for a gather over gloo
     mesh = Mesh.create(chosen.mesh, torch.device("cpu"), chosen.comm, group)
     model = seeded(net)
     session = build(model, adam(model), chosen, mesh)
@@ -87,14 +86,12 @@ CASES = [(call, plan) for call in EACH for plan in TWO if (call, plan) != ("gath
 
 
 @pytest.mark.parametrize(("call", "plan"), [*QUICK, *full(*(case for case in CASES if case not in QUICK))])
-def test_a_rank_that_trains_on_and_one_that_is_alone_in_a_call_are_told_at_once(
-    call: str, plan: str, tmp_path: object
-) -> None:
+def test_collective_call_against_training_raises_at_once(call: str, plan: str, tmp_path: object) -> None:
     for told in run_ranks(2, alone, plan, call, "train", str(tmp_path)):
         assert CALLS[call][1] in told, told
 
 
-def test_two_different_calls_are_told_of_each_other(tmp_path: object) -> None:
+def test_two_different_calls_name_each_other(tmp_path: object) -> None:
     for told in run_ranks(2, alone, "zero3", "save", "load", str(tmp_path)):
         assert "rank 0: what saving needs (1 values) while saving checkpoint 'alone' in " in told
         assert "rank 1: what loading needs (1 values) while loading checkpoint 'before' of " in told
@@ -102,7 +99,7 @@ def test_two_different_calls_are_told_of_each_other(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize("plan", ["zero3", *full("zero3_gloo")])
-def test_who_waits_in_vain_says_in_what_and_who_did_not_come(plan: str, tmp_path: object) -> None:
+def test_timeout_names_the_call_and_the_missing_rank(plan: str, tmp_path: object) -> None:
     told, _ = run_ranks(2, alone, plan, "save", "nothing", str(tmp_path), True)
     assert "rank 0 is in: saving checkpoint 'alone' in " in told, told
     assert "rank 1 is in no such call, its last was: saving checkpoint 'before' in " in told, told
@@ -123,13 +120,13 @@ ASTRAY = [(name, way) for name in ("ddp", "zero1", "zero2", "zero2_gloo") for wa
 @pytest.mark.parametrize(
     ("name", "way"), [*ASTRAY_QUICK, *full(*(case for case in ASTRAY if case not in ASTRAY_QUICK))]
 )
-def test_passes_in_another_order_are_told(name: str, way: str) -> None:
+def test_passes_of_models_in_another_order_raise(name: str, way: str) -> None:
     plan = PLANS[name]
     mesh = Mesh.create(plan.mesh, torch.device("cpu"), plan.comm)
     sessions = pair(mesh, plan)
     order = sessions if mesh.rank == 0 else sessions[::-1]
     with pytest.raises(PeerError) as error:
-        # The last to be used is the first to be reached in backward.
+        # Backward starts with the model that was used last.
         used = order if way != "passes" else sessions
         losses = [session.module(data(mesh.rank, 0)).square().sum() for session in used]
         if way == "one loss":
@@ -144,7 +141,7 @@ def test_passes_in_another_order_are_told(name: str, way: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["zero2", *full("zero2_gloo", "zero3_gloo")])
-def test_passes_in_one_order_train_each_model(name: str) -> None:
+def test_passes_of_models_in_one_order_train_each_model(name: str) -> None:
     with one_mesh(PLANS[name]) as mesh:
         together, alone = pair(mesh, PLANS[name]), pair(mesh, PLANS[name])
         for step in range(2):
@@ -163,7 +160,7 @@ def test_passes_in_one_order_train_each_model(name: str) -> None:
 
 
 @on_ranks(2)
-def test_a_forked_child_closes_nothing_of_its_parent() -> None:
+def test_close_in_a_forked_child_does_not_affect_the_parent() -> None:
     for name in ("zero2", "zero2_gloo"):
         with one_mesh(PLANS[name]) as mesh:
             session = pair(mesh, PLANS[name])[0]

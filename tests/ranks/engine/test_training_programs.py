@@ -1,7 +1,7 @@
-"""Ways to use a model that are not one forward and one backward, each against plain PyTorch at every stage.
+"""Programs with other than one forward and one backward pass per step equal plain PyTorch at every stage.
 
-Several optimizers over one model, against plain PyTorch.
-Parameters that a loss takes from the model by itself: right where they are there, else an error or a warning.
+Also: sparse embeddings, several optimizers over one model, and losses that read parameters directly, which is exact for
+gathered parameters, and else an error or a warning.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ STEPS = 2
 
 
 class Experts(nn.Module):
-    """A trunk and four blocks; the caller says which blocks run, in which order."""
+    """A trunk and four blocks; the caller chooses which blocks run, and their order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def retained_graph(model: nn.Module, rank: int, step: int) -> Passes:
 
 
 def evaluation_in_between(model: nn.Module, rank: int, step: int) -> Passes:
-    """Other blocks on every rank, as often on each (over gloo, gathers take all ranks)."""
+    """Ranks evaluate different blocks, but equally often, because over gloo all ranks take part in a gather."""
     loss = mean_square(model(data(rank, step)))
     model.eval()
     with torch.no_grad():
@@ -89,14 +89,14 @@ def evaluation_in_between(model: nn.Module, rank: int, step: int) -> Passes:
 
 
 def subsets(model: nn.Module, rank: int, step: int) -> Passes:
-    """Every rank runs other blocks, other ones in each micro-batch; block 2 is used by nobody in step 0."""
+    """Each rank runs other blocks in each micro-batch; no rank uses block 2 in step 0."""
     for micro in range(3):
         order = tuple(i for i in ((rank + micro) % 4, (2 * rank + micro) % 3) if step or i != 2)
         yield mean_square(model(data(rank, step, micro), order)), False
 
 
 def some_ranks_have_no_gradients(model: nn.Module, rank: int, step: int) -> Passes:
-    """The loss of one rank does not depend on the model at all."""
+    """The loss of one rank does not depend on the model."""
     for micro in range(2):
         loss = mean_square(model(data(rank, step, micro)))
         if (rank + micro) % 2:
@@ -138,14 +138,14 @@ PROGRAMS: dict[str, Program] = {
 
 
 APART = (evaluation_in_between, subsets, some_ranks_have_no_gradients, submodules_called_directly)
-"""In these ranks take different branches."""
+"""Programs whose ranks take different branches."""
 
 
 QUICK = ["ddp", "zero1", "zero2", "half", "zero3_tensor", "zero3_straddling"]
 OTHERS = ["zero2_gloo", "hybrid", "zero3_unplanned", "two_secondary_gloo", "two_secondary", "one_secondary_gloo"]
-"""Three plans in a row share the programs out among themselves."""
+"""Plans that run a third of the programs each."""
 WHOLE = ["zero3_gloo", "one_secondary"]
-"""With all of them."""
+"""Plans that run all programs."""
 GLOO = zero(3).but(shared_memory=False)
 USED_PLANS = PLANS | {
     "zero3_unplanned": zero(3).but(overlap=False),
@@ -224,7 +224,7 @@ def halves(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def two_optimizers(plan: Plan) -> dict[str, Tensor]:
-    """Stepped in turn: the second one accumulates over two passes what the first uses at once."""
+    """Step the first optimizer after every pass; the second one accumulates over two passes."""
     model = seeded(generator)
     with sharded(model, halves(model), plan) as session:
         for step in range(SEVERAL_STEPS):
@@ -311,7 +311,7 @@ def trained(plan: Plan, name: str, gathered: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_is_there_is_read_as_in_plain_torch(name: str) -> None:
+def test_losses_that_read_gathered_parameters(name: str) -> None:
     for plan, gathered in (("zero2", False), ("zero3", True), ("half", True)):
         for found in run_ranks(2, trained, PLANS[plan], name, gathered):
             assert_close(found, plain(LOSSES[name]), 1e-12, f"{name} under {plan}")
@@ -326,8 +326,8 @@ SAID = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @on_ranks(2)
-def test_what_is_not_there_is_told(name: str) -> None:
-    """By an error or a warning; when these passes are dropped, the model trains."""
+def test_losses_that_read_resharded_parameters_raise_or_warn(name: str) -> None:
+    """An error or a warning; after these passes are dropped, the model trains."""
     model, error = seeded(Towers), "nothing"
     with sharded(model, sgd(model), PLANS["zero3"]) as session:
         with warnings.catch_warnings(record=True, action="always") as told:
