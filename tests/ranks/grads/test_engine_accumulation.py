@@ -207,7 +207,7 @@ def all_alike(found: dict[str, Tensor]) -> float:
 
 
 def trained(plan: Plan, mesh: Mesh) -> tuple[list[float], dict[str, int]]:
-    """Return the gradients of three steps and the final weights, and the bytes that a step of two reduced passes sent."""
+    """Return the gradients of three steps and the final weights, and the bytes sent in a step of two reduced passes."""
     model, found = Sum(), []
     with sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, mesh) as session:
         for windows in DTYPE_STEPS:

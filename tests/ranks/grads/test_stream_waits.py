@@ -172,7 +172,7 @@ def test_reductions_begin_while_backward_runs(same_order: bool | None, prefetch:
 
 
 def count_begun(plan: Plan, steps: int) -> tuple[list[int], list[int]]:
-    """Return, for each pass, how many reductions had started when backward ended, and how many gradients had no buffer."""
+    """Return, by pass, how many reductions had started when backward ended, and how many gradients had no buffer."""
     begun, copied = [], [0]
     finish, assign = Reducer.finish, Reducer._assign_bucket
 

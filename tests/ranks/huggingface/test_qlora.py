@@ -56,7 +56,7 @@ Ended = tuple[list[float], State, Tensor]
 
 
 def trained(model: nn.Module, backward: Callable[[Tensor], object], optimizer: Any) -> Ended:
-    """Return losses, the state, and logits of an evaluation, for which layers may pack their weights in another order."""
+    """Return losses, the state, and logits of an evaluation, where layers may pack their weights in another order."""
 
     def update() -> None:
         optimizer.step()

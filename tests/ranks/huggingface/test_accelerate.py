@@ -70,7 +70,10 @@ def weight_of(model: Any) -> Tensor:
 @on_ranks(RANKS)
 @pytest.mark.parametrize("release", ["free_memory", *full("clear")])
 def test_state_has_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
-    """Prepare three models one after the other; check what a new process finds in their states, and which sessions end."""
+    """Prepare three models one after the other; check what a new process loads from their states.
+
+    Check also which sessions end when a model is released.
+    """
     folder = str(tmp_path)
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
@@ -99,7 +102,7 @@ def test_state_has_the_models_that_are_prepared_now(release: str, tmp_path: Path
 
 @on_ranks(RANKS)
 def test_freed_models_that_are_prepared_again_train_on(tmp_path: Path) -> None:
-    """Freed models train on after they are prepared again, alone or through their optimizer, or when used as they are."""
+    """Freed models train on after they are prepared again (alone or through their optimizer) or used as they are."""
     folder = str(tmp_path / "state")
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
