@@ -1,4 +1,4 @@
-"""What is run on the late device for each place that is taken out; see ``late_*.py`` in ``tests/support``."""
+"""The scenarios that run on the late device for each removed place; see ``late_*.py`` in ``tests/support``."""
 
 import importlib
 import sys
@@ -29,9 +29,9 @@ class Scenario:
 
     Attributes:
         ranks: how many.
-        function: of one of the modules.
-        plan: the name that it takes first; of a plan, or its own.
-        more: further arguments, behind the seed.
+        function: a function of one of the modules.
+        plan: its first argument, the name of a plan or of a variant.
+        more: further arguments, after the seed.
     """
 
     ranks: int
@@ -47,7 +47,7 @@ class Scenario:
         return f"{', '.join(words)} ({self.ranks} {'rank' if self.ranks == 1 else 'ranks'})"
 
     def on_rank(self, seed: int) -> Found:
-        """On this rank's late device."""
+        """Run it on this rank's late device."""
         home = next((home for home, functions in HOMES.items() if self.function in functions), "late_setup")
         function: Callable[..., Found] = getattr(importlib.import_module(f"tests.support.{home}"), self.function)
         return function(self.plan, seed, *self.more)
@@ -68,7 +68,7 @@ TRAINED = (
 
 
 def scenarios() -> list[Scenario]:
-    """All of them."""
+    """Return all scenarios."""
     found = [Scenario(1, name) for name in ALONE]
     found += [Scenario(2, name) for name in ("late_norm", "axis_of_parts", "loaded_over", "traced_graph")]
     found += [Scenario(2, "renewed", name) for name in READS]

@@ -1,4 +1,4 @@
-"""Every architecture over every way to divide a model, against one process: loss, gradients, norm, parameters."""
+"""Every architecture under every way to split a model, compared with one process: loss, gradients, norm, parameters."""
 
 import copy
 from contextlib import nullcontext
@@ -61,14 +61,15 @@ SHARED: dict[str, tuple[int, Plan]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What one layout made of one architecture.
+    """The outcome of one layout with one architecture.
 
     Attributes:
-        layout, dtype: which, and in what numbers.
-        padded: some tokens were padding.
-        error: the largest of a tensor's gradient (fp64), or of one beside the norm of all (fp32); NaN if refused.
-        wrong: what is too far off, or the refusal; empty: nothing.
-        refused: the model cannot be divided so, which was said before anything changed.
+        layout, dtype: which layout, and in which dtype.
+        padded: whether some tokens were padding.
+        error: the largest error of a gradient, relative to its tensor (fp64) or to the norm of all (fp32); NaN if
+            refused.
+        wrong: what is too far off, or the refusal; empty if nothing is.
+        refused: the model cannot be split in this way, which raised before anything changed.
     """
 
     layout: str
@@ -80,7 +81,7 @@ class Found:
 
 
 def with_layers(case: Case, layers: int) -> Case:
-    """The same model with so many layers."""
+    """Return the same model with so many layers."""
     config = copy.deepcopy(case.config)
     names = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
     for name in names:
@@ -92,7 +93,7 @@ def with_layers(case: Case, layers: int) -> Case:
 
 
 def _case(architecture: str, padded: bool, staged: bool) -> Case:
-    """The first of the architecture's, with four layers."""
+    """Return the architecture's first case, with four layers."""
     case = with_layers(CASES[architecture]()[0], LAYERS)
     if staged and getattr(case.config, "output_router_logits", False):
         case.config.output_router_logits = False
@@ -100,7 +101,7 @@ def _case(architecture: str, padded: bool, staged: bool) -> Case:
 
 
 def _batch(case: Case, step: int, rank: int, device: torch.device = CPU) -> dict[str, Tensor]:
-    """Another one for each step and data-parallel rank, of the case's kind."""
+    """Return a batch of the case's kind, another one for each step and data-parallel rank."""
     batch = case.batch()
     generator = torch.Generator().manual_seed(100 * step + rank)
     for name in ("input_ids", "decoder_input_ids"):
@@ -144,7 +145,7 @@ def _plain(case: Case, dtype: torch.dtype, replicas: int, staged: bool, limit: f
 
 
 def _limit(case: Case) -> float:
-    """A part of the first gradients' norm, so that they are clipped."""
+    """Return a fraction of the first gradients' norm, so that gradients are clipped."""
     model = case.made()
     with Exact():
         loss_of(model(**_batch(case, 0, 0))).backward()
@@ -174,13 +175,13 @@ def _divided(session: Session, case: Case, dtype: torch.dtype) -> Training:
 
 
 def _rounded(single: Training, double: Training) -> float:
-    """The largest error of a gradient in fp32, beside the norm of all."""
+    """Return the largest error of a gradient in fp32, relative to the norm of all."""
     total = float(torch.nn.utils.get_total_norm(list(double[1].values())))
     return max(float((single[1][name].double() - grad).norm()) for name, grad in double[1].items()) / total
 
 
 def _judged(found: Training, expected: Training, tolerance: float) -> tuple[float, str]:
-    """The largest error of a gradient, and what is too far off."""
+    """Return the largest error of a gradient, and what is too far off."""
     exact = tolerance == EXACT
     (loss, grads, norm, values), (plain_loss, plain_grads, plain_norm, plain_values) = found, expected
     wrong = [f"gradients of {sorted(grads.keys() ^ plain_grads.keys())}"] if grads.keys() != plain_grads.keys() else []
@@ -203,8 +204,10 @@ def _judged(found: Training, expected: Training, tolerance: float) -> tuple[floa
 
 
 def measured(architecture: str, layouts: list[str], dtypes: list[str], device: torch.device = CPU) -> list[Found]:
-    """What each of ``layouts``, which have the same number of ranks, makes of the architecture. On all of these; the
-    first one compares."""
+    """Return the outcome of each of ``layouts``, which have the same number of ranks, with the architecture.
+
+    Runs on all of these ranks; the first one compares.
+    """
     order, known = sorted(CASES), LAYOUTS | SHARED
     plain: dict[Any, Training] = {}
     made: dict[MeshPlan, Mesh] = {}
@@ -212,7 +215,7 @@ def measured(architecture: str, layouts: list[str], dtypes: list[str], device: t
     for layout, kind in product(layouts, dtypes):
         plan, dtype = known[layout][1], getattr(torch, kind)
         padded = (list(known).index(layout) + order.index(architecture)) % 2 == 0
-        padded = padded and architecture not in ("vit", "whisper")  # whose inputs are of one size
+        padded = padded and architecture not in ("vit", "whisper")  # whose inputs have one size
         staged = plan.mesh.pp > 1
         case = _case(architecture, padded, staged)
         limit = _limit(case)

@@ -1,8 +1,10 @@
-"""Architectures of transformers, made small: a model, batches and a loss of each model type that can be built offline.
+"""Small versions of transformers' architectures: a model, batches and a loss of each model type that can be built
+offline.
 
-A configuration keeps its defaults but for sizes, which are known by their names, and everything random, which is off.
-Not every type can be made this way (some need other packages, fixed sizes or inputs of their own): ``case_of`` raises
-for those, and :data:`TYPES` has those that could (and whose plain training has no NaN: Swiftformer's has at this size).
+A configuration has its defaults except for sizes, which are recognized by their names, and randomness, which is off.
+Not every type can be built in this way (some need other packages, fixed sizes or inputs of their own): ``case_of``
+raises for those, and :data:`TYPES` has the others (if their plain training has no NaN, as Swiftformer's has at this
+size).
 """
 
 import functools
@@ -135,7 +137,7 @@ def _config(kind: str) -> Any:
     _shrink(config)
     config.use_cache = False
     config._attn_implementation = "eager"
-    config._experts_implementation = "eager"  # the others have no fp64
+    config._experts_implementation = "eager"  # the other ones have no fp64
     return config
 
 
@@ -149,7 +151,7 @@ def _class_of(kind: str) -> Any:
 
 
 def _make(kind: str) -> nn.Module:
-    """Random weights, nothing random in forward."""
+    """Build it with random weights and nothing random in forward."""
     with warnings.catch_warnings(action="ignore"):
         kind_class, config = _class_of(kind), _config(kind)
         with torch.device("meta"):
@@ -196,7 +198,7 @@ def _outputs(value: Any) -> Iterator[Tensor]:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Of every floating output, the mean of a function whose gradient is nowhere the same along the last dimension."""
+    """Return the mean of a function of every floating output, whose gradient varies along the last dimension."""
     out = model(**batch)
     found = list(_outputs(dict(out) if hasattr(out, "keys") else out))
     phases = [torch.arange(value.shape[-1] if value.dim() else 1) for value in found]
@@ -206,13 +208,13 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 @functools.cache
 def case_of(kind: str) -> ModelCase:
-    """A model type as a case to test with."""
+    """Return the case of a model type."""
     wanted = tuple(inspect.signature(_class_of(kind).forward).parameters)
 
     def build(dtype: torch.dtype) -> nn.Module:
         model = _make(kind).to(dtype)
         for module in model.modules():
-            if "dtype" in vars(module):  # a router that casts itself to that in its forward pass
+            if "dtype" in vars(module):  # a router that casts itself to that dtype in its forward pass
                 module.dtype = dtype
         return model
 
