@@ -12,8 +12,8 @@ from torch.nn import functional
 from shardwise.plan import ByNumel, Plan, TensorPlan, zero
 from shardwise.session import Session
 from tests.support.checkpoint_setup import tiers
-from tests.support.cut_setup import VOCABULARY, Parts, made
 from tests.support.engine_setup import sharded
+from tests.support.tensor_model import VOCABULARY, Parts, made
 
 BATCHES = 4
 """Of a step, over all ranks that see different data."""

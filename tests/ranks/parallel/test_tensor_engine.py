@@ -15,11 +15,11 @@ from shardwise.core.comm import PeerError
 from shardwise.plan import Plan, TensorPlan, zero
 from shardwise.session import build
 from shardwise.testing import run_ranks
-from tests.support.cut_setup import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
 from tests.support.engine_setup import PLANS, adam, sharded
 from tests.support.on_ranks import everywhere, on_ranks, raises
 from tests.support.sets import full
 from tests.support.step_checks import assert_numbers, assert_parts
+from tests.support.tensor_model import INNER, VOCABULARY, WIDTH, Model, Parts, made, rows_of
 from tests.support.tier_setup import with_tiers
 
 STEPS, LR, MAX_NORM = 3, 0.02, 0.5

@@ -11,9 +11,9 @@ from shardwise.core.parallel.tensor.layers import CutLayer
 from shardwise.session import build
 from shardwise.testing import assert_close
 from tests.support.checkpoint_setup import differences, everything
-from tests.support.cut_setup import VOCABULARY, WIDTH, Block, made
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import full
+from tests.support.tensor_model import VOCABULARY, WIDTH, Block, made
 from tests.support.tensor_runs import BATCHES, adam, flat, loss_of, passes, plan_of, train, training
 
 

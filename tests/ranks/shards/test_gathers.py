@@ -41,7 +41,7 @@ from tests.support.engine_setup import (
     sgd,
     sharded,
 )
-from tests.support.meetings_setup import GLOO, counted
+from tests.support.exchange_setup import GLOO, counted
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
