@@ -30,10 +30,10 @@ NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EPERM, SHORT)
 ACTIONS = ("new", "re-save", "re-save without exchange", "asynchronous new", "asynchronous re-save", "load")
 
 HARMLESS = {"listdir", "unlink", "rmdir", "flock", "close of a directory", "link"}
-"""Calls whose failure may go unmentioned: they only tidy up, and what they leave the next save removes; what cannot be
-linked is copied."""
+"""Calls whose failure may stay without an error: they only clean up, and the next save removes what they leave. What
+cannot be linked is copied."""
 NOT_THERE = {"posix_fallocate", "fsync of a directory", "renameat2"}
-"""Calls that some file systems do not have, which say so with EPERM; the save does without them."""
+"""Calls that some file systems do not support, which return EPERM; the save works without them."""
 
 
 class Twins:
@@ -74,7 +74,7 @@ class Sweep:
         self.root, self.action, self.failing_rank, self.mesh, self.system = root, action, failing_rank, mesh, system
         self.twins = Twins(mesh, zero(3))
         self.saved: dict[str, tuple[int, dict[str, torch.Tensor]]] = {}
-        """By tag the version and weights of what must be there."""
+        """Version and weights of each tag that must exist."""
         self.counts: Counter[str] = Counter()
         self.lost: list[str] = []
         self.noted = False

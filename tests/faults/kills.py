@@ -31,8 +31,8 @@ GRACE_S = 20.0
 SHAPES = {"first.weight": (9, 7), "first.bias": (9,), "second.weight": (301, 211), "second.bias": (301,)}
 LONGEST_S = 0.1
 MOST_LINES = 12
-"""A kill comes when the first rank has told one to so many lines (that it is ready, begins a save, has saved) and up to
-``LONGEST_S`` later, so that a slow machine makes as many saves."""
+"""Ranks are killed when the first rank has written a random number of lines up to this (ready, save begins, saved) and
+up to ``LONGEST_S`` later, so that a slow machine makes as many saves."""
 
 
 class Net(nn.Module):

@@ -34,7 +34,7 @@ class Case:
 
 LIBRARIES = {"colossalai": "ColossalAI", "deepspeed": "DeepSpeed", "transformers": "transformers with DeepSpeed"}
 LIBRARIES |= {"accelerate": "accelerate with DeepSpeed", "lightning": "Lightning", "fabric": "Fabric"}
-"""By how the names of their programs begin."""
+"""Libraries, by the beginning of the names of their programs."""
 PLUGINS = ("torch_ddp", "low_level_zero", "gemini", "hybrid")
 WHAT = {
     **{

@@ -18,7 +18,7 @@ from tests.foreign.cases import PROGRAMS, Case
 from tests.launcher_variables import without_launcher
 
 RELATIVE = 1e-4
-"""How far a loss in fp32 may be from the plain program's, after eight steps of Adam."""
+"""Allowed difference of an fp32 loss from the plain program's, after eight steps of Adam."""
 SECONDS = 600.0
 REPOSITORY = Path(__file__).parents[2]
 

@@ -28,11 +28,11 @@ KEPT = REPOSITORY / "build" / "late-mutations.json"
 PAGE = REPOSITORY / "docs" / "inside" / "late-device.md"
 BEGIN, END = "<!-- mutations:start -->\n", "<!-- mutations:end -->"
 SEEDS = range(4)
-"""One of each kind of order."""
+"""One seed for each kind of order."""
 FEW = 6
-"""Scenarios that are run with further seeds: what is not ordered is found with any of them."""
+"""Number of scenarios that run with further seeds: a missing order is detected with any of them."""
 PATIENCE_S, ERRORS = 60.0, 2
-"""How long a run may take before it counts as one without an end; errors after which no better reason is looked for."""
+"""Time after which a run counts as a hang; number of errors after which no better reason is looked for."""
 
 
 def run_without(place: Place | None, scenario: Scenario, seed: int) -> Found:
@@ -128,9 +128,9 @@ class Kept:
         fresh: dict[str, Any] = {"sources": sources, "found": {}, "reach": {}}
         self._known = known if known.get("sources") == sources else fresh
         self.found: dict[str, str] = self._known["found"]
-        """By place."""
+        """The detecting scenario, by place."""
         self.reach: dict[str, tuple[list[str], float]] = self._known["reach"]
-        """By scenario: :func:`reach`."""
+        """The result of :func:`reach`, by scenario."""
 
     def write(self) -> None:
         """Write the file."""

@@ -27,9 +27,10 @@ CALLS = {
     "wait_for_first",
     "wait_stream",
 }
-"""Who waits, is waited for, or keeps memory meanwhile; a call of one of these names is a place, in any file."""
+"""Functions that wait, that are waited for, or that keep memory alive; each call of such a name, in any file, is a
+place."""
 RECEIVERS = {"drop": "self._lent"}
-"""A name that others have too counts on this object alone."""
+"""Names that other objects have, too: these count only on this object."""
 
 DISK = "the host waits for a disk"
 PROGRAM = "the host waits for processes, threads or files"
@@ -72,7 +73,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("core/grads/reducer.py", "ThenReplicas.wait_for_first", "self._first.wait", MESSAGES),
     ("core/engine/full_values.py", "WhenAsked.", "", "groups in shared memory, which have no device but the CPU"),
 )
-"""What is no place: beginnings of file and function, a part of the text, and why."""
+"""Calls that are not places: beginnings of file and function, a part of the text, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -291,9 +292,9 @@ def taken_out(place: Place) -> Iterator[None]:
 
 
 _NUMBERS: set[int] = set()
-"""Of the places where this process came."""
+"""Numbers of the places that this process has reached."""
 _NOTING: dict[FunctionType, CodeType] = {}
-"""Its functions with what notes that."""
+"""Functions, with their code that records places."""
 reached: Callable[[int], None] = _NUMBERS.add
 
 

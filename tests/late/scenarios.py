@@ -15,12 +15,12 @@ HOMES = {
     "late_places": ("discarded", "disk", "failed_gather", "loaded_over", "program_waits", "renewed", "traced_graph"),
     "late_stages": ("stages",),
 }
-"""Functions by the module that has them, where it is not ``late_setup``; each is imported when it is needed."""
+"""Functions by their module, if it is not ``late_setup``; each is imported when it is needed."""
 READS = ("state", "state in the compute dtype", "gathered", "one by one", "own state", "unsharded", "as in a trace")
 READS += ("waited for", "saved apart", "loaded apart")
 ALONE = ("written_after_forward", "side_copies", "lent_memory", "later_values", "locked_memory", "program_waits")
 ALONE += ("failed_gather", "discarded")
-"""Functions of one rank that take a name for messages and a seed."""
+"""Functions for one rank that take a name for messages and a seed."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ TRAINED = (
     (4, "replicas replicas_host secondary replicas_eight_bits secondary_eight_bits", ()),
     (4, "replicas replicas_in_pieces", ("gpt",)),
 )
-"""Ranks, plans, and the model with whether the program changes streams."""
+"""Ranks, plan, model, and whether the program changes streams."""
 
 
 def scenarios() -> list[Scenario]:

@@ -20,11 +20,14 @@ from tests.support.tensor_setup import PAD, Case, Exact, loss_of
 CPU = torch.device("cpu")
 STEPS, LR, LAYERS, MICROBATCHES, SHARE = 3, 0.01, 4, 2, 0.5
 EXACT, SINGLE = 1e-11, 1e-6
-"""Of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32; there twice what one process is off
-from fp64, if that is more, since two that are as exact as each other may differ by it."""
+"""Tolerances of losses and gradients: of each tensor in fp64, of all gradients' norm in fp32.
+
+In fp32 twice the error of one process against fp64 is allowed, if that is more, since two equally exact results may
+differ by it.
+"""
 
 Training = tuple[float, dict[str, Tensor], float, dict[str, Tensor]]
-"""The first step's loss and gradients, the last one's norm before clipping, and the parameters behind it."""
+"""The first step's loss and gradients, the last step's norm before clipping, and the final parameters."""
 
 
 def _plan(plan: Plan, tp: int = 1, pp: int = 1, sequence: Any = None, chunks: int = 1) -> Plan:
@@ -48,7 +51,7 @@ LAYOUTS: dict[str, tuple[int, Plan]] = {
     "tp2pp2x2 sequences": (4, _plan(replicated(), tp=2, pp=2, sequence="split_gather", chunks=2)),
     "tp2pp2dp2 zero1": (8, _plan(zero(1), tp=2, pp=2)),
 }
-"""Ranks and plan, by name."""
+"""Number of ranks and plan, by name."""
 SHARED: dict[str, tuple[int, Plan]] = {
     "sp2 all_to_all": (2, zero(1).but(sp=2)),
     "sp2 ring": (2, zero(3).but(sp=2, sequence=SequencePlan(mode="ring_attn"))),
@@ -56,7 +59,7 @@ SHARED: dict[str, tuple[int, Plan]] = {
     "sp4 rings of 2": (4, zero(1).but(sp=4, sequence=SequencePlan(mode="ring_attn", inner_ring=2))),
     "hybrid shard": (4, zero(3, dp_replicate=2)),
 }
-"""Layouts of ``tests/gpu`` in addition."""
+"""Further layouts, for ``tests/gpu``."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ PLANS: dict[str, Plan] = {
     "hybrid3": zero(3, dp_replicate=2),
 }
 MAIN_PLANS = ("zero1", "zero2", "zero3", "budget0")
-"""Under these every model is trained by default."""
+"""Plans under which every model is trained by default."""
 
 MICRO = {"1x": (1, False), "3x": (3, False), "3x_no_sync": (3, True)}
 CLIP = {"unclipped": 0.0, "p1": 1.0, "p2": 2.0, "p3": 3.0, "pinf": math.inf}
@@ -57,24 +57,26 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "order": ("overlap", "sequence", "agreed", "on_use"),
 }
 COSTS = {"gloo": 4.0, "3": 3.0, "4": 4.0}
-"""A message of gloo takes two changes of threads on either side; more ranks than two cores take turns."""
+"""A message of gloo takes two thread switches on either side; more than two ranks share two cores."""
 QUICK_COSTS = {**COSTS, "1": 2.0}
-"""For the quick set: one rank shards nothing."""
+"""For the quick set: a single rank shards nothing."""
 
 RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3, "bf16_reduce32": 2e-2, "bf16_no_master": 2e-2}
 """16 bits: five units in the last place of bf16 (2^-8), two of fp16 (2^-10)."""
 SHARE = 0.25
 """See :class:`~tests.parity.sharded.Tolerance`; not in fp64."""
 NO_MASTERS_ROUNDED = 0.05
-"""Share of the elements; with masters that nobody asked for it is about a third."""
+"""Share of the elements; with unexpected masters it is about a third."""
 CUT_SHOWS = ("sgd", "rmsprop")
 CUT_ROUNDED = 0.15
-"""The same where torch's loops round the ends of a tensor otherwise than its middle: cutting a plain tensor into four
-changes 3 % (SGD) and 5 % (RMSprop) of its elements in two steps."""
+"""The same where torch's loops round the ends of a tensor differently from its middle.
+
+Splitting a plain tensor into four changes 3 % (SGD) and 5 % (RMSprop) of its elements in two steps.
+"""
 
 
 KEY_BIASES = ("attention", "gpt", "gpt_checkpointed")
-"""Models with attention: the gradient of the keys' bias is zero but for rounding, and Rprop reads nothing but signs."""
+"""Models with attention: the gradient of the keys' bias is zero except for rounding, and Rprop uses only signs."""
 
 
 def allowed(row: Row) -> bool:

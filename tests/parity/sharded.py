@@ -29,7 +29,8 @@ def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 EPS = 1e-2
-"""Large, so that gradients which are zero but for rounding (the bias of attention's keys) are not blown up to steps."""
+"""Large, so that gradients which are zero except for rounding (the keys' bias of attention) do not become full
+steps."""
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
@@ -217,9 +218,9 @@ class Tolerance:
 
 
 SAME_GRADIENTS_RTOL = 1e-6
-"""Where 16-bit gradients are equal bit for bit in every step, so are the updates, but for fp32 rounding."""
+"""If 16-bit gradients are equal bit for bit in every step, updates are equal except for fp32 rounding."""
 BF16_ULP = 2.0**-7
-"""Of the numbers that a mantissa of 8 bits can express in [1, 2)."""
+"""Spacing of the numbers in [1, 2) with a mantissa of 8 bits."""
 
 
 def check_runs(runs: Sequence[Run], expected: PlainRun, setting: Setting, tolerance: Tolerance) -> None:

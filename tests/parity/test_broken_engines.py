@@ -111,7 +111,7 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "no_masters": (no_masters, {"numbers": "bf16"}),
     "replicas_drift": (replicas_drift, {"plan": "ddp"}),
 }
-"""And what shows it beside :data:`PLAIN_ROW`."""
+"""Faults, each with the values that detect it in addition to :data:`PLAIN_ROW`."""
 
 
 def train_broken(fault: str, setting: Setting) -> Run:

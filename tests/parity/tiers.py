@@ -25,7 +25,7 @@ MIXES = {name: shares for name, shares in SHARES.items() if name != "device"} | 
     "p_host": (1, 0, 0, 0),
     "p_halves_s_disk": (0.5, 0.25, 0, 0.6),
 }
-"""Shares of parameters on host and disk, of state on host and disk."""
+"""Shares of parameters on host and disk, and of state on host and disk."""
 
 # One of everything, and nothing in parallel; small defaults; several threads with small requests.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -34,8 +34,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "threads": {"state_buffers": 5, "param_buffers": 5, "threads": 2, "queue_depth": 2},
 }
 STEPS, STEPS_OF_ONE, STEPS_OF_THREE = 10, 6, 4
-"""By default rows of one and of three micro-batches make fewer steps, but one for each number format at 1, 2 and 4
-ranks."""
+"""Rows of one and of three micro-batches make fewer steps by default, but one row for each number format at 1, 2 and 4
+ranks makes all."""
 
 PREFETCH = {"own": None, "none": 0, "three": 3}
 

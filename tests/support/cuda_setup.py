@@ -88,7 +88,7 @@ class FakeCuda:
         self._streams = {index: Stream(self, index) for index in range(2)}
         self.allocated = self.waiting = self.peak = self.resets = 0
         self.model: Callable[[], int] = lambda: 0
-        """Bytes that are allocated besides."""
+        """Returns further allocated bytes."""
         self.locked: dict[int, int] = {}
         self.ever_locked_on: set[int] = set()
         self.synchronized: list[int] = []

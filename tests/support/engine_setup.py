@@ -36,7 +36,7 @@ def scaler(**changes: float) -> ScalerPlan:
 
 
 SCALER = scaler(growth_interval=1, max_scale=8192.0)
-"""Moves at every step."""
+"""Changes at every step."""
 
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer] | None
 Program = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]

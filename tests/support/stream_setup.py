@@ -73,7 +73,7 @@ class QueuedGroup(NativeGroup):
     """
 
     program = Program()
-    """Of this rank, for all groups."""
+    """The program of this rank, for all groups."""
     later: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, *args: Any) -> None:

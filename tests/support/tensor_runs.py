@@ -16,7 +16,7 @@ from tests.support.engine_setup import sharded
 from tests.support.tensor_model import VOCABULARY, Parts, made
 
 BATCHES = 4
-"""Of a step, over all ranks that see different data."""
+"""Number of batches in a step, over all data-parallel ranks."""
 
 
 def plan_of(name: str, directory: str) -> Plan:

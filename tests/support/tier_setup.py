@@ -30,7 +30,7 @@ SHARES: dict[str, tuple[float, float, float, float]] = {
     "all_disk": (0, 1, 0, 1),
     "thirds": (0.34, 0.33, 0.33, 0.34),
 }
-"""Of parameters on host and disk, of state on host and disk."""
+"""Shares of parameters on host and disk, and of state on host and disk."""
 
 
 def shared(shares: Sequence[float], directory: str, **knobs: Any) -> TierPlan:

@@ -67,12 +67,12 @@ class Oracle:
     run: PlainRun
     tolerance: Tolerance
     error: float
-    """How far a training is off whose weights were rounded otherwise."""
+    """The error of a training whose initial weights were rounded differently."""
 
 
 EXACT = Tolerance(rtol=1e-9, share=1e-3)
 ROUNDED = Tolerance(rtol=1e-5, share=0.25)
-"""For models that compute parts of themselves in fp32."""
+"""The tolerance for models that compute parts of themselves in fp32."""
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,7 +20,7 @@ from tests.support.models import ModelCase
 
 WIDTH, HEADS, VOCABULARY, LENGTH, IMAGE, PATCH, ROWS = 32, 4, 41, 6, 32, 8, 2
 LARGEST = 2_000_000
-"""Parameters; what is larger has a size that is not known by its name."""
+"""Maximum number of parameters; a larger model has a size whose name is not known."""
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "width", "embedding_size"), WIDTH),
@@ -63,7 +63,7 @@ LISTS = {
     **dict.fromkeys(("num_heads", "num_attention_heads"), 2),
     **dict.fromkeys(("tdnn_dim", "encoder_hidden_sizes", "fusion_hidden_sizes", "feature_maps"), 16),
 }
-"""The same where each stage has its own."""
+"""The same for configurations with a size per stage."""
 RANDOM = ("drop", "noise", "jitter", "mask_time_prob", "mask_feature_prob", "layerdrop")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id")
 AUTO = (
@@ -79,7 +79,7 @@ AUTO = (
     "DEPTH_ESTIMATION",
     "IMAGE_TEXT_TO_TEXT",
 )
-"""Tasks whose class is tried first, in this order; else the plain model is taken."""
+"""Auto classes of tasks that are tried first, in this order; otherwise the base model is used."""
 
 _NAMES = """
     afmoe aimv2 aimv2_vision_model albert altclip apertus arcee aria_text bamba bart beam beit bert bert-generation
@@ -109,7 +109,7 @@ _NAMES = """
     wav2vec2 wav2vec2-conformer wavlm whisper xlm xlm-roberta xlm-roberta-xl xlnet yolos yoso zaya
 """
 TYPES = tuple(_NAMES.split())
-"""Types that can be made small in this way, with transformers 5.23."""
+"""Types that can be built small in this way, with transformers 5.23."""
 
 
 def _shrink(config: Any) -> None:

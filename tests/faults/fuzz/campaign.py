@@ -19,11 +19,11 @@ from tests.faults.report import Report
 ROOT = Path(__file__).parent.parent.parent.parent
 CORPUS = ROOT / "tests" / "data" / "fuzz"
 WAITS = 30
-"""Seconds without any progress of a process that waits for something, until it is said to hang."""
+"""Seconds without any progress of a process that waits, after which it counts as hanging."""
 MOST_BYTES = 3 << 30
-"""Of memory, where a child is killed at once."""
+"""Memory at which a child is killed at once."""
 LARGEST = 4 << 20
-"""Bytes of the largest checkpoints that are tried; what may be taken for one of them is taken for a hang."""
+"""Bytes of the largest checkpoints that are tried; a read that takes more than one of them allows counts as a hang."""
 
 
 class Reader:

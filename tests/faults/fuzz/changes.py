@@ -27,10 +27,10 @@ from tests.faults.fuzz.values import SECRET, Stale, change_tree, draw_path, draw
 Change = dict[str, Any]
 NAMES = ("../" + SECRET, "a\0b", "\x1b[2Jx", "", "model/x", "other", "a" * 5000, "state/rng/0/torch", "_extra_state")
 PARSED = "(parsed)"
-"""In a path: the text there is JSON itself."""
+"""An element of a path: the string there is itself JSON."""
 SPARSE_BYTES = 1 << 30
 OF_AN_ARRAY = (np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype("uint32")))
-"""What the generators of Trainer and accelerate are made of."""
+"""The globals in pickles of the random states of Trainer and accelerate."""
 
 
 # ---- files as trees

@@ -21,7 +21,8 @@ from tests.faults.fuzz.trial import PLANTED, Bounds, Trials, ways_of
 from tests.faults.fuzz.values import Stale
 
 ADDRESS_BYTES = 24 << 30
-"""Beside what the process has at its start. What is touched is bounded much closer, by :class:`Bounds`."""
+"""Address space in addition to that at the start of the process. :class:`Bounds` limits used memory much more
+closely."""
 
 
 def draw_recipe(seed: int, trials: Trials) -> dict[str, Any]:

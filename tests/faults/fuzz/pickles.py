@@ -7,7 +7,7 @@ from typing import Any
 from tests.faults.fuzz.values import Stale
 
 MARKER = "fired"
-"""The file that code in a checkpoint would make, in the working directory."""
+"""The file that code in a checkpoint would create in the working directory."""
 CALLS = [
     f"cposix\nsystem\n(S'touch {MARKER}'\ntR".encode(),
     f'cbuiltins\neval\n(S\'open("{MARKER}", "w")\'\ntR'.encode(),

@@ -36,11 +36,11 @@ PLANTED = (
     *(f".t.{before}-{HEX}" for before in ("saving", "replaced", "output-saving", "output-replaced")),
     *(".latest.partial", "latest", ".t.safetensors.partial"),
 )
-"""Names in the directory that is written to, as links to a file outside."""
+"""Names in the output directory that are links to a file outside."""
 UNKNOWN = re.compile(
     r"could not [^\n]*: (?!CheckpointError|CheckpointDamage|ValueError)[A-Z]\w+(Error|Exception|Stop\w*): "
 )
-"""What ranks tell each other of an error that nobody foresaw."""
+"""The message about an unexpected error that ranks send each other."""
 MEMORY = re.compile(r"allocate|MemoryError|out of memory|not enough memory")
 
 
@@ -48,7 +48,7 @@ class Bounds:
     """The limits for reading a checkpoint of ``nbytes``; holes in its files do not count."""
 
     SECONDS, SECONDS_PER_MIB = 5.0, 4.0
-    """Of a processor, all threads together."""
+    """CPU time of all threads together."""
     MEMORY_BYTES, MEMORY_TIMES = 256 << 20, 40
 
     def __init__(self, nbytes: int) -> None:

@@ -22,7 +22,7 @@ from tests.foreign.upstream import deepspeed_setup
 
 MOST_RANKS = 2
 RESULTS = os.environ.get("UPSTREAM_RESULTS", "")
-"""A file that each test's outcome is appended to, a line of JSON for each, so that a run may end at any time."""
+"""A file to which each test's outcome is appended as a line of JSON, so that a run may be interrupted at any time."""
 SECONDS = float(os.environ.get("UPSTREAM_SECONDS", "120"))
 GRACE = 2.0
 

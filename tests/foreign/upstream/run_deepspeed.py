@@ -35,8 +35,8 @@ CHOSEN = (
     *("v1/half_precision", "v1/zero", "checkpoint", "comm", "launcher"),
     *("ops/adagrad", "ops/adam", "ops/lion", "ops/muon", "utils"),
 )
-"""Of ``tests/unit``: what is about things that there are here. Inference, pipelines, experts, compression, autotuning
-and kernels are not."""
+"""Files of ``tests/unit`` about features that exist here, without inference, pipelines, experts, compression,
+autotuning and kernels."""
 
 
 def main() -> int:

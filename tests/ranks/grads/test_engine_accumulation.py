@@ -179,7 +179,7 @@ DTYPE_PLANS = {"ddp": replicated(HALF), "zero1": zero(1, HALF), "zero2": zero(2,
 # The sum of a rank's passes can be represented in bf16, which is sent, but adding them one by one in bf16 misses it.
 SLOPES = (1.0, 2.0)
 DTYPE_STEPS = ([65], [33, 33], [1, 65])
-"""Passes of each step, and those of them up to a reduced one; the first has a far larger gradient."""
+"""For each step, the numbers of passes up to each reduction; the first pass has a far larger gradient."""
 
 
 class Sum(nn.Module):

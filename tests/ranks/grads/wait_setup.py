@@ -10,7 +10,7 @@ from shardwise.core.grads.chunk_grads import ChunkGrads
 from shardwise.core.grads.reducer import Reducer
 
 QUICK_S = 0.004
-"""Peers of an impatient rank wait in vain; here not for long."""
+"""Peers of an impatient rank wait without success; here they give up soon."""
 
 
 class Impatient:

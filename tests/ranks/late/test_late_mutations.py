@@ -68,7 +68,7 @@ FOUND = {
     "core/engine/values.py Values.settle: self.pool.settle()": "renewed, state in the compute dtype (2 ranks)",
     "core/shards/pool.py ChunkPool._evict: pending.wait()": "failed gather (1 rank)",
 }
-"""Places, and the quickest scenario that finds each: one of every kind."""
+"""Places of every kind, with the quickest scenario that detects the removal of each."""
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.support.late_setup import Found
 from tests.support.sets import campaign, full
 
 SEEDS = range(4)
-"""One of each kind of order."""
+"""One seed for each kind of order."""
 EARLY = ("early", "early_host")
 OTHERS = {function for functions in HOMES.values() for function in functions}
 
@@ -108,9 +108,9 @@ QUICK = (
     "renewed, state (2 ranks)",
     "parts of sequences, ring (2 ranks)",
 )
-"""On one rank and on two, of the host's reads and of the device's messages."""
+"""Scenarios on one rank and on two, about the host's reads and the device's messages."""
 STAGES = "stages, 1f1b (2 ranks)"
-"""Of the scenarios with stages, which cost most, the one in the full set."""
+"""The only scenario with pipeline stages in the full set, since these cost most."""
 
 
 def in_a_set(scenario: Scenario) -> object:

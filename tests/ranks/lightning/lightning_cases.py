@@ -30,10 +30,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "fully_sharded_kept": ("DDPFullyShardedStrategy", {"reshard_after_forward": False}),
 }
 MAIN = ("colossalai", "deepspeed_1", "deepspeed_2", "deepspeed_3", "fully_sharded")
-"""One of each engine plan; the others differ in where things lie."""
+"""One strategy of each engine plan; the others differ in the tiers of their data."""
 THREE = ("colossalai", "deepspeed_3", "fully_sharded")
 TWO = THREE[:2]
-"""What the engine and the common base do is the same for the third, whose own tests repeat much of it."""
+"""The engine and the base class do the same for the third strategy, whose own tests repeat much of it."""
 STOCK = "stock"
 
 

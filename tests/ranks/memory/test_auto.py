@@ -98,11 +98,11 @@ class Found:
     tiers: dict[str, dict[str, int]] = field(default_factory=dict)
     stats: MemStats | None = None
     rest: int = 0
-    """The most besides model data, over all steps that were traced."""
+    """The maximum of memory in addition to model data, over all traced steps."""
 
 
 Step = Callable[[Session, int], list[Tensor]]
-"""Losses of one step, each for a backward pass."""
+"""The losses of one step, each for a backward pass."""
 
 
 def x_of(rank: int, step: int, rows: int = 8) -> Tensor:
@@ -245,8 +245,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Stack], Step]] = {
 
 
 UNSTEADY = {"changing", "ranks differ", "evaluation", "rows"}
-"""Gradients in an unexpected order wait in memory of their own, ``gathered()`` needs all blocks at once, and a batch
-that has grown was not foreseen by the trace."""
+"""Programs that need more: gradients in an unexpected order wait in separate memory, ``gathered()`` needs all blocks at
+once, and a larger batch is not in the trace."""
 
 
 def tight(name: str, rest: int, ranks: int) -> int:
@@ -256,7 +256,7 @@ def tight(name: str, rest: int, ranks: int) -> int:
 
 
 SOME = {"checkpointed twice": 3, "changing": 4, "evaluation": 3, "rows": 4, "forwards": 3, "accumulation": 3}
-"""Steps of each; "ranks differ" is what several ranks run."""
+"""Numbers of steps; several ranks run "ranks differ" as well."""
 SEVERAL = dict.fromkeys(["checkpointed twice", "evaluation", "ranks differ"], 4)
 
 
@@ -503,7 +503,7 @@ PLACES = [
     ("backward", "before the next unit"),
     ("backward", "in the backward pass"),
 ]
-"""Where one rank finds its memory too small: by the phase and by what the ledger is asked for."""
+"""Places where one rank runs out of memory: the phase, and the request to the ledger."""
 
 
 @contextlib.contextmanager

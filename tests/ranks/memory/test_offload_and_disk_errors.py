@@ -113,7 +113,7 @@ CASES = [
     ("p_host_s_disk", zero(3, BF16), "sgd", 3),
     ("all_disk", zero(3, BF16), "adamw", 2),
 ]
-"""With which requests fail."""
+"""Mix, plan, optimizer, and one of how many requests fails."""
 IDS = [pytest.param(*case, id=f"{case[0]}-{case[2]}") for case in CASES]
 ALL_REQUESTS = [pytest.param(*case[:3], 1, id=f"{case[0]}-{case[2]}-all") for case in CASES if case[3] > 1]
 

@@ -19,7 +19,7 @@ from tests.support.tier_setup import backward, batch, digest, everything, make_n
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
 SOME = {"zero1": ("s_disk",), "zero2_bf16": ("p_disk_s_host", "all_host"), "zero3_bf16": ("thirds", "all_disk")}
-"""In the full set, each mix with one plan; ``-m campaign`` has every mix with every plan."""
+"""The full set has each mix with one plan; ``-m campaign`` has every mix with every plan."""
 
 
 def cases(quick: str) -> list[Any]:

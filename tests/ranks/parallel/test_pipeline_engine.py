@@ -132,7 +132,7 @@ MODELS = (("llama", 1), ("gpt2", 0), ("bert", 0))
 
 
 QUICK = (0, 2, 5, 8, 10)
-"""Of the cases: one pipeline alone, each schedule, parameters that are whole and divided, cut layers, own stages."""
+"""Cases with a pipeline alone, each schedule, unsharded and sharded parameters, tensor parallelism, and own stages."""
 
 
 def by_turns() -> list[object]:

@@ -143,9 +143,10 @@ OPS: dict[str, Callable[[], nn.Module]] = {
 }
 NOT_BATCHED = {"batch_norm1d", "lstm", "lstm_cell"}
 NOT_BATCHED |= {"function", "function_keeps", "embedding_bag"}
-"""Not under ``torch.func.vmap``."""
+"""Operators without support for ``torch.func.vmap``."""
 ONCE = {"cdist", "encoder_layer", "decoder_layer", "sdpa", "sdpa_query"}
-"""Without a second derivative. Attention over three dimensions lost it in torch 2.15, which takes the CPU's kernel."""
+"""Operators without a second derivative. Attention over three dimensions has none since torch 2.15, which uses the
+CPU's kernel."""
 
 
 class Table(nn.Module):

@@ -49,7 +49,7 @@ from tests.support.stream_setup import LAYERS, Branching, groups_of
 from tests.support.tier_setup import with_tiers
 
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
-"""Of a step, beside its gathers and reductions."""
+"""The host-side exchanges of a step, in addition to its gathers and reductions."""
 
 
 def chain(layers: int) -> nn.Sequential:
@@ -311,7 +311,7 @@ def test_overlapping_threads_under_a_capacity_are_an_error() -> None:
 
 
 BARE = MESSAGES.but(prefetch=0)
-"""Otherwise units as small as these are all fetched ahead."""
+"""Without prefetch, since units as small as these would all be prefetched."""
 
 
 class Block(nn.Module):

@@ -152,7 +152,7 @@ EVERY = [
     *full(*((plan, SOME) for plan in WHOLE_PLANS if plan != "zero2")),
     *campaign(("modules", list(MAKE))),
 ]
-"""Plans, and which of them are run under each."""
+"""Plans, with the optimizers that run under each."""
 
 
 def tolerance(name: str) -> float:

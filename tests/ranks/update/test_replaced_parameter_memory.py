@@ -75,7 +75,7 @@ def turned(param: nn.Parameter, group: Group, _state: State) -> None:
 
 UPDATES: dict[str, Update] = {each.__name__: each for each in (assigned, filled, swapped, in_turn, turned)}
 WHOLE = ("turned",)
-"""Needs whole tensors."""
+"""Updates that need full tensors."""
 
 
 def net() -> nn.Module:

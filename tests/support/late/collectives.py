@@ -23,7 +23,7 @@ from tests.support.late.device import LateDevice
 from tests.support.late.streams import Event, Stream
 
 QUIET_S = 0.02
-"""After so long a device goes on by itself."""
+"""Seconds after which a device goes on by itself."""
 MEETING = 1
 """A tag of gloo's that no message of a device has."""
 

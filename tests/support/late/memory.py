@@ -15,7 +15,7 @@ from tests.support.late.torch_gpus import as_on_cpu
 
 ROUND_BYTES = 512
 POISON = 0xFF
-"""In every byte: not a number of any floating dtype, -1 of the others."""
+"""Value of every poisoned byte: NaN for every floating dtype, -1 for the others."""
 
 
 class _DLManaged(ctypes.Structure):
@@ -35,7 +35,7 @@ _capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 # Called when a tensor is freed, maybe while an exception propagates: no Python may run there. This one does nothing.
 _NO_DELETER = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
 _SHAPES: list[object] = []
-"""What tensors were made from; torch reads it when they go, whenever that is."""
+"""The structures that tensors were created from; torch reads them when it frees the tensors, at any time."""
 
 
 def _on_gpu(address: int, nbytes: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import shardwise
 
 Clock = dict[int, int]
-"""By number of a stream: how many of its works have been waited for."""
+"""How many works of each stream (by its number) have been waited for."""
 OWN = (
     f"{Path(__file__).parent}{os.sep}",
     str(Path(shardwise.__file__).parent / "core" / "base" / "device"),
@@ -27,7 +27,7 @@ OWN = (
     f"{Path(torch.__file__).parent}{os.sep}",
     contextlib.__file__,
 )
-"""How the names of files begin that are torch's or the device's own."""
+"""Beginnings of the names of files that belong to torch or to the simulated device."""
 
 
 def caller() -> str:
