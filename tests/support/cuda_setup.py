@@ -1,7 +1,7 @@
-"""A CUDA of two GPUs that runs nothing: which stream waits for what, which GPU is current where, bytes of an allocator.
+"""A simulated CUDA with two GPUs that computes nothing: stream order, current GPUs, and bytes of an allocator.
 
-What it stands in for is replaced in ``torch.cuda``; a call that names no device gets the calling thread's current GPU,
-as in torch, so that whoever forgets to name one can be seen to.
+It replaces functions of ``torch.cuda``. A call without a device gets the calling thread's current GPU, as in torch, so
+a test can detect code that forgets to pass one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @dataclass(eq=False)
 class Stream:
-    """What it was given, in order: copies by name, and events that it waits for."""
+    """Records its copies by name and the events that it waits for, in order."""
 
     cuda: FakeCuda
     device: int
@@ -34,13 +34,13 @@ class Stream:
         return Event(self, len(self.given))
 
     def comes_after(self, work: object) -> bool:
-        """Whether what is given to the stream from here on waits for ``work``, here or through events."""
+        """Return whether later work on this stream waits for ``work``, on this stream or through events."""
         return _reaches(self, len(self.given), work)
 
 
 @dataclass(frozen=True)
 class Event:
-    """The first ``count`` things that ``stream`` was given."""
+    """The first ``count`` entries of ``stream``."""
 
     stream: Stream
     count: int
@@ -74,11 +74,13 @@ class FakeArray:
 
 
 class FakeCuda:
-    """Attributes:
-    allocated, waiting, peak: bytes of the allocator; what was dropped and waits for a stream is in neither of torch's
-        own numbers.
-    resets: how often the allocator's peak was reset.
-    locked: by address, the GPU that was current when host memory was page-locked; ``ever_locked_on``: all of them.
+    """The simulated functions of ``torch.cuda``.
+
+    Attributes:
+        allocated, waiting, peak: bytes of the allocator; freed memory that waits for a stream is in neither of torch's
+            own numbers.
+        resets: how often the allocator's peak was reset.
+        locked: by address, the GPU that was current when host memory was page-locked; ``ever_locked_on``: all of them.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +88,7 @@ class FakeCuda:
         self._streams = {index: Stream(self, index) for index in range(2)}
         self.allocated = self.waiting = self.peak = self.resets = 0
         self.model: Callable[[], int] = lambda: 0
-        """Bytes that are allocated besides."""
+        """Returns further allocated bytes."""
         self.locked: dict[int, int] = {}
         self.ever_locked_on: set[int] = set()
         self.synchronized: list[int] = []
@@ -100,15 +102,15 @@ class FakeCuda:
 
     @property
     def current(self) -> int:
-        """The calling thread's GPU."""
+        """Return the calling thread's GPU."""
         return getattr(self._here, "device", 0)
 
     def stream_of(self, index: int) -> Stream:
-        """The GPU's current stream."""
+        """Return the GPU's current stream."""
         return self._streams[index]
 
     def change_stream(self, index: int) -> Stream:
-        """The program goes on with another stream of that GPU."""
+        """Make another stream of that GPU current."""
         self._streams[index] = Stream(self, index)
         return self._streams[index]
 
@@ -159,12 +161,12 @@ class FakeCuda:
         return 0
 
     def allocate(self, size: int) -> None:
-        """A tensor of that many bytes is made, or dropped (negative)."""
+        """Allocate a tensor of that many bytes, or free it (negative)."""
         self.allocated += size
         self.peak = max(self.peak, self.allocated + self.waiting + self.model())
 
     def drop_recorded(self, size: int) -> None:
-        """A tensor is dropped that another stream may still use."""
+        """Free a tensor that another stream may still use."""
         self.allocated -= size
         self.waiting += size
 

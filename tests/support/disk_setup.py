@@ -1,4 +1,4 @@
-"""What the tests of the disk tier share: a plan, a queue that observes and can be made to fail, real small disks."""
+"""Setup for tests of the disk tier: a plan, an I/O queue that records requests and can fail, and real small disks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (0, 1, 7, 8, 9, 4095, 4096, 4097, 16411, MIB - 1, MIB, MIB + 1, 3 * MIB 
 
 
 def disk_plan(directory: str | Path, **changes: Any) -> DiskPlan:
-    """A plan as the published defaults are, with small changes."""
+    """Return a plan with the published defaults and small changes."""
     fields: dict[str, Any] = {
         "directory": str(directory),
         "block_bytes": MIB,
@@ -45,14 +45,14 @@ def _noise() -> Tensor:
 
 
 def pattern(nbytes: int, seed: int) -> Tensor:
-    """Bytes that everybody can make again: a part of some noise, another for each seed. Read-only."""
+    """Return bytes that depend on the seed only: a slice of some noise. Read-only."""
     start = (seed * 104_729) % 1_000_003
     assert start + nbytes <= 8 * MIB
     return _noise()[start : start + nbytes]
 
 
 def put(store: DiskStore, record: Record, seed: int, commit: bool = True) -> None:
-    """Writes the pattern of ``seed``, with a different pattern behind it."""
+    """Write the pattern of ``seed``, followed by a different pattern."""
     buffer = store.buffer(record.nbytes)
     buffer.copy_(pattern(buffer.numel(), seed + 1_000_000))
     buffer[: record.nbytes] = pattern(record.nbytes, seed)
@@ -65,7 +65,7 @@ def put(store: DiskStore, record: Record, seed: int, commit: bool = True) -> Non
 
 
 def holds(store: DiskStore, record: Record, seed: int, newest: bool = False) -> bool:
-    """Whether the record reads as the pattern of ``seed``."""
+    """Return whether the record has the pattern of ``seed``."""
     buffer = store.buffer(record.nbytes).fill_(0xEE)
     try:
         store.read(record, buffer, newest=newest).wait()
@@ -75,9 +75,9 @@ def holds(store: DiskStore, record: Record, seed: int, newest: bool = False) -> 
 
 
 class Watched:
-    """Passes requests on to a real queue and keeps what it saw; ``fail_at`` lets the n-th request (from 0) fail.
+    """Forwards requests to a real queue and records them; ``fail_at`` makes the n-th request (from 0) fail.
 
-    ``gate`` holds back all results until it is set.
+    ``gate`` delays all results until it is set.
     """
 
     def __init__(self, inner: RequestQueue, log: Log) -> None:
@@ -108,7 +108,7 @@ class Watched:
 
 
 class Log:
-    """What all queues of one store saw. ``results`` replaces the result of the n-th request (from 0)."""
+    """Records of all queues of one store. ``results`` replaces the result of the n-th request (from 0)."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -127,13 +127,13 @@ class Log:
         return Watched(ThreadQueue(depth, transfer), self)
 
     def fail_next(self, number: int = errno.EIO, after: int = 0) -> None:
-        """Lets the request after the next ``after`` ones end with this errno."""
+        """Let the request after the next ``after`` ones fail with this errno."""
         self.results[len(self.requests) + after] = -number
 
 
 @contextlib.contextmanager
 def small_disk(tmp_path: Path, nbytes: int) -> Iterator[Path]:
-    """An ext4 file system of ``nbytes`` on a loop device; the test is skipped where this process may make none."""
+    """Mount an ext4 file system of ``nbytes`` on a loop device; skip the test where this process is not allowed to."""
     image, folder = tmp_path / "image", tmp_path / "disk"
     image.touch()
     os.truncate(image, nbytes)

@@ -11,7 +11,7 @@ from shardwise.core.checkpoint.source import CheckpointSource
 
 
 def odd_model() -> dict[str, torch.Tensor]:
-    """0-dim, empty, bf16, bool, integer, non-contiguous; names with dots."""
+    """A model with 0-dim, empty, bf16, bool, integer and non-contiguous tensors, and names with dots."""
     return {
         "embed.weight": torch.randn(7, 3),
         "scale": torch.tensor(1.5),
@@ -28,7 +28,7 @@ TRAINED = ("embed.weight", "scale", "layers.0.weight", "layers.0.bias", "strided
 
 
 def odd_source() -> LazySource:
-    """The model with a tied name, and AdamW-like state in two groups."""
+    """Return the model with a tied name, and AdamW-like state in two groups."""
     torch.manual_seed(3)
     model = odd_model()
     entries = {f"model/{name}": entry_of_tensor(value) for name, value in model.items()}
@@ -47,13 +47,13 @@ def odd_source() -> LazySource:
 
 
 def tensor(source: CheckpointSource, name: str) -> torch.Tensor:
-    """One whole tensor."""
+    """Return one full tensor."""
     fact = source.tensors()[name]
     return source.read(name, 0, fact.numel).reshape(fact.shape)
 
 
 def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Equal in shape, dtype and every bit (so that NaN and -0.0 count)."""
+    """Return whether shape, dtype and every bit are equal (so that NaN and -0.0 count)."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     flat = [value.reshape(-1).contiguous().view(torch.uint8) for value in (one, two)]
@@ -61,7 +61,8 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def differing(one: CheckpointSource, two: CheckpointSource, prefix: str = "") -> list[str]:
-    """Names under ``prefix`` that only one has, or whose tensors differ; each tensor is also read in three parts."""
+    """Return the names under ``prefix`` that only one has, or whose tensors differ; read each tensor in three parts,
+    too."""
     names = [{name for name in source.tensors() if name.startswith(prefix)} for source in (one, two)]
     found = sorted(names[0] ^ names[1])
     for name in sorted(names[0] & names[1]):
@@ -74,5 +75,5 @@ def differing(one: CheckpointSource, two: CheckpointSource, prefix: str = "") ->
 
 
 def optimizer_facts(source: CheckpointSource) -> list[Any]:
-    """The JSON part of the optimizers without the class and the order of keys."""
+    """Return the JSON part of the optimizers without the class and the order of keys."""
     return [(item["groups"], item["small"]) for item in source.state().get("optimizers", [])]

@@ -1,4 +1,5 @@
-"""Programs that tests start: they find the source tree, whatever the caller's folder, shell and locale are."""
+"""Subprocesses that tests start: they find the source tree, for any working directory, shell and locale of the
+caller."""
 
 import atexit
 import contextlib
@@ -22,7 +23,8 @@ SECONDS = 600.0
 
 
 def surroundings(*paths: Path, **changes: str) -> dict[str, str]:
-    """The environment of a program: no launcher's words, the source tree and ``paths`` first, and text in UTF-8."""
+    """Return a program's environment: no launcher's variables, the source tree and ``paths`` first, and text in
+    UTF-8."""
     kept = without_launcher(os.environ)
     found = os.pathsep.join(filter(None, [str(ROOT), *map(str, paths), kept.get("PYTHONPATH", "")]))
     return kept | {"PYTHONPATH": found, "PYTHONUTF8": "1"} | changes
@@ -31,14 +33,14 @@ def surroundings(*paths: Path, **changes: str) -> dict[str, str]:
 def python(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None, **popen: Any
 ) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS`` up to its end; its standard output and errors as text."""
+    """Run ``python ARGUMENTS`` to its end; return its standard output and errors as text."""
     command, environment = [sys.executable, *arguments], surroundings() if env is None else env
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | popen
     return subprocess.run(command, cwd=cwd, env=environment, encoding="utf-8", timeout=SECONDS, check=False, **streams)
 
 
 def status(*arguments: object) -> int:
-    """With what ``shardwise ARGUMENTS`` would end, from a call in this process."""
+    """Return the exit status of ``shardwise ARGUMENTS``, from a call in this process."""
     from shardwise.cli.main import main
 
     try:
@@ -48,7 +50,7 @@ def status(*arguments: object) -> int:
 
 
 def _run(arguments: list[str], folder: str, environment: dict[str, str], written: list[str]) -> None:
-    """In a new process, what ``python ARGUMENTS`` does; with what Python does at its end."""
+    """Do in a new process what ``python ARGUMENTS`` does, including what Python does at its end."""
     for number, path in enumerate(written, 1):
         os.dup2(os.open(path, os.O_WRONLY), number)
     for stream in (sys.stdout, sys.stderr):
@@ -79,7 +81,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], written
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody may read it
+        with contextlib.suppress(OSError):  # the reader may be gone
             stream.flush()
     os._exit(code)  # type: ignore[arg-type]
 
@@ -87,7 +89,7 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str], written
 def forked_python(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`python`, in a fork of the server behind the rank pool, which has imported torch already."""
+    """Do as :func:`python`, in a fork of the server behind the rank pool, which has imported torch already."""
     from tests.support.launching import Forked, forked
 
     environment = dict(surroundings() if env is None else env)
@@ -107,7 +109,7 @@ def forked_python(
 
 
 def until(what: str, happened: Callable[[], object], ended: Callable[[], object] = lambda: None) -> None:
-    """Wait for an event; ``ended``: the status of a process, without which it will not come."""
+    """Wait for an event; fail if ``ended`` returns the status of a process, after whose end it cannot come."""
     last = time.monotonic() + SECONDS
     while not happened():
         assert ended() is None, f"{what}: the process has ended by itself"

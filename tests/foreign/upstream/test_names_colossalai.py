@@ -1,4 +1,5 @@
-"""The names of a checkout of ColossalAI are compared with ours; the checkout of this test is made up."""
+"""``names_colossalai`` finds the names of a checkout of ColossalAI and reports missing ones; the checkout here is made
+up."""
 
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from tests.foreign.upstream.names_colossalai import imported, missing, shown
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_names_that_a_checkout_has_and_we_have_not_are_told(
+def test_missing_names_of_a_checkout_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {

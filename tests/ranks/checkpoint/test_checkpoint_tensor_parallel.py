@@ -19,10 +19,10 @@ from shardwise.plan import TensorPlan, zero
 from shardwise.session import Session
 from shardwise.testing import assert_close, run_ranks
 from tests.support.checkpoint_setup import differences, everything
-from tests.support.cut_setup import made
 from tests.support.engine_setup import sharded
 from tests.support.on_ranks import on_ranks
 from tests.support.sets import campaign, full
+from tests.support.tensor_model import made
 from tests.support.tensor_runs import flat, plan_of, train, training
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "checkpoint-format.md"

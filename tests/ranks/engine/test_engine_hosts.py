@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwise.plan import zero
 from shardwise.testing import run_ranks
 from tests.support.engine_setup import PLANS, check, data, one_mesh, run_plain, run_sharded
-from tests.support.meetings_setup import fails_and_goes_on
+from tests.support.exchange_setup import fails_and_goes_on
 from tests.support.on_ranks import on_ranks
 from tests.support.scope import PER_HOST, hosts_of
 from tests.support.sets import campaign, full

@@ -22,7 +22,7 @@ from shardwise.core.checks import batches, guards
 from shardwise.core.engine import optimizer
 from shardwise.plan import Plan, zero
 from shardwise.testing import RankPool, assert_close, run_ranks
-from tests.support import meetings_setup
+from tests.support import exchange_setup
 from tests.support.engine_setup import adam, one_mesh, seeded, sharded
 from tests.support.late_setup import train
 from tests.support.on_ranks import on_ranks, raises
@@ -83,7 +83,7 @@ def counted() -> Iterator[tuple[list[str], list[str]]]:
         return read
 
     patched = {name: reading(name) for name in READS}
-    with mock.patch.multiple(torch.Tensor, **patched), meetings_setup.counted() as exchanges:
+    with mock.patch.multiple(torch.Tensor, **patched), exchange_setup.counted() as exchanges:
         yield reads, exchanges
 
 

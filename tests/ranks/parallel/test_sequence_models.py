@@ -1,4 +1,5 @@
-"""What ranks that share sequences send, draw and refuse, and what programs do with their model."""
+"""Sequence parallelism: bytes sent, dropout, refused models and inputs, registered classes, and users' forward
+passes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,11 +30,14 @@ def sharing(model: nn.Module, ring: Ring, **plan: Any) -> Sequences:
 
 
 def formula(mode: str, checkpointing: bool, ranks: int) -> int:
-    """In fp64, but the loss: one number a rank in fp32, there and back. ``token``: what a rank has, for one head."""
+    """Return the bytes in fp64, plus the loss, which is one fp32 number per rank, forward and backward.
+
+    ``token`` is the size of one head on one rank.
+    """
     token = ROWS * LENGTH // ranks * HEAD * 8
-    if mode == "all_to_all":  # queries and outputs, keys and values: all but a rank's own share, there and back
+    if mode == "all_to_all":  # queries and outputs, keys and values: all but a rank's own share, forward and backward
         forward = backward = token * (2 * HEADS + 2 * KV_HEADS) * (ranks - 1) // ranks
-    else:  # keys and values to all others; backward once more, and their gradients
+    else:  # keys and values to all other ranks; in backward once more, and their gradients
         forward = token * 2 * KV_HEADS * (ranks - 1)
         backward = 2 * forward
     return LAYERS * (forward * (2 if checkpointing else 1) + backward) + 2 * 2 * (ranks - 1) * 4
@@ -42,8 +46,8 @@ def formula(mode: str, checkpointing: bool, ranks: int) -> int:
 @on_ranks(4)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-def test_bytes_sent_are_the_formula(mode: str, checkpointing: bool) -> None:
-    """Of a pass, forward and backward, on this rank's wire, and of the sums over its group."""
+def test_sent_bytes_match_the_formula(mode: str, checkpointing: bool) -> None:
+    """Count a forward and a backward pass on this rank's channel, and the sums over its group."""
     config = decoder("Llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HEADS * HEAD)
     case = replace(CASES["llama"]()[0], config=config, padded=False)
     model = case.made()
@@ -59,8 +63,8 @@ def test_bytes_sent_are_the_formula(mode: str, checkpointing: bool) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["all_to_all", "ring_attn"])
-def test_ranks_drop_tokens_of_their_own_and_layers_computed_again_the_same(mode: str) -> None:
-    """With dropout of all kinds that a mode has: gradients without and with layers that are computed twice."""
+def test_dropout_differs_between_ranks_and_is_repeated_in_recomputation(mode: str) -> None:
+    """Compare gradients with and without activation checkpointing, with every kind of dropout that a mode supports."""
     rates = {"attn_pdrop": 0.3 if mode == "all_to_all" else 0.0, "resid_pdrop": 0.3, "embd_pdrop": 0.3}
     sizes = {"n_embd": 24, "n_layer": 2, "n_head": 6, "vocab_size": 29, "pad_token_id": 27}
     case = Case("GPT2LMHeadModel", transformers.GPT2Config(**sizes, **rates), CASES["gpt2"]()[0].inputs)
@@ -77,9 +81,9 @@ def test_ranks_drop_tokens_of_their_own_and_layers_computed_again_the_same(mode:
             found.append(grads | {"loss": loss})
             share.remove()
             one, other = everywhere(torch.randint(1000, ()).item())
-            assert one == other  # behind the body all ranks draw alike
+            assert one == other  # after the body all ranks have the same random numbers
         assert_close(found[1], found[0], 0.0, mode)
-        # Tokens of a rank are dropped by its own numbers: all embeddings are alike, and so would be what is left.
+        # Ranks drop different tokens: the embeddings are equal, so equal masks would leave equal outputs.
         plain = transformers.GPT2Model(transformers.GPT2Config(**sizes, **(rates | {"attn_pdrop": 0.0}))).double()
         seen: list[torch.Tensor] = []
         plain.drop.register_forward_hook(lambda *args: seen.append(args[2] == 0))
@@ -92,8 +96,7 @@ def test_ranks_drop_tokens_of_their_own_and_layers_computed_again_the_same(mode:
 
 
 @on_ranks(2)
-def test_what_ranks_that_share_sequences_do_not_take_is_refused_on_each() -> None:
-    """By a model, a plan or an input."""
+def test_unsupported_models_plans_and_inputs_are_refused_on_each_rank() -> None:
     llama = CASES["llama"]()[0]
     with ring_of_all() as ring:
 
@@ -141,7 +144,7 @@ def test_what_ranks_that_share_sequences_do_not_take_is_refused_on_each() -> Non
             (given(input_ids=torch.ones(ROWS, 11 + rank, dtype=torch.long)), shape),
             error=kinds,
         )
-        before = grads_of(model, batch_of(llama))[0]  # nothing of it is left
+        before = grads_of(model, batch_of(llama))[0]  # the refused calls left nothing
         installed.remove()
         assert_close({"loss": before}, {"loss": grads_of(model, batch_of(llama))[0]}, 1e-11, "after what was refused")
 
@@ -152,7 +155,7 @@ class OwnModel(transformers.LlamaModel):
 
 @on_ranks(2)
 def test_a_class_can_be_registered() -> None:
-    """An outsider's class, which is known by the class that it is derived from, or by its own name."""
+    """A user's class is known by its base class, or by its own name once it is registered."""
     model = OwnModel(decoder("Llama"))
     with ring_of_all() as ring:
         assert type(share_sequences(model, SequencePlan(), ring.group, ring.wire).body) is OwnModel
@@ -167,13 +170,13 @@ LLAMA = CASES["llama"]()[0]
 
 
 def named(output: Any) -> dict[str, Tensor]:
-    """Every tensor, by its place."""
+    """Return every tensor, by its position."""
     flat = [each for item in output for each in (item if isinstance(item, tuple) else [item])]
     return {str(at): each for at, each in enumerate(flat) if isinstance(each, Tensor)}
 
 
 class Extended(transformers.LlamaForCausalLM):
-    """A forward pass of the user's own, which makes more of hidden states than logits."""
+    """A user's forward pass, whose loss uses the hidden states as well as the logits."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
         states = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -183,7 +186,7 @@ class Extended(transformers.LlamaForCausalLM):
 
 
 def of_states(ring: Ring) -> None:
-    """All layers' states are whole, also where there are labels."""
+    """Hidden states of all layers are those of full sequences, with labels, too."""
     batch, plain, model = batch_of(LLAMA), LLAMA.made(), LLAMA.made()
     sequences = sharing(model, ring, mode="ring_attn")
     with Exact():
@@ -206,7 +209,7 @@ def of_own_forward(ring: Ring) -> None:
 
 
 def of_compiled(ring: Ring) -> None:
-    """What torch.compile cannot trace runs as it is, and once."""
+    """A model that torch.compile cannot trace runs uncompiled, once."""
     batch, plain, model = batch_of(LLAMA), LLAMA.made().float(), LLAMA.made().float()
     sequences = sharing(model, ring, mode="ring_attn")
     with torch.no_grad():
@@ -216,7 +219,7 @@ def of_compiled(ring: Ring) -> None:
 
 
 def others_refused(ring: Ring) -> None:
-    """What is not of whole sequences, or not the same on all ranks."""
+    """Refuse labels and positions that are shorter than the sequence, and batches that differ between ranks."""
     batch, model, rank = batch_of(LLAMA), LLAMA.made(), ring.group.rank
     sequences = sharing(model, ring, mode="ring_attn")
     short = batch["labels"][:, :-1]
@@ -233,7 +236,7 @@ def others_refused(ring: Ring) -> None:
         with pytest.raises(ValueError, match=match), Exact():
             model(**given)
     embeds = torch.full((ROWS, 11, 24), float("nan"), dtype=torch.float64)
-    with Exact():  # the same on all ranks, whatever it is
+    with Exact():  # equal on all ranks, although NaN
         assert model(inputs_embeds=embeds, labels=batch["labels"]).loss.isnan()
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.register_forward_pre_hook(  # type: ignore[union-attr]
@@ -249,7 +252,7 @@ CHECKS: list[Callable[[Ring], None]] = [of_states, of_own_forward, others_refuse
 
 @on_ranks(2, timeout=400.0)
 @pytest.mark.parametrize("checks", [CHECKS, *full([of_compiled])], ids=["usual", "compiled"])
-def test_programs_get_whole_sequences_or_are_told_why_not(checks: list[Callable[[Ring], None]]) -> None:
+def test_own_forward_passes_get_full_sequences_or_an_error(checks: list[Callable[[Ring], None]]) -> None:
     with ring_of_all() as ring:
         for check in checks:
             check(ring)

@@ -1,4 +1,5 @@
-"""A small model whose layers are cut in every way: fused and apart, uneven heads, padded and tied vocabulary."""
+"""A small model with tensor-parallel layers of every kind: fused and separate, uneven heads, padded and tied
+vocabulary."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
         q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(y).chunk(3, -1))
-        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # heads of this rank, however many these are
+        y = (q @ k.transpose(-1, -2)).softmax(-1) @ v  # the number of heads on this rank
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(x)))
 
@@ -53,15 +54,15 @@ def made(tied: bool) -> Model:
 
 
 def rows_of(ranks: int) -> ShardSpec:
-    """Of the vocabulary, padded."""
+    """Return the rows of the padded vocabulary."""
     return ShardSpec.even(0, VOCABULARY + -VOCABULARY % (4 * ranks), ranks)
 
 
 class Parts:
-    """What of the model is cut: heads of a rank stay together; six heads over four ranks are uneven.
+    """The split of the model: a head stays on one rank; six heads over four ranks are uneven.
 
     Args:
-        gathers: the logits.
+        gathers: whether the logits are gathered.
     """
 
     def __init__(self, gathers: bool) -> None:

@@ -1,13 +1,8 @@
-"""Gathers in program order: what ranks meet for, what is fetched ahead, and what becomes of ranks that differ.
+"""Gathers of parameters: program order, prefetch, ``reshard_after_forward``, ``gathered()`` and concurrent threads.
 
-See [Note: Program order].
-
-Threads of one rank that evaluate one model at the same time.
-
-``reshard_after_forward`` by module: what stays gathered and what is freed, how often it is gathered, bad names.
-
-Shards that begin at multiples of 64 bytes on every rank, for three ranks and odd sizes.
-Blocks that gather some parameters: wherever shards are at home, over memory, messages and replicas.
+[Note: Program order] describes the order that ranks share. Further tests: ranks that gather in another order, shards
+aligned to 64 bytes for odd sizes and three ranks, and blocks that gather some of the parameters over shared memory,
+messages, replicas and every tier.
 """
 
 import contextlib
@@ -47,7 +42,7 @@ from tests.support.engine_setup import (
     sgd,
     sharded,
 )
-from tests.support.meetings_setup import GLOO, counted
+from tests.support.exchange_setup import GLOO, counted
 from tests.support.on_ranks import on_ranks, raises
 from tests.support.sets import full
 from tests.support.steps import take_steps
@@ -55,7 +50,7 @@ from tests.support.stream_setup import LAYERS, Branching, groups_of
 from tests.support.tier_setup import with_tiers
 
 MEETINGS = ["which parameters had gradients", "the gradient norm"]
-"""Of a step, beside its gathers and reductions."""
+"""The host-side exchanges of a step, in addition to its gathers and reductions."""
 
 
 def chain(layers: int) -> nn.Sequential:
@@ -79,23 +74,24 @@ def meetings(plan: Plan, layers: int, steps: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("size", "layers"), [(2, 24), *full((3, 24)), (2, 5)])
-def test_a_step_has_few_meetings_however_many_units(size: int, layers: int) -> None:
+def test_number_of_host_all_gathers_does_not_grow_with_units(size: int, layers: int) -> None:
     for steps in run_ranks(size, meetings, GLOO, layers, 4):
-        for purposes in steps[1:]:  # the first one agrees on the order of reductions
+        for purposes in steps[1:]:  # the first step agrees on the order of reductions
             assert purposes == MEETINGS
 
 
 @pytest.mark.parametrize("changes", [{"same_order": False}, {"device_capacity_bytes": 1 << 30}])
-def test_rounds_where_they_are_needed(changes: dict[str, Any]) -> None:
+def test_ranks_agree_before_gathers_where_needed(changes: dict[str, Any]) -> None:
     for steps in run_ranks(2, meetings, GLOO.but(**changes), 5, 2):
         assert steps[1].count("what to gather") > 5
 
 
-# ---- what ranks gather does not depend on what only one of them knows
+# ---- gathers do not depend on what a single rank knows
 
 
 def held_by_one(plan: Plan, steps: int) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """Rank 1 holds a parameter of another layer in each step, so that it stays; what was gathered by step."""
+    """Rank 1 references a parameter of another layer in each step, so that it stays gathered; return gathers by
+    step."""
     model, issued, gather = seeded(lambda: chain(LAYERS)), list[list[int]](), GatherLog.gather
 
     def noting(of: GatherLog, chunk: Chunk, *args: Any) -> Any:
@@ -123,7 +119,7 @@ def chain_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("prefetch", [2, *full(0, 1)])
-def test_ranks_fetch_the_same_ahead_whatever_one_of_them_holds(prefetch: int) -> None:
+def test_ranks_prefetch_the_same_units_if_one_references_a_parameter(prefetch: int) -> None:
     with_small_reach = GLOO.but(prefetch=prefetch)
     found = run_ranks(2, held_by_one, with_small_reach, 4)
     (one, state), (other, _) = found
@@ -138,8 +134,8 @@ def test_ranks_fetch_the_same_ahead_whatever_one_of_them_holds(prefetch: int) ->
 
 @pytest.mark.parametrize("ranks", [2, *full(3)])
 @on_ranks()
-def test_ranks_that_gathered_something_else_are_told_before_the_update(ranks: int) -> None:
-    """In step 2 the last rank takes two layers of one size in another order, as nothing else would tell."""
+def test_different_gathers_raise_before_the_update(ranks: int) -> None:
+    """In step 2 the last rank runs two layers of equal size in another order, which no other check would notice."""
     size = ranks
     with groups_of(NativeGroup):
         model, said = seeded(Branching), ""
@@ -178,7 +174,7 @@ def branching_in_one_process(size: int, steps: int) -> dict[str, Tensor]:
 
 
 def waits_in_vain(plan: Plan) -> str:
-    """In step 1 rank 1 takes two layers in another order."""
+    """In step 1, rank 1 runs two layers in another order."""
     model = seeded(Branching)
     with sharded(model, adam(model), plan) as session:
         rank = session.mesh.rank
@@ -186,7 +182,7 @@ def waits_in_vain(plan: Plan) -> str:
         return raises(PeerError, None, session.module, data(rank, 1), [0, 2, 1] if rank else [0, 1, 2])
 
 
-def test_who_waits_in_vain_says_what_all_are_doing() -> None:
+def test_timeout_of_a_gather_reports_all_ranks() -> None:
     first, second = run_ranks(2, waits_in_vain, GLOO.but(prefetch=0, wait_timeout_s=2.0))
     assert "rank 0 is in: step 1, forward, gather of unit 1 (layers.1" in first and "wait_timeout_s=2" in first
     assert "rank 1 is in: a gather or a reduction (where it gave up), at step 1, forward, gather of " in first
@@ -194,8 +190,10 @@ def test_who_waits_in_vain_says_what_all_are_doing() -> None:
 
 
 def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], dict[str, Tensor]]:
-    """In step 1 each rank fails in forward behind another layer, when one has fetched more ahead than the other; or
-    rank 1, in the layer behind which rank 0 fails, has no array for what it would fetch ahead."""
+    """In step 1 each rank fails in forward after another layer, when one has prefetched more than the other.
+
+    Or (``no_array``) rank 1 fails to allocate what it would prefetch, in the layer after which rank 0 fails.
+    """
     model, counts = seeded(lambda: chain(LAYERS)), list[int]()
 
     def stop(*_: Any) -> None:
@@ -229,7 +227,7 @@ def stops_apart(plan: Plan, training: bool, no_array: bool) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(("training", "no_array"), [(True, False), (False, False), (True, True)])
-def test_ranks_that_fail_at_different_places_of_a_forward_pass_go_on(training: bool, no_array: bool) -> None:
+def test_ranks_that_fail_in_different_layers_of_forward_continue(training: bool, no_array: bool) -> None:
     (one, state), (other, _) = run_ranks(2, stops_apart, GLOO.but(prefetch=2), training, no_array)
     assert abs(one[0] - other[0]) == 1 and one[1:] == other[1:], "the one behind has caught up"
     assert_close(state, chain_in_one_process(2, 3), 1e-9, "after the failure")
@@ -250,7 +248,7 @@ def table() -> Table:
     ids=["shared", "gloo", "alone", "zero2"],
 )
 @on_ranks(2)
-def test_threads_evaluate_one_model(plan: Plan) -> None:
+def test_threads_evaluate_one_model_concurrently(plan: Plan) -> None:
     model, plain = seeded(table), seeded(table)
     wrong: list[str] = []
 
@@ -280,7 +278,7 @@ def test_threads_evaluate_one_model(plan: Plan) -> None:
 
 
 def overlapping(plan: Plan) -> list[str]:
-    """A second thread enters while the first is inside."""
+    """Let a second thread enter while the first is inside."""
     model = seeded(table)
     told: list[str] = []
 
@@ -314,7 +312,7 @@ def test_overlapping_threads_under_a_capacity_are_an_error() -> None:
 
 
 BARE = MESSAGES.but(prefetch=0)
-"""Otherwise units as small as these are all fetched ahead."""
+"""Without prefetch, since units as small as these would all be prefetched."""
 
 
 class Block(nn.Module):
@@ -382,7 +380,7 @@ PLANS = {
         *full(("tensor", Net), ("host", Net), ("late", Net)),
     ],
 )
-def test_results_are_those_of_plain_torch(name: str, model: type[nn.Module]) -> None:
+def test_results_equal_plain_torch(name: str, model: type[nn.Module]) -> None:
     states = run_ranks(2, run_sharded, model, two_passes, PLANS[name], 3)
     check(states, run_plain(model, two_passes, 2, 3), name)
 
@@ -394,8 +392,8 @@ def parameters(*modules: str) -> set[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @on_ranks(2)
-def test_what_stays_and_what_is_freed(stage: Any) -> None:
-    """By what can be read after forward, and after backward."""
+def test_reshard_after_forward_keeps_or_frees_units(stage: Any) -> None:
+    """Check what can be read after forward, and after backward."""
     plan = Settings(stage=stage, reshard_after_forward={"head": True, "blocks": True, "blocks.1": False}).plan()
     stays = parameters("blocks.1") | (parameters("embed") if stage == 2 else set())
     model = seeded(Net)
@@ -424,7 +422,7 @@ def test_unknown_names_are_refused_before_anything_changes(name: str, near: str)
         step_of(session, loss_of(session))
 
 
-def test_bad_options_say_what_to_do() -> None:
+def test_invalid_options_name_the_remedy() -> None:
     a_dict = r"reshard_after_forward=False: give a dict .*stage=3 \(True\) or stage=2"
     raises(TypeError, a_dict, Settings, reshard_after_forward=False)
     neither = "reshard_after_forward=4 of head is neither.*set secondary"
@@ -445,7 +443,7 @@ class Tied(Net):
 
 
 @on_ranks(2)
-def test_names_of_a_shared_parameter_have_one_option() -> None:
+def test_shared_parameter_has_one_option_under_all_names() -> None:
     model = seeded(Tied)
     mixed = with_groups(zero(3), {"blocks.0": True, "blocks.2": False})
     with pytest.raises(ValueError, match=r"blocks.2.out.weight is one parameter, and its names \['blocks.0', 'blo"):
@@ -500,7 +498,7 @@ def edited(plan: Plan) -> None:
         with session.gathered([model[2].weight]):
             shown = {name: param.detach().clone() for name, param in model[2].named_parameters()}
             assert all(bool(param.isnan().all()) for param in model[0].parameters())
-            model[2].bias.data.zero_()  # no part of the model
+            model[2].bias.data.zero_()  # not written back
         for name, value in shown.items():
             assert torch.equal(value, before[f"2.{name}"].to(value.dtype)), name
         session.reset_traffic()
@@ -531,15 +529,15 @@ IN_FULL = ["memory", "masters", "replicas", "secondary", "later", "all_disk", "p
 
 
 @pytest.mark.parametrize("name", ["messages", "thirds", *full(*IN_FULL)])
-def test_some_parameters_are_changed(name: str, tmp_path: Path) -> None:
+def test_changes_of_some_parameters_are_written_back(name: str, tmp_path: Path) -> None:
     plan = GATHERED_PLANS[name] if name in GATHERED_PLANS else with_tiers(BASE, name, str(tmp_path))
     run_ranks(4 if name in ("replicas", "secondary") else 2, edited, plan)
 
 
 @pytest.mark.parametrize("name", ["memory", "messages"])
 @on_ranks(2)
-def test_what_another_block_has_stays(name: str) -> None:
-    """Blocks over some units that end in another order than they began in."""
+def test_overlapping_blocks_keep_their_units_gathered(name: str) -> None:
+    """Blocks over common units end in another order than they began."""
     model = seeded(net)
     with sharded(model, adam(model), GATHERED_PLANS[name]) as session:
         one, two = session.gathered(model[0].parameters()), session.gathered([model[0].bias, model[2].bias])
@@ -556,7 +554,7 @@ def test_what_another_block_has_stays(name: str) -> None:
 
 
 def in_capacity(capacity: int) -> tuple[int, int]:
-    """What the device holds behind the build, and the largest unit's bytes."""
+    """Return the bytes on the device after the build, and those of the largest unit."""
     model = seeded(net)
     expected = {name: param.detach().clone() for name, param in model.named_parameters()}
     with sharded(model, adam(model), zero(3).but(device_capacity_bytes=capacity)) as session:
@@ -570,6 +568,6 @@ def in_capacity(capacity: int) -> tuple[int, int]:
         return sum(session.ledger.bytes_by_kind().values()), max(sizes.values())
 
 
-def test_a_loop_has_room_where_the_model_has_not() -> None:
+def test_single_parameters_fit_where_the_model_does_not() -> None:
     held, largest = run_ranks(2, in_capacity, 1 << 40)[0]
     run_ranks(2, in_capacity, held + largest + largest // 8)

@@ -1,4 +1,4 @@
-"""What ranks meet for, and a rank that fails alone."""
+"""A recorder of the host-side exchanges between ranks, and a rank that fails alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ GLOO = zero(3).but(shared_memory=False)
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What ranks meet for."""
+    """Record the purposes of host-side exchanges inside this context."""
     purposes: list[str] = []
 
     def telling(name: str) -> Any:

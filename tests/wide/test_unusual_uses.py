@@ -1,10 +1,12 @@
-"""Odd uses under every plan, on two ranks in fp64: as in plain PyTorch, or an error that names the thing.
+"""Unusual uses of PyTorch under every plan, on two ranks in fp64: they train as in plain PyTorch, or raise an error
+that names them.
 
-Compared are the losses, gradients and norms of every step, and the parameters. Elsewhere are what autograd saves and
-transforms (tests/ranks/shards/test_saved_parameters), checkpoints in and around a model (test_engine_checkpointing
-there), and what modules write in forward (tests/ranks/checks/test_parameter_edits.py).
+The losses, gradients and norms of every step, and the parameters, are compared. Other files test what autograd saves
+and transforms (tests/ranks/shards/test_saved_parameters), activation checkpointing
+(tests/ranks/shards/test_engine_checkpointing), and modules that write to tensors in forward
+(tests/ranks/checks/test_parameter_edits).
 
-Quick: every use once, under two plans by turns. Full: every use under both. Campaign: under every plan.
+Quick: every use under one of two plans. Full: every use under both. Campaign: under every plan.
 """
 
 import functools
@@ -76,14 +78,14 @@ def hook_after_accumulation(model: Net) -> None:
 
 @dataclass(frozen=True)
 class Use:
-    """One odd use.
+    """One unusual use.
 
     Attributes:
-        build: makes the module.
-        loss: of the module, the sharded or the user's own, and a batch.
+        build: builds the module.
+        loss: of the sharded module or the user's own, and a batch.
         prepare: called with the user's own module, once, after sharding.
-        refused: words of which each has to be in the error that this may raise instead of training as plain PyTorch;
-            empty: it has to train.
+        refused: words that have to be in the error, which the use may raise instead of training; empty: it has to
+            train.
     """
 
     build: Callable[[], nn.Module] = Net
@@ -133,7 +135,7 @@ def plainly(name: str) -> PlainRun:
 
 
 def train_uses(names: list[str], plan: str, directory: str) -> list[Run | str]:
-    """On each rank, a use after the other, each on a mesh of its own: an error may leave one unusable."""
+    """Run the uses one after the other on this rank, each on its own mesh, since an error may leave one unusable."""
     found: list[Run | str] = []
     sessions: list[Session] = []
 
@@ -148,7 +150,7 @@ def train_uses(names: list[str], plan: str, directory: str) -> list[Run | str]:
         with ignored, recorded, one_mesh(setting.plan) as mesh:
             try:
                 found.append(train_case(case_of(name), setting, mesh))
-            except Exception as error:  # which it may be is the caller's to say
+            except Exception as error:  # the caller decides which errors are allowed
                 found.append(f"{type(error).__name__}: {error}")
                 sessions[-1].close()
     return found
@@ -166,7 +168,7 @@ FIRST, OTHERS = list(USES)[::2], list(USES)[1::2]
         *campaign(*(pytest.param(p, list(USES), id=p) for p in PLANS if p not in ("zero2", "zero3"))),
     ],
 )
-def test_odd_uses_train_as_plain_or_are_refused(plan: str, names: list[str], tmp_path: Path) -> None:
+def test_unusual_uses_train_as_plain_or_are_refused(plan: str, names: list[str], tmp_path: Path) -> None:
     results = run_ranks(RANKS, train_uses, names, plan, str(tmp_path), timeout=60.0 + 4.0 * len(names))
     for name, *runs in zip(names, *results, strict=True):
         errors = [run for run in runs if isinstance(run, str)]

@@ -1,4 +1,5 @@
-"""Optimizers whose step gives parameters other memory, against plain PyTorch."""
+"""Optimizers whose step replaces a parameter's memory (``.data``, ``set_``, ``swap_tensors``), compared with plain
+PyTorch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ Update = Callable[[nn.Parameter, Group, State], None]
 
 
 class Own(torch.optim.Optimizer):
-    """A user's, of one function that updates a parameter."""
+    """An optimizer with a function that updates a parameter."""
 
     whole_tensors = False
 
@@ -57,7 +58,7 @@ def swapped(param: nn.Parameter, group: Group, _state: State) -> None:
 
 
 def in_turn(param: nn.Parameter, group: Group, state: State) -> None:
-    """Into the parameter, and other memory, in turn."""
+    """Update in place and by new memory, in turn."""
     state["count"] = state.get("count", 0) + 1
     if state["count"] % 2:
         param.add_(param.grad, alpha=-group["lr"])  # type: ignore[arg-type]
@@ -66,7 +67,7 @@ def in_turn(param: nn.Parameter, group: Group, state: State) -> None:
 
 
 def turned(param: nn.Parameter, group: Group, _state: State) -> None:
-    """A square matrix shows its memory in another order."""
+    """Give a square matrix a transposed view of its memory."""
     param.copy_(new(param, group))
     if param.dim() == 2 and param.shape[0] == param.shape[1]:
         param.data = param.data.t()
@@ -74,7 +75,7 @@ def turned(param: nn.Parameter, group: Group, _state: State) -> None:
 
 UPDATES: dict[str, Update] = {each.__name__: each for each in (assigned, filled, swapped, in_turn, turned)}
 WHOLE = ("turned",)
-"""Needs whole tensors."""
+"""Updates that need full tensors."""
 
 
 def net() -> nn.Module:
@@ -97,8 +98,8 @@ def plans(directory: str) -> dict[str, Plan]:
 
 
 @on_ranks(2, timeout=300.0)
-def test_the_shards_follow(tmp_path: Path) -> None:
-    """Each update under two plans, but none that needs whole tensors with a disk."""
+def test_shards_follow_replaced_memory(tmp_path: Path) -> None:
+    """Run each update under two plans, except full-tensor updates with a disk."""
     names, chosen = list(UPDATES), plans(str(tmp_path))
     cases = [(name, plan) for at, name in enumerate(names) for plan in (list(chosen) * 2)[at % 4 :][:2]]
     cases = [(name, plan) for name, plan in cases if name not in WHOLE or plan != "disk"]
@@ -115,7 +116,7 @@ def grows(param: nn.Parameter, group: Group, _state: State) -> None:
 
 
 @on_ranks(2)
-def test_another_shape_is_an_error_on_every_rank() -> None:
+def test_update_of_another_shape_is_an_error_on_every_rank() -> None:
     model = seeded(net)
     with sharded(model, Own(model.parameters(), grows), zero(2)) as session:
         session.backward(session.module(data(0, 0)).square().mean())

@@ -1,17 +1,15 @@
-"""A disk that fails: every rank is told, and goes on from what it loads.
+"""CPU and NVMe offload: bytes by tier and kind, disk traffic, buffer counts, and disks that fail.
 
-Bytes by tier and kind, and to and from the disk, against formulas written out here.
+With Psi parameters in bf16, fp32 masters and Adam on N ranks, in K equal units that N divides: parameters 2 Psi / N (at
+stages 1 and 2, 2 Psi on the device), masters 4 Psi / N, moments 8 Psi / N and a step count of 4 bytes per shard,
+gradients 2 Psi / N with the state, but on the host where the state is on a disk; exchange buffers on the device.
 
-Psi parameters in bf16 with fp32 masters and Adam on N ranks, in K equal units that N divides: parameters 2 Psi / N (at
-stages 1 and 2, 2 Psi on the device), masters 4 Psi / N, moments 8 Psi / N and a step count of 4 bytes a piece,
-gradients 2 Psi / N with the state, but on the host where that is on a disk; exchange buffers on the device.
+A record of B bytes moves ``pages(B)``, B rounded up to 4096. A step with everything on the disk and one tile per unit
+reads the shard for every gather, and once the masters and (from the second step on) the moments; it writes once the
+shard, the masters and the moments. Updates during backward change none of it.
 
-A record of B bytes moves ``pages(B)``, B rounded up to 4096. In a step with everything on the disk and one tile a unit:
-read: every gather the shard; once the masters and (from the second step on) the moments;
-written: once the shard, the masters and the moments. Also with updates during backward.
-
-What each means to the store itself is in ``tests/unit/memory/test_disk_io.py``; here it comes from a plan, and from a
-DeepSpeed configuration.
+After a disk error every rank raises, and training goes on from a loaded state. ``tests/unit/memory/test_disk_io.py``
+tests the faults of the store itself; here they occur under a plan, and under a DeepSpeed configuration.
 """
 
 import contextlib
@@ -58,12 +56,13 @@ BF16 = torch.bfloat16
 
 
 def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple[int, list[str], bool]:
-    """In the first and the third step requests fail, one in each try, until none is left to fail. After each failure
-    the state before the step is loaded.
+    """Let requests fail in the first and the third step, one in each try, until every chosen one has failed.
+
+    The state before the step is loaded after each failure.
 
     Args:
-        every: of so many requests of the third step one fails; 1 for all in turn. In the first step, which makes
-            records as well, one of three times as many.
+        every: one of so many requests of the third step fails; with 1 all fail in turn. In the first step, which also
+            creates records, one of three times as many fails.
 
     Returns:
         How many steps failed, their messages, and whether all state was right at the end.
@@ -96,12 +95,12 @@ def requests_fail(plan: Plan, kind: str, failing_rank: int, every: int) -> tuple
 
 
 def states(session: Any) -> tuple[Any, Any]:
-    """Of the model and of its optimizer."""
+    """Return the states of the model and of its optimizer."""
     return session.module.state_dict(), session.optimizer.state_dict()
 
 
 def load_after_failure(session: Any, saved: tuple[Any, Any]) -> None:
-    """A step is refused until both are loaded."""
+    """Check that a step is refused until both are loaded."""
     for state, target in zip(saved, (session.module, session.optimizer), strict=True):
         raises(RuntimeError, "load a checkpoint", lambda: session.optimizer.step())
         session.optimizer.zero_grad()
@@ -114,7 +113,7 @@ CASES = [
     ("p_host_s_disk", zero(3, BF16), "sgd", 3),
     ("all_disk", zero(3, BF16), "adamw", 2),
 ]
-"""With which requests fail."""
+"""Mix, plan, optimizer, and one of how many requests fails."""
 IDS = [pytest.param(*case, id=f"{case[0]}-{case[2]}") for case in CASES]
 ALL_REQUESTS = [pytest.param(*case[:3], 1, id=f"{case[0]}-{case[2]}-all") for case in CASES if case[3] > 1]
 
@@ -129,7 +128,7 @@ def test_after_a_failed_step_the_state_before_it_can_be_loaded(
         assert count == results[0][0] >= 4
         assert same
         for message in messages:
-            # The failing rank, a record, what happened and what to do, on every rank.
+            # Every rank's message names the failing rank, the record, the error and the remedy.
             assert "\n  rank 1: DiskError" in message and "rank 0" not in message, message
             assert "record '" in message and "EIO" in message and "load a checkpoint" in message, message
     names = " ".join(results[0][1])
@@ -140,9 +139,9 @@ def test_after_a_failed_step_the_state_before_it_can_be_loaded(
 
 @pytest.mark.parametrize("ranks", [2, *full(1)])
 @on_ranks()
-def test_a_gather_that_fails_is_repeated(ranks: int, tmp_path: Path) -> None:
-    """Reads of parameters fail in forward and in backward; the step is made again from its start."""
-    # Nothing else is read from the disk.
+def test_failed_gather_is_repeated(ranks: int, tmp_path: Path) -> None:
+    """Reads of parameters fail in forward and in backward; the step is repeated from its start."""
+    # The disk has parameters only.
     plan, messages = with_tiers(zero(3, BF16), "p_disk_s_host", str(tmp_path)), list[str]()
     with one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 2)
@@ -184,9 +183,9 @@ def _reservation_fails(at: int) -> Iterator[None]:
 @pytest.mark.parametrize("mix", ["all_disk", "s_disk"])
 @pytest.mark.parametrize("how", ["EFBIG", "ENOSPC", *full("read-only", "write")])
 @on_ranks(2)
-def test_a_disk_that_cannot_be_used_is_known_to_all_when_building(how: str, mix: str, tmp_path: Path) -> None:
-    """Rank 1 cannot build, so nobody does; a second try works."""
-    # Without shared memory, whose files the limit would meet first.
+def test_unusable_disk_fails_the_build_on_all_ranks(how: str, mix: str, tmp_path: Path) -> None:
+    """Rank 1 cannot build, so no rank does; a second try succeeds."""
+    # Without shared memory: the limit would apply to its files first.
     plan, model = with_tiers(zero(3, BF16).but(shared_memory=False), mix, str(tmp_path)), make_net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with one_mesh(plan) as mesh:
@@ -235,8 +234,8 @@ def _no_disk(how: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("mix", ["s_disk", *full("all_disk")])
 @on_ranks(2)
-def test_loading_that_fails_can_be_repeated(mix: str, tmp_path: Path) -> None:
-    """Writes fail on rank 0 while a state is loaded, which is loaded again."""
+def test_failed_load_can_be_repeated(mix: str, tmp_path: Path) -> None:
+    """Writes fail on rank 0 while a state is loaded; then it is loaded again."""
     plan = with_tiers(zero(3, BF16), mix, str(tmp_path))
     with small_tiles(), one_mesh(plan) as mesh:
         expected = undisturbed(plan, "adamw", mesh, 3)
@@ -292,15 +291,15 @@ def trains(plan: Plan) -> list[str]:
         return removed
 
 
-def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_files(tmp_path: Path) -> None:
     plan = with_tiers(zero(2, BF16), "all_disk", str(tmp_path))
     with pytest.raises(RankError) as error:
         run_ranks(2, dies_in_a_step, plan)
-    # Or the other rank, which misses it, is the first to be heard of.
+    # The error of the other rank, which misses the killed one, may arrive first.
     assert error.value.exit_code == -signal.SIGKILL or "killed by SIGKILL" in str(error.value)
     left = {path.name for path in tmp_path.iterdir()}
     assert len(left) == 2
-    # The data had no name any more; what is left is a lock.
+    # The data files were unlinked before; only a lock is left.
     assert {p.name for path in tmp_path.iterdir() for p in path.iterdir()} == {"lock"}
     removed = run_ranks(2, trains, plan)
     assert {name for names in removed for name in names} == left
@@ -310,7 +309,7 @@ def test_a_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
 WIDTH, DEPTH = 64, 4
 UNIT = WIDTH * WIDTH + WIDTH
 PSI = UNIT * DEPTH
-PIECES = 2 * 4 * 2 * DEPTH  # at most: a weight and a bias, cut between two ranks, 4 bytes each
+PIECES = 2 * 4 * 2 * DEPTH  # upper bound: a weight and a bias, split between two ranks, 4 bytes each
 
 
 def pages(nbytes: int) -> int:
@@ -345,13 +344,13 @@ def measure(plan: Plan, mesh: Mesh, steps: int) -> Found:
 
 
 def measure_all(plans: list[Plan], steps: int) -> list[Found]:
-    """On a rank: each plan in turn, in one mesh."""
+    """Measure each plan in turn on a rank, in one mesh."""
     with one_mesh(plans[0]) as mesh:
         return [measure(plan, mesh, steps) for plan in plans]
 
 
 def by_plan(ranks: int, plans: list[Plan], steps: int = 2) -> list[list[Found]]:
-    """What each rank found, by plan."""
+    """Return what each rank measured, by plan."""
     return [list(found) for found in zip(*run_ranks(ranks, measure_all, plans, steps), strict=True)]
 
 
@@ -391,7 +390,7 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
     assert only.split() == row and titles.startswith("chunks") and total.split() == [*row[:3], "total"]
     assert 8 * share < held(state, "optimizer state") <= 8 * share + PIECES
     if stage == 1:
-        # Whole gradients are kept on the device, and the update reads its part of them there.
+        # Unsharded gradients stay on the device, and the update reads its part of them there.
         assert (held("device", "gradients"), held("host", "gradients")) == (2 * PSI, 0)
     elif gradient == "host":
         assert held("host", "gradients") == 2 * share
@@ -404,10 +403,10 @@ def check_tiers(stage: int, mix: str, found: Found) -> None:
     assert not held("disk", "gradients") and not held("disk", "gathered parameters")
 
 
-def test_memory_is_what_the_report_says(tmp_path: Path) -> None:
-    """One rank, nothing mapped: live storages are what is on device and host, and the disk's buffers."""
+def test_memory_equals_the_report(tmp_path: Path) -> None:
+    """On one rank, without mapped memory, live storages are the bytes on device and host and the disk's buffers."""
     mixes = [mix for mix in SHARES if mix not in ("device", "thirds")]
-    # A task each: what a session leaves to the collector would be counted with the next.
+    # One task each: garbage that a session leaves would be counted with the next.
     plain, *others = (by_plan(1, [plan_of(3, mix, str(tmp_path))])[0][0] for mix in ("device", *mixes))
     for mix, found in zip(mixes, others, strict=True):
         check_memory(mix, plain, found)
@@ -419,15 +418,15 @@ def check_memory(mix: str, plain: Found, found: Found) -> None:
         in_memory = sum(sum(each["after"].get(tier, {}).values()) for tier in ("device", "host"))
         beyond.append(each["live"] - in_memory - each["buffers"])
     assert 0 <= beyond[0] <= 2 * PSI + 4096
-    # Three buffers of each kind (masters, moments, shards), each with up to 4096 bytes to be aligned by.
+    # Three buffers of each kind (masters, moments, shards), each with up to 4096 bytes for alignment.
     kinds = 2 * (SHARES[mix][3] == 1) + (SHARES[mix][1] == 1)
     assert 0 <= beyond[1] - beyond[0] <= 3 * kinds * 4096 + 2048, (mix, beyond)
     if SHARES[mix][3] == 1:
-        # Twice, for the version before and the one being written, each rounded up.
+        # Twice, for the previous version and the one being written, each rounded up.
         tile = pages(4 * UNIT) + pages(8 * UNIT)
         shard = pages(2 * UNIT) if SHARES[mix][1] == 1 else 0
         assert found["on_disk"] == 2 * DEPTH * (tile + shard)
-        # With one rank the tile is the whole unit: nothing else of the state is in memory.
+        # On one rank the tile is the full unit: no other state is in memory.
         assert "masters" not in found["by_tier"].get("host", {}) and "masters" not in found["by_tier"]["device"]
 
 
@@ -460,12 +459,12 @@ TILE = 2048
 
 
 def _buffers(store: DiskStore, nbytes: int) -> int:
-    """How many buffers of exactly that size there are."""
+    """Return how many buffers of exactly that size there are."""
     return sum(buffer.numel() == nbytes for _, buffer in store._buffers._buffers)
 
 
 def buffers(plan: Plan) -> list[int]:
-    """After steps, how many there are for values, for the state of tiles, and for shards."""
+    """Return, after steps, the numbers of buffers for values, for the state of tiles, and for shards."""
     model = nn.Sequential(*[nn.Linear(KNOB_WIDTH, KNOB_WIDTH) for _ in range(KNOB_DEPTH)])
     with small_tiles(TILE), sharded(model, torch.optim.AdamW(model.parameters()), plan) as session:
         for _ in range(3):
@@ -481,6 +480,6 @@ def buffers_with(directory: Path, **knobs: Any) -> list[int]:
 
 @pytest.mark.parametrize(("state", "param"), [(2, 5), *full((1, 2), (6, 3))])
 def test_buffer_counts(state: int, param: int, tmp_path: Path) -> None:
-    """For values and for the state of tiles as many as asked for, and for shards; of these there are at least two."""
+    """Values and tile state have the configured number of buffers, and so have shards, but at least two."""
     assert buffers_with(tmp_path, state_buffers=state, param_buffers=param) == [state, state, param]
     assert buffers_with(tmp_path, param_buffers=1)[2] == 2

@@ -1,5 +1,7 @@
-"""Optimizers that need a parameter's norm, rows and columns, or singular vectors: each is whole on one rank, so every
-plan gives plain PyTorch's values."""
+"""Optimizers that need a parameter's norm, rows and columns, or singular vectors.
+
+Each parameter is unsharded on one rank for its update, so every plan gives plain PyTorch's values.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ RANKS, STEPS = 3, 4
 
 
 class Normed(torch.optim.Optimizer):
-    """Somebody's, of no known name: momentum, in the direction of the gradient."""
+    """A user's optimizer of unknown name: momentum in the direction of the gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -44,7 +46,8 @@ class Normed(torch.optim.Optimizer):
 
 
 class Centred(Normed):
-    """By rows; it says so, and draws numbers, so that no trial would tell."""
+    """Subtracts each row's mean. It sets ``whole_tensors``, and it uses random numbers, so that a trial run could not
+    show it."""
 
     whole_tensors = True
 
@@ -58,7 +61,8 @@ class Centred(Normed):
 
 
 class Listed(Normed):
-    """As SOAP and Shampoo: lists of matrices, one for each dimension, empty ones among them, tuples, dicts, texts."""
+    """State as in SOAP and Shampoo: lists of matrices, one per dimension, some of them empty, tuples, dicts,
+    strings."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -66,7 +70,8 @@ class Listed(Normed):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                state, grad = self.state[param], param.grad.reshape(param.shape or (1,))  # shards have no 0-dim ones
+                # shards have no 0-dim parameters
+                state, grad = self.state[param], param.grad.reshape(param.shape or (1,))
                 if not state:
                     sizes = [size if size < 10 else 0 for size in grad.shape]
                     state["matrices"] = [param.new_zeros(n, n) if n else [] for n in sizes]
@@ -89,7 +94,7 @@ class Listed(Normed):
 
 
 class Net(nn.Module):
-    """Odd shapes: matrices, one of them with a column, vectors, a kernel, a number, one that is frozen."""
+    """Parameters of odd shapes: matrices, one with a single column, vectors, a kernel, a scalar, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,11 +152,11 @@ EVERY = [
     *full(*((plan, SOME) for plan in WHOLE_PLANS if plan != "zero2")),
     *campaign(("modules", list(MAKE))),
 ]
-"""Plans, and which of them are run under each."""
+"""Plans, with the optimizers that run under each."""
 
 
 def tolerance(name: str) -> float:
-    """Muon multiplies in bfloat16, ours in fp32."""
+    """Return the tolerance: Muon multiplies in bfloat16, shardwise's Muon in fp32."""
     return 5e-2 if name == "Muon" else 1e-5 if "Muon" in name else 1e-11
 
 
@@ -169,7 +174,7 @@ def steps_of(session: Session, steps: range) -> None:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Numbers and tensors in it, and how what holds them is built."""
+    """Return the numbers and tensors inside, and the structure of their containers."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from leaves(each, f"{path}.{key!r}")
@@ -182,7 +187,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def result(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Weights, and the whole state as plain torch has it."""
+    """Return the weights, and the full state in plain torch's format."""
     packed = optimizer.state_dict()["state"]
     state = {f"{n}.{k}": torch.as_tensor(v) for n, entry in packed.items() for k, v in leaves(entry)}
     return {**model.state_dict(), **{key: value.double() for key, value in state.items()}}
@@ -190,7 +195,7 @@ def result(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name_of_plan", "names"), EVERY)
 @on_ranks(RANKS)
-def test_every_plan_gives_plain_values(name_of_plan: str, names: list[str]) -> None:
+def test_every_plan_equals_plain_torch(name_of_plan: str, names: list[str]) -> None:
     plan = WHOLE_PLANS[name_of_plan]
     with one_mesh(plan) as mesh:
         for name in names:
@@ -198,7 +203,7 @@ def test_every_plan_gives_plain_values(name_of_plan: str, names: list[str]) -> N
             with sharded(model, MAKE[name](model), plan, mesh) as session:
                 steps_of(session, range(2))
                 state = session.optimizer.state_dict()
-                session.optimizer.load_state_dict(copy.deepcopy(state))  # what was gathered goes back into its places
+                session.optimizer.load_state_dict(copy.deepcopy(state))  # the gathered tensors were scattered again
                 steps_of(session, range(2, STEPS))
                 found, expected = result(session.module, session.optimizer), result(*plain(name))
                 assert_close(found, expected, tolerance(name), f"{name}, {name_of_plan}")
@@ -208,8 +213,10 @@ def test_every_plan_gives_plain_values(name_of_plan: str, names: list[str]) -> N
 
 
 def halves(directory: str, plan: Plan, load: bool, names: list[str], small: int) -> dict[str, dict[str, Any]]:
-    """Two of four steps, on all of as many batches as there are in :func:`plain`, and a checkpoint in between; rows and
-    columns of more than ``small`` elements are tensors of their own in it."""
+    """Run two of four steps on all the batches of :func:`plain`; save a checkpoint after them, or load it before.
+
+    Rows and columns of more than ``small`` elements are separate tensors in the checkpoint.
+    """
     found = {}
     before, optimizer_state.MOST_SMALL = optimizer_state.MOST_SMALL, small
     with one_mesh(plan) as mesh:
@@ -242,7 +249,7 @@ ROWS = ["torch's Adafactor", "of lists"]
         *campaign((3, 2, 5, SAVED), (1, 3, 4096, SAVED)),
     ],
 )
-def test_checkpoints_go_on_at_other_numbers_of_ranks(
+def test_checkpoints_resume_on_other_numbers_of_ranks(
     first: int, then: int, small: int, names: list[str], tmp_path: Path
 ) -> None:
     run_ranks(first, halves, str(tmp_path), zero(3), False, names, small)  # type: ignore[arg-type]
@@ -254,7 +261,7 @@ def test_checkpoints_go_on_at_other_numbers_of_ranks(
 
 
 class Failing(Normed):
-    """Raises where it is told to, in the midst of a step."""
+    """Raises within a step once it is told to."""
 
     whole_tensors = True
     fails = False
@@ -267,8 +274,8 @@ class Failing(Normed):
 
 
 @on_ranks(RANKS)
-def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
-    """And so does the next, until both states are loaded."""
+def test_failed_update_on_one_rank_raises_on_all() -> None:
+    """So does the next step, until both states are loaded."""
     expected = result(*plain("of no known name"))
     for plan in (zero(2), zero(3).but(shared_memory=False), zero(3).but(update="backward")):
         model = seeded(net)
@@ -294,7 +301,7 @@ def test_an_update_that_raises_on_one_rank_raises_on_all() -> None:
 
 
 @on_ranks(2)
-def test_what_cannot_be_whole_is_refused(tmp_path: Path) -> None:
+def test_plans_without_full_tensors_are_refused(tmp_path: Path) -> None:
     plan = zero(2)
     on_disk = with_tiers(plan, "s_disk", str(tmp_path)).but(state_disk_fraction=0.5)
     with one_mesh(plan) as mesh:

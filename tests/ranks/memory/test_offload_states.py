@@ -1,4 +1,4 @@
-"""States, schedulers and several optimizers: the same bits in every mix of tiers."""
+"""State dicts, schedulers and several optimizers under CPU and NVMe offload: the same bits in every mix of tiers."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.support.tier_setup import backward, batch, digest, everything, make_n
 
 MIXES = ("all_host", "s_disk", "p_disk_s_host", "all_disk", "thirds")
 SOME = {"zero1": ("s_disk",), "zero2_bf16": ("p_disk_s_host", "all_host"), "zero3_bf16": ("thirds", "all_disk")}
-"""In the full set, each mix with one plan; ``-m campaign`` has every mix with every plan."""
+"""The full set has each mix with one plan; ``-m campaign`` has every mix with every plan."""
 
 
 def cases(quick: str) -> list[Any]:
@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 @contextlib.contextmanager
 def session_of(plan: Plan, mesh: Mesh, seed: int = 0) -> Iterator[tuple[Session, Any]]:
-    """A session of the small net with AdamW in two groups, and a scheduler."""
+    """Return a session of the small net with AdamW in two groups, and a scheduler."""
     model = make_net(seed)
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
@@ -59,7 +59,7 @@ def evaluate(session: Session) -> str:
 
 
 def a_life(plan: Plan, mesh: Mesh) -> tuple[dict[str, Any], State]:
-    """What is seen on the way through evaluation, training, a dropped pass, a state, and more training."""
+    """Evaluate, train, drop a pass, take a state and train again; return what each of them gives."""
     seen: dict[str, Any] = {}
     with session_of(plan, mesh) as (session, scheduler):
         seen["evaluated before training"] = evaluate(session)
@@ -77,7 +77,7 @@ def a_life(plan: Plan, mesh: Mesh) -> tuple[dict[str, Any], State]:
 
 
 def resumed(plan: Plan, mesh: Mesh, state: State) -> dict[str, Any]:
-    """The end of the same life, from its state, with other weights and another optimizer state before."""
+    """Return the end of the same run, resumed from its state over other weights and another optimizer state."""
     with session_of(plan, mesh, seed=5) as (session, scheduler):
         steps(session, scheduler, 50, 51)
         session.module.load_state_dict(state["model"])

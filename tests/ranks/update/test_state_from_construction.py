@@ -1,7 +1,8 @@
-"""Optimizers that make state when they are built, or have some from before, under every plugin and front-end.
+"""Optimizers with state from their constructor, or from earlier steps, under every plugin and front-end, against plain
+torch.
 
-Adagrad makes its sums in its constructor (and again in a step, in newer versions of torch); the one here does nothing
-of it in a step, and one of its values is the parameter's at that time. The oracle is plain torch.
+Adagrad creates its sums in its constructor (and in newer versions of torch again in a step). :class:`Anchored` creates
+all of its state there, and one value is the parameter's at that time.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ State = dict[str, Any]
 
 
 class Anchored(torch.optim.Optimizer):
-    """Momentum, and a pull to where a parameter was when the optimizer was built. It makes no state in its steps."""
+    """Momentum, and a pull towards the parameter's value when the optimizer was built; no step creates state."""
 
     def __init__(self, params: Any, lr: float = 0.1, pull: float = 0.3) -> None:
         super().__init__(params, {"lr": lr, "pull": pull})
@@ -60,7 +61,7 @@ def rows(step: int) -> Tensor:
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> State:
-    """On all rows of each step; values at the end."""
+    """Train on all rows of each step; return the final values."""
     for step in steps:
         model(rows(step)).square().mean().backward()
         optimizer.step()
@@ -81,7 +82,7 @@ PLUGINS: dict[str, Callable[[], Plugin | None]] = {
 
 
 def under_plugin(name: str, kind: str, before: int, root: str) -> list[State]:
-    """Trained; and gone on with from its own checkpoint in the middle."""
+    """Return the result of training, and of resuming from a checkpoint in its middle."""
     found = []
     for middle in (None, 1):
         model = net()
@@ -110,7 +111,7 @@ QUICK = [(name, tuple(MAKERS)[number % 2]) for number, name in enumerate(PLUGINS
     ("name", "kind"),
     [*QUICK, *full(*((name, kind) for name in PLUGINS for kind in MAKERS if (name, kind) not in QUICK))],
 )
-def test_every_plugin_trains_and_goes_on_as_plain_torch(name: str, kind: str, tmp_path: Path) -> None:
+def test_every_plugin_trains_and_resumes_as_plain_torch(name: str, kind: str, tmp_path: Path) -> None:
     for before in (0, 2) if name in ("fsdp", "zero2") else (0,):
         model = net()
         expected = train_plainly(model, MAKERS[kind](model), [*[50] * before, *range(3)])

@@ -1,10 +1,7 @@
-"""What ``save_state`` and ``load_state`` of the accelerator are about: the models that are prepared now, and hooks.
+"""Accelerate on two ranks: ``save_state``, ``load_state`` and their hooks, clipping, and launchers.
 
-Clipping by accelerate's methods of several sharded models together, against plain PyTorch in one process.
-
-In fp32: norms and weights agree within 1e-5 (relative to each tensor's largest element), since sums over a batch are
-made in another order.
-Which ranks accelerate knows of, and under which device's name, by the variables of a launcher.
+Norms and weights agree with plain PyTorch in one process within 1e-5 in fp32 (relative to each tensor's largest
+element), since sums over a batch are added in another order.
 """
 
 import gc
@@ -32,7 +29,7 @@ pytest.importorskip("accelerate")
 
 
 def line(value: float) -> nn.Module:
-    """5 x 3 weights, all ``value``, and a bias of 0."""
+    """Return a layer with 5 x 3 weights, all ``value``, and a bias of 0."""
     model = nn.Linear(3, 5)
     nn.init.constant_(model.weight, value)
     nn.init.zeros_(model.bias)
@@ -46,7 +43,7 @@ def accelerator_of(plan: Plan, **options: Any) -> Any:
 
 
 def scaled() -> Plan:
-    """Under a loss scale, where no second model may take part in a backward pass."""
+    """Return an accelerator with a loss scale, which allows no second model in a backward pass."""
     plan = zero(3, torch.float16)
     return plan.but(scaler=replace(plan.precision.scaler, initial_scale=4.0))  # type: ignore[type-var]
 
@@ -57,7 +54,7 @@ def prepared(accelerator: Any, value: float) -> tuple[Any, Any]:
 
 
 def step(accelerator: Any, model: Any, optimizer: Any) -> None:
-    """Every weight goes down by 0.5."""
+    """Step so that every weight decreases by 0.5."""
     accelerator.backward(model(torch.ones(1, 3)).sum().float())
     optimizer.step()
     optimizer.zero_grad()
@@ -72,8 +69,11 @@ def weight_of(model: Any) -> Tensor:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize("release", ["free_memory", *full("clear")])
-def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
-    """Three models, one after the other: what a fresh process finds in their states, and which sessions are gone."""
+def test_state_has_the_models_that_are_prepared_now(release: str, tmp_path: Path) -> None:
+    """Prepare three models one after the other; check what a new process loads from their states.
+
+    Check also which sessions end when a model is released.
+    """
     folder = str(tmp_path)
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
@@ -84,7 +84,7 @@ def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: 
             step(accelerator, model, optimizer)
             accelerator.save_state(f"{folder}/fold{fold}")
             getattr(accelerator, release)()
-        assert weight_of(model)[0, 0] == 23.5  # still the user's
+        assert weight_of(model)[0, 0] == 23.5  # the user still has it
         del model, optimizer
         gc.collect()
         left = [ref() is None for ref in sessions]
@@ -101,8 +101,8 @@ def test_a_state_is_of_the_models_that_are_prepared_now(release: str, tmp_path: 
 
 
 @on_ranks(RANKS)
-def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
-    """Freed models that are prepared again, by themselves or by their optimizer, or used as they are, go on."""
+def test_freed_models_that_are_prepared_again_train_on(tmp_path: Path) -> None:
+    """Freed models train on after they are prepared again (alone or through their optimizer) or used as they are."""
     folder = str(tmp_path / "state")
     with launched(), quiet():
         accelerator = accelerator_of(scaled())
@@ -112,7 +112,7 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
         accelerator.free_memory()
         assert accelerator.session_of(first) is session
         accelerator.prepare(one)
-        step(accelerator, first, one)  # alone: the second has no part in it
+        step(accelerator, first, one)  # alone: the second model has no part in it
         assert accelerator.prepare(second) is second
         accelerator.free_memory()
         accelerator.prepare(second)
@@ -120,7 +120,7 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
         accelerator.save_state(folder)
         accelerator.free_memory(second, two)
         assert accelerator.session_of(second) is None
-        step(accelerator, first, one)  # the only one that is left, though nobody has prepared it again
+        step(accelerator, first, one)  # the only model that is left, although it was not prepared again
         assert weight_of(first)[0, 0] == 7.0
         fresh = accelerator_of(scaled())
         third, _ = prepared(fresh, 0.0)
@@ -135,7 +135,7 @@ def test_a_freed_model_that_is_prepared_again_goes_on(tmp_path: Path) -> None:
 
 
 class Saved(nn.Module):
-    """Saves and loads itself, as models of diffusers and transformers do."""
+    """Has ``save_pretrained``, as models of diffusers and transformers do."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -155,15 +155,15 @@ def made(accelerator: Any, value: float) -> Any:
 
 @on_ranks(RANKS)
 @pytest.mark.parametrize(("stage", "dtype"), [(3, torch.bfloat16), *full((3, None), (2, torch.bfloat16))])
-def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Hooks of the form in diffusers' programs: what they see, what is written, and what comes back."""
+def test_hooks_receive_sharded_models(stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Check what hooks like those of diffusers' programs receive, what is written, and what is loaded."""
     seen: list[Any] = []
     folder, rank, exact = str(tmp_path / "state"), dist.get_rank(), 0.5 + 2.0**-12
     shown = exact if dtype is None else 0.5
     with launched(), quiet():
         accelerator = accelerator_of(zero(stage, dtype))
         whole = accelerator.prepare_model(line(3.0), evaluation_mode=True)
-        model, optimizer = made(accelerator, 1.0 + 2.0**-12)  # no 16-bit number
+        model, optimizer = made(accelerator, 1.0 + 2.0**-12)  # a value that 16 bits cannot represent
         step(accelerator, model, optimizer)
         first = accelerator.is_main_process
 
@@ -196,7 +196,8 @@ def test_hooks_have_sharded_models(stage: int, dtype: torch.dtype | None, tmp_pa
         values.append(float(model.state_dict()["inner.weight"][4, 2]))
         accelerator.close()
     assert seen == [(["Linear", "Saved"], [2, 2 if rank == 0 else 0]), exact if rank == 0 else shown]
-    # As it was, masters and the unsharded one, too; then what the hook loads from elsewhere; then the checkpoint alone.
+    # First the saved state, with its masters and the unsharded model; then what the hook loads from another directory;
+    # then the checkpoint alone.
     assert values == [exact, 3.0, 4 * shown, exact]
     names = {each.name for each in (tmp_path / "state").iterdir()}
     assert {"unet", "shardwise_0", "model.safetensors"} <= names and "model_1.safetensors" not in names
@@ -250,7 +251,7 @@ CLIPS: dict[str, Callable[[Any, list[nn.Parameter]], Any]] = {
 
 
 def pair() -> tuple[nn.Module, nn.Module, nn.Parameter]:
-    """Two models, one behind the other, and a parameter of neither."""
+    """Return two models, one feeding the other, and a parameter that belongs to neither."""
     torch.manual_seed(3)
     first = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
     second = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -258,7 +259,7 @@ def pair() -> tuple[nn.Module, nn.Module, nn.Parameter]:
 
 
 def train_pair(of: Any, clip: str, rank: int, ranks: int) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """``of`` is an accelerator, or ``torch.nn.utils``, whose functions have the same names."""
+    """Train with ``of``: an accelerator, or ``torch.nn.utils``, whose functions have the same names."""
     first, second, factor = pair()
     steps = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (first, second)]
     steps.append(torch.optim.SGD([factor], lr=0.5))
@@ -299,7 +300,7 @@ def test_parameters_of_several_models_are_clipped_together(name: str) -> None:
 
 @on_ranks(1)
 def test_one_rank_of_a_launcher_trains() -> None:
-    """accelerate calls its CPU ``cpu:0``, which no tensor says of its own."""
+    """accelerate names its CPU ``cpu:0``, while a tensor's device is ``cpu``."""
     with launched():
         told = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         os.environ.update(told, OMP_NUM_THREADS="1")
@@ -312,7 +313,7 @@ def test_one_rank_of_a_launcher_trains() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_accelerate_does_not_know_of_are_an_error() -> None:
+def test_ranks_unknown_to_accelerate_are_an_error() -> None:
     with launched():
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name)

@@ -1,4 +1,4 @@
-"""Parameters that torch divides: refused by our engine, and updated in place by our optimizers under fully_shard."""
+"""DTensor parameters: ``build`` refuses them, and shardwise's optimizers update them in place under ``fully_shard``."""
 
 import itertools
 from pathlib import Path
@@ -26,7 +26,7 @@ OPTIMIZERS = {"hybrid": HybridAdam, "cpu": CPUAdam, "fused": FusedAdam}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Rows that two ranks do not share evenly, and fewer than three ranks."""
+    """Return a net whose row counts two ranks do not share evenly, some with fewer than three rows."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(dtype)
 
@@ -36,7 +36,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Module:
     [("fully_shard", "0.weight"), ("shard", "2.weight"), ("replicate", "2.weight"), ("buffer", "table")],
 )
 @on_ranks(2)
-def test_what_is_divided_already_is_refused_by_name_on_every_rank(kind: str, name: str) -> None:
+def test_dtensor_parameters_are_refused_by_name_on_every_rank(kind: str, name: str) -> None:
     model = net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if kind == "fully_shard":
@@ -74,7 +74,7 @@ def plainly(kind: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Tens
 
 
 def under_fully_shard(kind: str, dtype: torch.dtype, folder: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Six updates, after three of which all is saved and loaded into new ones."""
+    """Run six updates; after three, save everything and load it into new objects."""
     booster = Booster(plugin=TorchFSDPPlugin(auto_wrap_policy=ModuleWrapPolicy({nn.Linear})))
     for part in (range(3), range(3, 6)):
         plain_model = net(dtype)
@@ -99,7 +99,7 @@ OTHERS = [row for row in itertools.product(OPTIMIZERS, (BF16, FP32), (2, 4)) if 
 
 
 @pytest.mark.parametrize(("kind", "dtype", "ranks"), [*QUICK, *full(*OTHERS)])
-def test_our_adams_under_fully_shard_are_the_plain_ones(
+def test_optimizers_under_fully_shard_equal_plain_ones(
     kind: str, dtype: torch.dtype, ranks: int, tmp_path: Path
 ) -> None:
     weights, moments = plainly(kind, dtype)
@@ -111,7 +111,7 @@ def test_our_adams_under_fully_shard_are_the_plain_ones(
 
 
 @on_ranks(2)
-def test_divided_moments_are_not_offloaded_by_the_optimizer() -> None:
+def test_dtensor_moments_are_not_offloaded_by_the_optimizer() -> None:
     booster = Booster(plugin=TorchFSDPPlugin())
     plain_model = net()
     model: Any

@@ -1,4 +1,4 @@
-"""The checks fail when the engine is wrong: each fault is one that a sharded engine has had somewhere."""
+"""The parity checks fail when the engine is wrong: each fault here is one that a sharded engine has had."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ def _all_kinds(kind: type) -> list[type]:
 
 @contextlib.contextmanager
 def one_reduction_skipped() -> Iterator[None]:
-    """The fourth reduction keeps this rank's own gradient."""
+    """The fourth reduction returns this rank's own gradient."""
     calls = itertools.count()
 
     def skip(real: Any, self: Group, out: torch.Tensor, full: Any, scale: float) -> Any:
@@ -67,7 +67,7 @@ def norm_of_each_rank(real: Any, tensors: Any, p: float, ask: Callable[[float, b
     """Every rank clips by the norm of its own shards."""
 
     def alone(share: float, largest: bool) -> float:
-        ask(share, largest)  # the others wait for it
+        ask(share, largest)  # the other ranks wait for it
         return share
 
     return float(real(tensors, p, alone, *others))
@@ -82,7 +82,7 @@ def earlier_passes_dropped(real: Any, reducer: Reducer, state: ChunkGrads) -> No
 
 @broken(Reducer, "_issue")
 def replicas_not_averaged(real: Any, reducer: Reducer, state: ChunkGrads, bucket: Buffer) -> None:
-    """The mean over the shard group in place of that over all ranks."""
+    """The mean is taken over the shard group instead of all ranks."""
     reducer._scale = 1.0 / reducer.mesh.shard.size
     real(reducer, state, bucket)
 
@@ -94,7 +94,7 @@ def no_masters(*_: Any) -> None:
 
 @broken(ParameterValues, "publish")
 def replicas_drift(real: Any, values: ParameterValues, *args: Any, **how: Any) -> None:
-    """Rank 1's parameters move away in the last bit, which no tolerance would show."""
+    """Rank 1's parameters change in the last bit, which every tolerance would allow."""
     real(values, *args, **how)
     for chunk in values.shards.chunks:
         if dist.get_rank() == 1 and chunk.full is not None:
@@ -111,11 +111,11 @@ FAULTS: dict[str, tuple[Patch, Row]] = {
     "no_masters": (no_masters, {"numbers": "bf16"}),
     "replicas_drift": (replicas_drift, {"plan": "ddp"}),
 }
-"""And what shows it beside :data:`PLAIN_ROW`."""
+"""Faults, each with the values that detect it in addition to :data:`PLAIN_ROW`."""
 
 
 def train_broken(fault: str, setting: Setting) -> Run:
-    """Runs on every rank of a pool: a training with one fault, or ``""``. Nothing of it stays."""
+    """Train on a rank of a pool with one fault, or with none (``""``); the fault is removed afterwards."""
     with FAULTS[fault][0]() if fault else contextlib.nullcontext():
         return train_on_rank(setting)
 
@@ -136,15 +136,15 @@ def _run_of(*items: tuple[str, str]) -> tuple[list[Run], Setting]:
 
 
 def _whole(row: Row) -> tuple[list[Run], Setting]:
-    """Of a run without a fault, which several tests change: a copy."""
+    """Return a copy of a run without a fault, since tests change it."""
     return copy.deepcopy(_run_of(*row.items()))
 
 
-# Those for which each kind of check is needed: of gradients, of norms, of sums over passes and of number formats.
+# Faults for each kind of check: of gradients, of norms, of sums over passes, and of number formats.
 @pytest.mark.parametrize(
     "fault", [fault for each in FAULTS for fault in (full(each) if "averaged" in each else [each])]
 )
-def test_a_broken_engine_fails_the_check(fault: str) -> None:
+def test_broken_engine_fails_the_check(fault: str) -> None:
     row = {**PLAIN_ROW, **FAULTS[fault][1]}
     runs, setting = _whole(row)
     check_runs(runs, plain(setting), setting, tolerance(row))
@@ -172,7 +172,7 @@ def test_every_part_of_a_run_is_checked(part: str, off_by: float) -> None:
     raises(AssertionError, None, lambda: check_runs(runs, plain(setting), setting, tolerance(row)))
 
 
-def test_what_plain_training_does_not_round_is_no_rounding() -> None:
+def test_error_above_rounding_fails_the_check() -> None:
     row = {**PLAIN_ROW, "numbers": "fp32"}
     runs, setting = _whole(row)
     check_beside_rounding(runs, plain(setting), setting, tolerance(row))
@@ -186,8 +186,8 @@ def test_what_plain_training_does_not_round_is_no_rounding() -> None:
     ("optimizer", "where"),
     [("sgd", "elements are rounded otherwise"), *full(("adamw", "gradients of residual step 1"), ("nadam", "step 1"))],
 )
-def test_masters_that_nobody_asked_for_are_noticed(optimizer: str, where: str) -> None:
-    """An engine without masters against plain training with them, rounded at the end."""
+def test_unexpected_masters_are_detected(optimizer: str, where: str) -> None:
+    """Compare an engine without masters with plain training that has them, rounded at the end."""
     row = {**PLAIN_ROW, "numbers": "bf16_no_master", "optimizer": optimizer}
     runs, setting = _whole(row)
     check_runs(runs, plain(setting), setting, tolerance(row))
