@@ -259,7 +259,7 @@ def test_compressed_messages() -> None:
             for lane, format_ in enumerate((VALUES, GRADIENTS)):
                 one_message(wire, rank, x, lane, format_, tag)
         bytes_ = sum(x.numel() + 3 for x in sent[:3]) + sum(x.nbytes for x in sent[3:])
-        shapes = sum(wire_shapes for wire_shapes in [12 * 8 * len(sent)])
+        shapes = 12 * 8 * len(sent)
         assert plain.traffic.bytes["send"] == (2 * bytes_ + shapes if rank == 0 else 0)
         wire.settle()
     finally:
