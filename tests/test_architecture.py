@@ -92,6 +92,10 @@ PUBLISHED_SIGNATURES = {
 # Published module paths.
 PUBLISHED_MODULES = {f"{PACKAGE}.zero.sharded_model.utils"}
 
+SMALL = 100
+# Small modules that one module of their folder imports: programs, subcommands and published paths.
+SMALL_MODULES = {f"{PACKAGE}.{name}" for name in ("cli.as_world", "cli.follow", "cli.schedule", "deepspeed.hardware")}
+
 
 Checker = Callable[[Source], list[str]]
 
@@ -324,6 +328,28 @@ def test_sources_are_found() -> None:
 @pytest.mark.parametrize("checker", PACKAGE_CHECKERS, ids=lambda checker: checker.__name__)
 def test_package(checker: Checker) -> None:
     assert_none(complaint for source in ours() for complaint in checker(source))
+
+
+def single_users(sources: list[Source]) -> set[str]:
+    """Return the modules under :data:`SMALL` lines that only one module imports, which is in the same folder."""
+    users: dict[str, set[str]] = {source.name: set() for source in sources}
+    for source in sources:
+        for _, target in imports(source):
+            users.get(target, set()).add(source.name)
+    small = {source.name for source in sources if len(source.text.splitlines()) < SMALL}
+    return {
+        name
+        for name, (user, *more) in ((name, [*users[name], ""]) for name in small)
+        if not any(more) and user.rpartition(".")[0] == name.rpartition(".")[0]
+    }
+
+
+def test_a_small_module_with_one_user_is_part_of_it() -> None:
+    alone = single_users(ours())
+    assert alone == SMALL_MODULES, f"join with the module that imports it: {alone - SMALL_MODULES}"
+    texts = {"plan.a": f"from {PACKAGE}.plan.b import c", "plan.b": "c = 1", "plan.d": "\n" * SMALL}
+    sources = [_source(name, text) for name, text in {**texts, "cli.e": f"import {PACKAGE}.plan.d"}.items()]
+    assert single_users(sources) == {f"{PACKAGE}.plan.b"}
 
 
 def test_no_import_cycle() -> None:
