@@ -9,12 +9,13 @@ examples:
 `shardwise COMMAND --help` prints the options of a command, with examples. Documentation: docs/command-line.md and
 docs/index.md in the source of shardwise.
 
-exit status:
+exit status (of run: that of the first rank that failed):
   0    success
   1    checkpoint found damage or a difference, or port a missing name
   2    wrong use, or a file that cannot be read or written
-  130  Ctrl-C (SIGTERM: 143, standard output was closed: 141)
-  run  exits with the status of the first rank that failed
+  130  the command was ended by Ctrl-C
+  141  standard output was closed
+  143  the command was ended by SIGTERM
 """
 
 # Nothing here imports torch, so ``--help`` and errors about arguments are immediate.
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lost is not None:
         status, message = 2, f"standard output: {lost.strerror or lost}"
     if message:
-        print(f"shardwise {options.command}: error: {printable(message)}", file=sys.stderr)
+        command = " ".join(["shardwise", options.command, *filter(None, [getattr(options, "action", None)])])
+        print(f"{command}: error: {printable(message)}", file=sys.stderr)
     return status
 
 

@@ -337,4 +337,4 @@ def test_closed_or_full_standard_output(
     with Path("/dev/full").open("w") as full_one:
         assert ended(command(name), full_one, monkeypatch) == 2
     told = capfd.readouterr().err
-    assert told == f"shardwise {name.split()[0]}: error: standard output: No space left on device\n"
+    assert told == f"shardwise {name.removesuffix(' --json')}: error: standard output: No space left on device\n"
