@@ -1,4 +1,4 @@
-"""Environment variables by which launchers and clusters tell a process of its ranks."""
+"""Environment variables by which launchers and clusters give a process its rank."""
 
 from collections.abc import Mapping
 

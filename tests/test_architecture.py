@@ -326,7 +326,7 @@ def test_sources_are_found() -> None:
 
 
 @pytest.mark.parametrize("checker", PACKAGE_CHECKERS, ids=lambda checker: checker.__name__)
-def test_package(checker: Checker) -> None:
+def test_checkers_on_the_package(checker: Checker) -> None:
     assert_none(complaint for source in ours() for complaint in checker(source))
 
 

@@ -65,7 +65,7 @@ def test_exceptions_are_still_needed() -> None:
         assert any(name == each or name.startswith(f"{each}.") for name in found), each
 
 
-def test_the_checker() -> None:
+def test_checker() -> None:
     for module, text, expected in (
         ("core.engine", "def f(x):\n    return x.deepspeed_scale", "core.engine:2 names deepspeed"),
         ("core.shards.gather", "from transformers import x", "names transformers"),

@@ -189,7 +189,7 @@ def test_unsupported_names_raise() -> None:
     )
 
 
-def test_a_computed_schedule_is_the_plugins_own() -> None:
+def test_v_schedule_is_none() -> None:
     assert PipelineGraph(2, 2, 1, 1, 1, 1, 1, 1, -1).get_v_schedule() is None
 
 

@@ -218,7 +218,7 @@ def making(kind: str, **params: Any) -> Tree:
         (making("SGD", capturable=True), ValueError, "capturable"),
     ],
 )  # fmt: skip
-def test_initialize_refuses(arguments: Tree, error: type[Exception], message: str) -> None:
+def test_initialize_invalid_arguments(arguments: Tree, error: type[Exception], message: str) -> None:
     raises(error, message, lambda: deepspeed.initialize(**{"model": nn.Linear(2, 1), **arguments}))
 
 
@@ -400,7 +400,7 @@ def test_version_attributes() -> None:
     assert not found("runtime.compiler", "is_compiling")()
 
 
-def test_one_process_is_rank_0_of_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comm_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.is_available() and not comm.is_initialized()
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
     comm.init_distributed("gloo", dist_init_required=False)

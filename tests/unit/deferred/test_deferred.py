@@ -439,7 +439,7 @@ def test_meta_modules_that_cannot_be_initialized() -> None:
     raises(RuntimeError, r"Transformer.*second time.*deferred_init", materialise, transformer)
 
 
-def test_misuse() -> None:
+def test_invalid_use() -> None:
     with deferred_init():
         model = nn.Linear(2, 2)
         raises(RuntimeError, "Linear was called inside deferred_init", lambda: next(initial_values(model, CPU)))

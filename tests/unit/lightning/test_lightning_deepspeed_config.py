@@ -71,7 +71,7 @@ def test_configuration_matches_lightnings() -> None:
     assert without == {"train_micro_batch_size_per_gpu": 6, **{k: PRINTED[k] for k in ("activation_checkpointing", "aio")}}  # fmt: skip
 
 
-def test_the_defaults_are_one_and_two_keywords_follow() -> None:
+def test_signature_and_defaults_of_the_strategy() -> None:
     parameters = list(inspect.signature(DeepSpeed.__init__).parameters.values())[1:]
     named = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert list(named)[:2] == ["timeout", "exclude_frozen_parameters"] and named["exclude_frozen_parameters"] is False

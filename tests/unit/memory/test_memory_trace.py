@@ -285,7 +285,7 @@ def run(*arguments: str) -> int:
     return int(options.main(options))
 
 
-def test_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_files_and_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--out", "p.svg", "--json", "s.json", "--dump", "s.txt", "--capacity", "1KiB", "--optimizer", "SGD"]
     assert run("traced_models.py:build", *arguments) == 0
     shown = capsys.readouterr().out
@@ -537,7 +537,7 @@ def test_names_are_escaped() -> None:
     assert timeline_text(stats).count("\n") == 2
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_text_table(tmp_path: Path) -> None:
     stats = make(40, 1 << 31)
     dump_memory_stats(stats, tmp_path / "s.txt")
     text = (tmp_path / "s.txt").read_text()

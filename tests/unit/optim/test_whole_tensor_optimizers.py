@@ -75,7 +75,7 @@ def test_lamb(corrected: bool) -> None:
     assert zero.item() == pytest.approx(-0.1 * 0.1 / (0.001**0.5 + 1e-6))
 
 
-def test_fused_lamb_is_lamb_but_for_its_options() -> None:
+def test_fused_lamb_matches_lamb_except_for_its_options() -> None:
     same = own.FusedLAMB(params(), lr=0.1, bias_correction=False, weight_decay=0.01, max_grad_norm=0)
     check(walk(same), walk(own.Lamb(params(), lr=0.1, weight_decay=0.01)))
     clipped, plain = (own.FusedLAMB(params(), lr=0.1, max_grad_norm=most) for most in (0.5, 0))

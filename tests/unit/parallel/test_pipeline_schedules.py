@@ -170,7 +170,7 @@ def test_models_that_cannot_be_divided() -> None:
     raises(ValueError, "output_attentions=True", stage_model, model, 0, 2)
 
 
-def test_plans_are_checked() -> None:
+def test_invalid_pipeline_plans() -> None:
     for wrong, told in (
         ({"schedule": "zigzag"}, "schedule='zigzag'"),
         ({"chunks": 2}, "chunks=2"),

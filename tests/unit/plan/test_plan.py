@@ -62,7 +62,7 @@ SIZES = [((-1, 1), (6, 1)), ((-1, 2), (3, 2)), ((1, -1), (1, 6)), ((3, -1), (3, 
 
 
 @pytest.mark.parametrize(("plan", "expected"), SIZES)
-def test_resolve(plan: tuple[int, int], expected: tuple[int, int]) -> None:
+def test_resolve_mesh(plan: tuple[int, int], expected: tuple[int, int]) -> None:
     given = MeshPlan(dp_shard=plan[0], dp_replicate=plan[1])
     found = given.resolve(6)
     assert (found.dp_shard, found.dp_replicate) == expected
@@ -70,7 +70,7 @@ def test_resolve(plan: tuple[int, int], expected: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("shard", "replicate"), [(-1, 4), (4, -1), (2, 2), (3, 1), (12, 1)])
-def test_resolve_refuses(shard: int, replicate: int) -> None:
+def test_resolve_of_an_invalid_mesh(shard: int, replicate: int) -> None:
     told = rf"(dp_shard={shard}|dp_replicate={replicate})\b.* there are 6"
     raises(ValueError, told, MeshPlan(dp_shard=shard, dp_replicate=replicate).resolve, 6)
 
@@ -271,7 +271,7 @@ CASES: list[tuple[dict[str, Any], Plan]] = [
 
 
 @pytest.mark.parametrize(("given", "plan"), CASES, ids=[",".join(given) or "defaults" for given, _ in CASES])
-def test_settings(given: dict[str, Any], plan: Plan) -> None:
+def test_settings_make_the_plan(given: dict[str, Any], plan: Plan) -> None:
     assert Settings(**given).plan() == plan
 
 
