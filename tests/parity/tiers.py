@@ -135,7 +135,7 @@ def tier_plan(mix: str, directory: str, knobs: str = "usual") -> TierPlan:
 
 
 def setting_of(row: Row, mix: str | None, directory: str, steps: int = STEPS) -> Setting:
-    """What a row trains under ``mix``; ``None``: without offload."""
+    """Return the setting that a row trains under ``mix``; ``None``: without offload."""
     row = {**FILLED, **row}
     setting = replace(make_setting(row), steps=steps)
     plan = setting.plan.but(update=row["update"])

@@ -1,1 +1,1 @@
-"""What the tests and the benchmarks simulate: a late GPU, two hosts, one rank of many. Not in the wheel."""
+"""Setup and simulations for tests and benchmarks: a late GPU, two hosts, one rank of many. Not in the wheel."""

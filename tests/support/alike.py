@@ -87,14 +87,14 @@ class _Arriving(_Done):
         return self.wait()
 
 
-# [Note: Peers that are alike]
+# [Note: Simulated peers]
 # Every peer has, sends and requests what this rank does. So a gather returns copies of the own part, a broadcast leaves
 # the own values, and a sum is the own value times the number of ranks. A message from a peer has the values that this
 # rank sends at that time under the same tag (zeros, if it sends nothing of that length), and a slice for one rank is
 # not that for another. Values therefore differ from those of a run; the calls of the transport are the same, call by
 # call and byte by byte (tests/ranks/testing/test_pool.py compares).
 class AlikeProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A torch process group of ``size`` ranks, of which only this one exists. See [Note: Peers that are alike].
+    """A torch process group of ``size`` ranks, of which only this one exists. See [Note: Simulated peers].
 
     Args:
         rank: the rank of this process.

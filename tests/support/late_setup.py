@@ -26,7 +26,7 @@ from tests.support.models import MODELS, adamw, make_batches, to_device
 GPU = torch.device("cuda", 0)
 STEPS, PASSES = 3, 2
 TOLERANCE = 1e-4
-"""Of losses and parameters: the CPU has other kernels for some modules, and sums have another order."""
+"""Tolerance of losses and parameters: the CPU has other kernels for some modules, and sums have another order."""
 
 
 def _tiers(params: float, state: float) -> Any:

@@ -1,4 +1,4 @@
-"""What the programs with a Llama have to print."""
+"""Prints the expected loss of the programs with a Llama."""
 
 import torch
 from task import build_llama, build_tokens

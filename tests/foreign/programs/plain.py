@@ -1,4 +1,4 @@
-"""Nothing but PyTorch, in one process: what the others have to print."""
+"""Plain PyTorch in one process: prints the expected loss of the other programs."""
 
 import torch
 import torch.nn.functional as F

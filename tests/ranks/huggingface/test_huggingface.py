@@ -117,7 +117,7 @@ def test_resuming_equals_an_uninterrupted_run_bit_for_bit(straight: tuple[str, l
 
 
 @on_ranks(RANKS, timeout=120.0)
-def test_the_best_model_is_loaded_and_training_goes_on(tmp_path: Path) -> None:
+def test_the_best_model_is_loaded_and_training_continues(tmp_path: Path) -> None:
     """The first model is the best one here, since a larger loss is set to be better; the same trainer then trains
     again."""
     folder = str(tmp_path)

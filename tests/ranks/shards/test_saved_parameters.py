@@ -189,7 +189,7 @@ def numbers(result: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["alone", *full("gloo"), *campaign("shared")])
 @on_ranks(2, timeout=120.0)
-def test_transforms_of_the_whole_model(name: str) -> None:
+def test_transforms_of_the_full_model(name: str) -> None:
     model, plain = seeded(Net), seeded(Net)
     with sharded(model, sgd(model), PLANS_OF_3[name]) as session:
         for what, use in USES.items():

@@ -299,7 +299,7 @@ def test_results_come_by_rank(world_size: int) -> None:
     assert torch.equal(x, torch.zeros(3)), "ranks work on copies"
 
 
-def test_processes_are_kept_between_tasks(pool: RankPool) -> None:
+def test_processes_are_reused_between_tasks(pool: RankPool) -> None:
     first = pool.run(os.getpid)
     assert pool.run(os.getpid) == first == list(pool.pids)
     assert len(set(first)) == 2

@@ -198,7 +198,7 @@ class _Communicator(_ProcessGroup):  # type: ignore[misc]
             except RuntimeError as error:
                 lost.append(error)
 
-        def run() -> None:  # gloo knows of a message that it is through when somebody waits for it
+        def run() -> None:  # gloo reports the end of a message only to a thread that waits for it
             thread = threading.Thread(target=wait, args=[begin()], daemon=True)
             thread.start()
             under_way.append(thread)
