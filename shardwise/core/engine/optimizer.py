@@ -405,12 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @max_norm.setter
     def max_norm(self, norm: float) -> None:
         limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
-        self._values.guards.check_open(f"max_norm={norm}")
-        if limit > 0.0 and self._shards.plan.grad.update == "backward":
-            raise RuntimeError(
-                f"max_norm={norm} with update={self._shards.plan.grad.update!r}: gradients are used before their norm "
-                "is known; use update='step'"
-            )
+        self._check_clipping(f"max_norm={norm}", clips=limit > 0.0)
         self._grads.facade.limits[self.index] = limit
         if isinstance(self._late_norm, TileNorm):
             self._late_norm.collects = False  # until the next step without a limit
@@ -485,7 +480,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
         number("max_norm", max_norm, "(0, inf]", "a positive norm")
-        self._check_kept(f"clip_grad_by_norm({max_norm})")
+        self._check_clipping(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
         norm = self._global_norm(norm_type, inverse) * self._clip
         if error_if_nonfinite and not math.isfinite(norm):
@@ -509,7 +504,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients are not kept.
         """
         number("clip_value", clip_value, "(0, inf]", "a positive value")
-        self._check_kept(f"clip_grad_by_value({clip_value})")
+        self._check_clipping(f"clip_grad_by_value({clip_value})")
         inverse = 1.0 / self.divisor()
         self._grads.facade.note(self.index, "clip_grad_by_value()", clip_value)
         if math.isfinite(self._global_norm(math.inf, inverse)):
@@ -518,12 +513,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
 
-    def _check_kept(self, call: str) -> None:
+    def _check_clipping(self, call: str, clips: bool = True) -> None:
         self._values.guards.check_open(call)
-        if self._shards.plan.grad.update == "backward":
+        if clips and self._shards.plan.grad.update == "backward":
             raise RuntimeError(
-                f"{call} with update={self._shards.plan.grad.update!r}: gradients have been used already; use "
-                "update='step'"
+                f"{call} with update={self._shards.plan.grad.update!r}: gradients are used before their norm is known; "
+                "use update='step'"
             )
 
     # ---- state
