@@ -580,22 +580,17 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
         facts: of the parameters, by index.
         mesh: the ranks.
     """
-    nobody = float(len(facts))
-    checks = dict[torch.device, list[tuple[int, torch.Tensor]]]()
+    bad = [len(facts)]
     for state in states:
-        if (reduced := state.reduced) is None:
+        reduced = state.reduced
+        if reduced is None or torch.isfinite(reduced).all():  # few reads from a device, for any number of parameters
             continue
         for slot in state.spec.slots:
             start, end = (at - state.chunk.shard_start for at in state.chunk.overlap(slot))
-            if start < end:
-                finite = torch.isfinite(reduced[start:end]).all()
-                checks.setdefault(reduced.device, []).append((slot.param, finite))
-    bad = [nobody]
-    for own in checks.values():  # one read for each device, for any number of parameters
-        flags = torch.stack([finite for _, finite in own]).tolist()
-        bad += [float(param) for (param, _), finite in zip(own, flags, strict=True) if not finite]
-    first = mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0]
-    if first < nobody:
-        return facts[int(first)].names[0]
+            if start < end and not torch.isfinite(reduced[start:end]).all():
+                bad.append(slot.param)
+    first = int(mesh.shard.summarize([float(min(bad))], "which gradient is not finite").least[0])
+    if first < len(facts):
+        return facts[first].names[0]
     elsewhere = ", or of one on another model-parallel rank" if mesh.model_parallel is not None else ""
     return f"no single parameter (their norm{elsewhere})"
