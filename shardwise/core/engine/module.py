@@ -23,6 +23,7 @@ from shardwise.core.memory.trace.stats import MemStats
 READ_BY_TORCH = "_fqn_modifiers"
 """The attribute that torch's functions for states read first; they would use wrong names."""
 MESH = attrgetter("sharded_values.shards.mesh")
+"""Returns the mesh of a :class:`ShardedModule`."""
 
 
 class ShardedModule(TransparentModule):
