@@ -42,7 +42,7 @@ def fingerprint(batch: Any) -> Tensor:
     """Return a fingerprint of the integers in a batch, on their device. On a GPU nothing is waited for.
 
     Returns:
-        A 0-D int64 tensor; ranks exchange :func:`fingerprint_value` of it.
+        A 0-D int64 tensor; ranks exchange its value modulo :data:`WORD`, which is exact in float64.
     """
     total = torch.zeros((), dtype=torch.int64, device="cpu")
     for index, (_, value) in enumerate(_leaves(batch)):
@@ -50,11 +50,6 @@ def fingerprint(batch: Any) -> Tensor:
             word = word_of(value, start=index + 1)
             total = total.to(word.device) * 3 + word
     return total
-
-
-def fingerprint_value(word: Tensor | Later) -> float:
-    """Return the fingerprint as an integer in [0, 2^52), exact in float64. Waits for its copy to the host only."""
-    return float(int(word.value() if isinstance(word, Later) else word.item()) % WORD)
 
 
 class SameBatches:
@@ -82,8 +77,10 @@ class SameBatches:
     def words(self, waits: bool = True) -> tuple[float, float]:
         """Return the fingerprints. On a GPU this waits for work that was queued before the last forward pass; without
         ``waits`` the second one is 0 there."""
-        word = self._values if self._sent is None else self._sent if waits else None
-        return float(self._outlines), 0.0 if word is None else fingerprint_value(word)
+        if self._values is None or (self._sent is not None and not waits):
+            return float(self._outlines), 0.0
+        value = self._values.item() if self._sent is None else self._sent.value()
+        return float(self._outlines), float(int(value) % WORD)
 
     def explain(self, group: Group) -> None:
         """Compare the batches in ``group``. Collective.

@@ -16,14 +16,10 @@ BOUNDS = {"lr": (0.0, math.inf), "eps": (0.0, math.inf), "betas": (0.0, 1.0), "w
 """Valid ranges of options, as in torch's constructors; the upper bound is excluded unless it is infinite."""
 
 
-def _host_value(value: object) -> object:
-    """Return the number in a host tensor; reading a device tensor would wait for the device."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_cpu else value
-
-
-def _is_nan(value: object) -> bool:
-    value = _host_value(value)
-    return isinstance(value, float) and math.isnan(value)
+def _host_values(option: object) -> list[object]:
+    """Return the values of an option, numbers for host tensors; reading a device tensor would wait for the device."""
+    values = option if isinstance(option, tuple | list) else (option,)
+    return [v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 and v.is_cpu else v for v in values]
 
 
 def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
@@ -36,7 +32,7 @@ def _check_bounds(name: str, groups: Sequence[dict[str, Any]], defaults: Mapping
         for option, (low, high) in BOUNDS.items():
             default = defaults.get(option)
             value = group.get(option, default)
-            for each in map(_host_value, value if isinstance(value, tuple | list) else (value,)):
+            for each in _host_values(value):
                 if isinstance(each, torch.Tensor) or value is default or value == default:
                     continue
                 if not (isinstance(each, Real) and (low <= float(each) < high or each == high == math.inf)):
@@ -57,7 +53,7 @@ def check_modes(name: str, groups: Sequence[dict[str, Any]]) -> None:
     """
     for position, group in enumerate(groups):
         for option, value in group.items():
-            if option != "params" and any(map(_is_nan, value if isinstance(value, tuple | list) else (value,))):
+            if option != "params" and any(isinstance(v, float) and math.isnan(v) for v in _host_values(value)):
                 raise ValueError(f"{name} has {option}={value} in param group {position}: give numbers")
         for mode in UNSHARDABLE_MODES:
             if group.get(mode):

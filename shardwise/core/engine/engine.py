@@ -13,7 +13,7 @@ from shardwise.core.base.torch_internals import makes_cuda_graphs
 from shardwise.core.checks.broken import Broken
 from shardwise.core.checks.build_fingerprint import describe_build
 from shardwise.core.checks.guards import Guards, check_shardable
-from shardwise.core.comm import Description, collectively
+from shardwise.core.comm import collectively
 from shardwise.core.engine.allocation import Storage
 from shardwise.core.engine.gradients import Gradients
 from shardwise.core.engine.memory_usage import Accounts
@@ -163,27 +163,23 @@ class Engine:
 
         An error here (a disk, a peer that is gone, Ctrl-C) gets a note that says what was lost.
         """
-        self._begun = True
+        self._begun, shards = True, self.shards
         try:
-            self._take_over_model()
+            for index, followers in follow(shards.model, shards.params).items():
+                shards.chunks[shards.layout.where[index][0]].follow(index, followers)
+            load_initial_values(shards.model, shards.partition, shards.storage, shards.plan, shards.mesh)
+            shards.mesh.shard.fence("after an update")  # from here on peers may read the shards
+            self.values.master_edits.note()
+            self.grads.reducer.allocate()  # after the values, which need the most memory
+            shards.partition.install()
+            if self.meter is not None:
+                self.accounts.look()
+            self.model_hooks.install()
             for each in optimizers:
                 each.adopt()
         except BaseException as error:
             error.add_note(MOVED.format(name=type(self.shards.model).__name__))
             raise
-
-    def _take_over_model(self) -> None:
-        shards = self.shards
-        for index, followers in follow(shards.model, shards.params).items():
-            shards.chunks[shards.layout.where[index][0]].follow(index, followers)
-        load_initial_values(shards.model, shards.partition, shards.storage, shards.plan, shards.mesh)
-        shards.mesh.shard.fence("after an update")  # from here on peers may read the shards
-        self.values.master_edits.note()
-        self.grads.reducer.allocate()  # after the values, which need the most memory
-        shards.partition.install()
-        if self.meter is not None:
-            self.accounts.look()
-        self.model_hooks.install()
 
     def _make_pool(self) -> ChunkPool:
         shards, meter = self.shards, self.meter
@@ -223,10 +219,8 @@ def _make_shards(
         ValueError: on every rank, if one cannot shard the model, or ranks have different arguments.
     """
 
-    def describe() -> Description:
-        return describe_build(model, optimizers, plan, partition.every)
-
-    with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=describe):
+    compared = lambda: describe_build(model, optimizers, plan, partition.every)  # noqa: E731
+    with collectively(mesh.mesh_group, "sharding the model", "Nothing was sharded.", describe=compared):
         whole_tensor_optimizers = [index for index, each in enumerate(optimizers) if needs_whole_tensors(each)]
         check_quantized(model)
         check_shardable(model)

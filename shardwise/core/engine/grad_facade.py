@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -37,8 +37,6 @@ from shardwise.core.grads.sharded_grad import ShardedGrad
 
 CLIPPING, OF_ALL = torch.nn.utils.clip_grad.__name__, ("clip_grad_norm_", "get_total_norm", "_get_total_norm")
 """Functions of torch, and their module, that treat their arguments as full gradients."""
-NOTHING = [0.0, 0.0, 0.0, 0.0, 0.0]
-"""The row of a gradient that was not changed; see :class:`Change`."""
 TOLERANCE = 1e-4
 """Numbers of a program may differ between ranks by this part of the largest."""
 
@@ -56,8 +54,12 @@ class Change:
 
     count: int = 0
     by: float = 0.0
-    figures: torch.Tensor | None = None
+    figures: torch.Tensor = field(default_factory=lambda: torch.zeros(2, device="cpu"))
     tolerance: float = TOLERANCE
+
+    def row(self) -> list[float]:
+        """Return the numbers that ranks compare. Waits for the figures."""
+        return [float(self.count), self.by, *self.figures.tolist(), self.tolerance]
 
 
 # [Note: Assigned gradients are compared]
@@ -74,14 +76,17 @@ class UserGrads:
     Args:
         names: of the parameters, by index, the same on every rank.
         group: the ranks that shard them.
+
+    Attributes:
+        changes: by optimizer and parameter, since its last step.
     """
 
     def __init__(self, names: Mapping[int, str], group: Group) -> None:
         self._names, self._group = names, group
-        self._changes: dict[int, dict[int, Change]] = {}
+        self.changes: dict[int, dict[int, Change]] = {}
 
     def _change(self, optimizer: int, index: int) -> Change:
-        return self._changes.setdefault(optimizer, {}).setdefault(index, Change())
+        return self.changes.setdefault(optimizer, {}).setdefault(index, Change())
 
     def changed(self, optimizer: int, index: int, operands: Iterable[Any] | None) -> None:
         """Note an in-place change of a gradient by these operands; ``None``: by an unknown operation."""
@@ -98,29 +103,13 @@ class UserGrads:
         change.figures = torch.stack([torch.linalg.vector_norm(wide), wide.sum()]).double()
         change.tolerance = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
 
-    def forget(self, optimizer: int | None) -> None:
-        """Forget the changes of one optimizer's gradients, or of all: they were used or dropped."""
-        for each in list(self._changes) if optimizer is None else (optimizer, -1):
-            self._changes.pop(each, None)
-
     def mark(self, optimizer: int) -> float:
         """Return a fingerprint of the changes since the last step; 0.0 without changes."""
-        changes = self._changes.get(optimizer)
+        changes = self.changes.get(optimizer)
         if not changes:
             return 0.0
-        numbers = array("d", [each for index, row in sorted(self._rows(changes).items()) for each in (index, *row)])
+        numbers = array("d", [each for index in sorted(changes) for each in (index, *changes[index].row())])
         return float(zlib.crc32(numbers.tobytes()) + 1)
-
-    def _rows(self, changes: Mapping[int, Change]) -> dict[int, list[float]]:
-        return {
-            index: [
-                float(each.count),
-                each.by,
-                *([0.0, 0.0] if each.figures is None else each.figures.tolist()),
-                each.tolerance,
-            ]
-            for index, each in changes.items()
-        }
 
     def compare(self, optimizer: int) -> None:
         """Compare the changes of all ranks after their fingerprints differed. Collective.
@@ -128,11 +117,12 @@ class UserGrads:
         Raises:
             RuntimeError: ranks changed different gradients, by different numbers, or assigned different values.
         """
-        rows = self._rows(self._changes.get(optimizer, {}))
-        own = [number for index in self._names for number in rows.get(index, NOTHING)]
-        posts = self._group.exchange(own, "which gradients were changed by hand")
+        changes, unchanged = self.changes.get(optimizer, {}), Change()
+        rows = [changes.get(index, unchanged).row() for index in self._names]
+        posts = self._group.exchange([number for row in rows for number in row], "which gradients were changed by hand")
         for at, index in enumerate(self._names):
-            self._check(index, [post[at * len(NOTHING) : (at + 1) * len(NOTHING)] for post in posts])
+            size = len(rows[at])
+            self._check(index, [post[at * size : (at + 1) * size] for post in posts])
 
     def _check(self, index: int, rows: Sequence[Sequence[float]]) -> None:
         """Raise if the ranks changed one gradient differently."""
@@ -252,10 +242,6 @@ class GradFacade:
             self.entries.append(entry)
         self._by_index = {entry.index: entry for entry in self.entries}
         self._states = list(states.values())
-        self._owned: dict[int, list[tuple[nn.Parameter, Entry | None]]] = {}
-        """Parameters by optimizer (-1: none), frozen ones included."""
-        for index, param in enumerate(shards.params):
-            self._owned.setdefault(shards.layout.facts[index].optimizer, []).append((param, self._by_index.get(index)))
         self._with_graph: set[int] = set()
         self.user_grads = UserGrads({index: shards.name(index) for index in self._by_index}, shards.mesh.shard)
         self._norms: dict[float, list[float]] = {}
@@ -332,19 +318,18 @@ class GradFacade:
 
     def clear(self, optimizer: int | None = None) -> None:
         """Show no gradients of one optimizer's parameters and of parameters in none, or none at all."""
-        for owner in self._owned if optimizer is None else (optimizer, -1):
-            for param, entry in self._owned.get(owner, ()):
-                param.grad = None
-                if entry is not None:
-                    entry.shown = None
+        for index, (param, fact) in enumerate(zip(self._shards.params, self._shards.layout.facts, strict=True)):
+            if optimizer is None or fact.optimizer in (optimizer, -1):
+                param.grad = None  # also of a frozen one, which has no entry
+                if index in self._by_index:
+                    self._by_index[index].shown = None
 
     def forget(self, optimizer: int | None = None) -> None:
         """Forget what belongs to the gradients of one optimizer, or of all: they were used or dropped."""
         self._changed()
-        self.user_grads.forget(optimizer)
-        for calls in (self.clip, self.settings):
-            for each in list(calls) if optimizer is None else (optimizer, -1):
-                calls.pop(each, None)
+        for by_optimizer in (self.clip, self.settings, self.user_grads.changes):
+            for each in list(by_optimizer) if optimizer is None else (optimizer, -1):
+                by_optimizer.pop(each, None)
 
     # ---- assigned gradients
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from shardwise.core.memory.trace.stats import MemStats
 
 READ_BY_TORCH = "_fqn_modifiers"
 """The attribute that torch's functions for states read first; they would use wrong names."""
+MESH = attrgetter("sharded_values.shards.mesh")
+"""Returns the mesh of a :class:`ShardedModule`."""
 
 
 class ShardedModule(TransparentModule):
@@ -152,7 +155,7 @@ class ShardedModule(TransparentModule):
                 yield name, value
         yield from full_buffers_and_extra(values.shards, values.guards.state_dicts)
 
-    @collective("state_dict() of the model")
+    @collective("state_dict() of the model", MESH)
     def state_dict(  # type: ignore[override]
         self,
         destination: dict[str, Any] | None = None,
@@ -190,7 +193,7 @@ class ShardedModule(TransparentModule):
         ]
         return self._state_names().layout(outlines)
 
-    @collective("load_state_dict() of the model")
+    @collective("load_state_dict() of the model", MESH)
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a full state; every rank gives it and keeps its part. See :func:`load_full`. Collective."""
         return load_full(self.sharded_values, state_dict, strict, assign)

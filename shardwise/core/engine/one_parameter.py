@@ -140,11 +140,6 @@ class OneParameter:
 
     # ---- its gradient
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether it has a gradient that no step has used."""
-        return self._grads.facade.has(self.index)
-
     def gradient(self, own: bool = False) -> torch.Tensor | None:
         """Return the gradient that the next step would apply, before clipping: averaged and unscaled, at least fp32.
 
@@ -154,7 +149,7 @@ class OneParameter:
         facade = self._grads.facade
         with nullcontext() if own else self._mesh.doing("reading a gradient"):
             facade.collect()
-            if not self.has_gradient:
+            if not facade.has(self.index):
                 return None
             facade.check_use(self.index, "the gradient")
             full = facade.full(self.index, wide=True)

@@ -405,12 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @max_norm.setter
     def max_norm(self, norm: float) -> None:
         limit = number("max_norm", norm, "[0, inf)", "a finite norm >= 0 (0 is off)")
-        self._values.guards.check_open(f"max_norm={norm}")
-        if limit > 0.0 and self._shards.plan.grad.update == "backward":
-            raise RuntimeError(
-                f"max_norm={norm} with update={self._shards.plan.grad.update!r}: gradients are used before their norm "
-                "is known; use update='step'"
-            )
+        self._check_clipping(f"max_norm={norm}", clips=limit > 0.0)
         self._grads.facade.limits[self.index] = limit
         if isinstance(self._late_norm, TileNorm):
             self._late_norm.collects = False  # until the next step without a limit
@@ -485,7 +480,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         number("norm_type", norm_type, "(0, inf]", "p > 0, or math.inf")
         number("max_norm", max_norm, "(0, inf]", "a positive norm")
-        self._check_kept(f"clip_grad_by_norm({max_norm})")
+        self._check_clipping(f"clip_grad_by_norm({max_norm})")
         inverse = 1.0 / self.divisor()
         norm = self._global_norm(norm_type, inverse) * self._clip
         if error_if_nonfinite and not math.isfinite(norm):
@@ -509,7 +504,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: gradients are not kept.
         """
         number("clip_value", clip_value, "(0, inf]", "a positive value")
-        self._check_kept(f"clip_grad_by_value({clip_value})")
+        self._check_clipping(f"clip_grad_by_value({clip_value})")
         inverse = 1.0 / self.divisor()
         self._grads.facade.note(self.index, "clip_grad_by_value()", clip_value)
         if math.isfinite(self._global_norm(math.inf, inverse)):
@@ -518,12 +513,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bound = min(limit, torch.finfo(gradient.dtype).max)
                 gradient.clamp_(-bound, bound)
 
-    def _check_kept(self, call: str) -> None:
+    def _check_clipping(self, call: str, clips: bool = True) -> None:
         self._values.guards.check_open(call)
-        if self._shards.plan.grad.update == "backward":
+        if clips and self._shards.plan.grad.update == "backward":
             raise RuntimeError(
-                f"{call} with update={self._shards.plan.grad.update!r}: gradients have been used already; use "
-                "update='step'"
+                f"{call} with update={self._shards.plan.grad.update!r}: gradients are used before their norm is known; "
+                "use update='step'"
             )
 
     # ---- state
@@ -585,22 +580,17 @@ def first_non_finite(states: Iterable[ChunkGrads], facts: Sequence[ParamInfo], m
         facts: of the parameters, by index.
         mesh: the ranks.
     """
-    nobody = float(len(facts))
-    checks = dict[torch.device, list[tuple[int, torch.Tensor]]]()
+    bad = [len(facts)]
     for state in states:
-        if (reduced := state.reduced) is None:
+        reduced = state.reduced
+        if reduced is None or torch.isfinite(reduced).all():  # few reads from a device, for any number of parameters
             continue
         for slot in state.spec.slots:
             start, end = (at - state.chunk.shard_start for at in state.chunk.overlap(slot))
-            if start < end:
-                finite = torch.isfinite(reduced[start:end]).all()
-                checks.setdefault(reduced.device, []).append((slot.param, finite))
-    bad = [nobody]
-    for own in checks.values():  # one read for each device, for any number of parameters
-        flags = torch.stack([finite for _, finite in own]).tolist()
-        bad += [float(param) for (param, _), finite in zip(own, flags, strict=True) if not finite]
-    first = mesh.shard.summarize([min(bad)], "which gradient is not finite").least[0]
-    if first < nobody:
-        return facts[int(first)].names[0]
+            if start < end and not torch.isfinite(reduced[start:end]).all():
+                bad.append(slot.param)
+    first = int(mesh.shard.summarize([float(min(bad))], "which gradient is not finite").least[0])
+    if first < len(facts):
+        return facts[first].names[0]
     elsewhere = ", or of one on another model-parallel rank" if mesh.model_parallel is not None else ""
     return f"no single parameter (their norm{elsewhere})"

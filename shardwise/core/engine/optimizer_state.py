@@ -146,21 +146,15 @@ class OptimizerState:
         """Return the places in the whole model of each current group's parameters, frozen ones included."""
         return [self._groups[index] for index in self._updates.stepper.param_groups.order()]
 
-    def _numbering(self) -> tuple[dict[int, int], list[dict[str, Any]]]:
-        """Return each parameter's number in torch's state_dict, by place, and the packed groups."""
-        number: dict[int, int] = {}
-        groups = []
+    def collect(self, needed: bool = True) -> dict[str, Any]:
+        """Return the full state_dict, tensors on the host; without state unless it is ``needed``. Collective."""
+        number, groups = dict[int, int](), list[dict[str, Any]]()  # by place, as in torch's state_dict; packed groups
         for group, places in zip(self.optimizer.param_groups, self.places_by_group(), strict=True):
             for place in places:
                 number[place] = len(number)
             # Copied, since a learning rate may be a tensor that changes.
             packed = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
             groups.append(packed | {"params": [number[p] for p in places]})
-        return number, groups
-
-    def collect(self, needed: bool = True) -> dict[str, Any]:
-        """Return the full state_dict, tensors on the host; without state unless it is ``needed``. Collective."""
-        number, groups = self._numbering()
         described = self._described()
         own = self._own_entries(described, needed or self._mesh.pipeline.size > 1)
         entries = own if self._mesh.pipeline.size == 1 else self._of_all_stages(own, described, needed)

@@ -150,10 +150,8 @@ class ParameterValues:
             state_dicts.allows_loads, self._writing = allows_loads, writing
             pool.leave_scope(scope)
             if opened:
-                if write_back:
-                    pool.drop_changed(among)  # each rank's copy has only its own writes
-                else:
-                    pool.drop_idle(among)  # writes are dropped; a graph may read other parameters
+                # After a write each rank's copy has only its own changes; otherwise a graph may read the copy.
+                pool.drop_idle(among, stale=write_back)
                 guards.edits.accept(own)
 
     def compare(self, places: Sequence[int]) -> None:

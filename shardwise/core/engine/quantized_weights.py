@@ -99,13 +99,6 @@ class Follower(Tensor):
     on_read: Callable[[], None] | None
 
     @classmethod
-    def of(cls, param: nn.Parameter) -> Follower:
-        """Return a follower of ``param``."""
-        made: Follower = give_subclass(cls, plain(param))
-        made.param, made.on_read = weakref.ref(param), None
-        return made
-
-    @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -133,7 +126,8 @@ def follow(model: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, list[F
                 continue
             for owner, name, value in _tensors_beside(module, param):
                 if _same_memory(value, param):
-                    follower = Follower.of(param)
+                    follower: Follower = give_subclass(Follower, plain(param))
+                    follower.param, follower.on_read = weakref.ref(param), None
                     setattr(owner, name, follower)
                     followers.setdefault(index[id(param)], []).append(follower)
     return followers

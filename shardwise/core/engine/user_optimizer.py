@@ -26,13 +26,6 @@ class ShardState(defaultdict[Any, Any]):
     names: Mapping[int, str] = {}
     """Names of the parameters in the groups, by ``id``."""
 
-    @classmethod
-    def of(cls, names: Mapping[int, str]) -> ShardState:
-        """Return an empty one for parameters with these names."""
-        made = cls(dict)
-        made.names = names
-        return made
-
     def _check(self, key: object) -> None:
         if id(key) in self.names:
             raise RuntimeError(
@@ -87,7 +80,8 @@ def redirect(optimizer: torch.optim.Optimizer, sharded: torch.optim.Optimizer, n
     for name in FORWARDED:
         own[name] = getattr(sharded, name)
     if type(own.get("state")) is defaultdict:  # otherwise the class needs this type
-        own["state"] = ShardState.of(names)
+        own["state"] = state = ShardState(dict)
+        state.names = names
 
 
 def after_hooks(hooks: Mapping[int, Any], optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

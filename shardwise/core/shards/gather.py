@@ -442,18 +442,11 @@ class ChunkPool:
         return bool([c for c in self._transient[unit] if c.is_read])
 
     @locked
-    def drop_idle(self, among: Collection[int] | None = None) -> None:
-        """Evict all units (of ``among``) that nothing pins or reads."""
-        self._drop(among, self._evict_unread)
-
-    @locked
-    def drop_changed(self, among: Collection[int] | None = None) -> None:
-        """Evict all units (of ``among``) that nothing pins, since their shards have other values now."""
-        self._drop(among, self._evict_stale)
-
-    def _drop(self, among: Collection[int] | None, evict: Callable[[int], object]) -> None:
+    def drop_idle(self, among: Collection[int] | None = None, stale: bool = False) -> None:
+        """Evict all units (of ``among``) that nothing pins or reads; if their values are ``stale``, also those that are
+        read."""
         for unit in [u for u in self._gathered if (among is None or u in among) and not self._pinned(u)]:
-            evict(unit)
+            (self._evict_stale if stale else self._evict_unread)(unit)
         if among is None:
             self.arrays.drop()
 

@@ -342,10 +342,11 @@ def _place(facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int) -> 
 # number of chunks, the loads of two ranks differ by at most the largest tensor. Shards of a chunk then differ in
 # length, and the group has to be able to exchange such shards (Group.uneven). Otherwise all shards of a chunk are
 # padded to the length of the longest one.
-def _assign_to_ranks(
-    facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, loads: list[int], uneven: bool
-) -> list[list[ParamSpan]]:
-    """Return the slots of each shard, from 0 on. ``loads``, the bytes of each rank, are increased."""
+def _pack_unsplit(
+    facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
+) -> tuple[list[ParamSpan], Bounds]:
+    """Return the slots of a chunk, each in one shard, and the bounds of the shards. ``loads``, the bytes of each rank,
+    are increased."""
     ranks = range(len(loads))
     own, by_rank = list(loads) if uneven else [0 for _ in ranks], [list[int]() for _ in ranks]
     for index in sorted(params, key=lambda index: -facts[index].numel):
@@ -357,22 +358,14 @@ def _assign_to_ranks(
         source = dict(zip(sorted(ranks, key=lambda rank: loads[rank]), fullest, strict=True))
         own, by_rank = [loads[rank] + own[source[rank]] for rank in ranks], [by_rank[source[rank]] for rank in ranks]
     loads[:] = own
-    return [_place(facts, sorted(each), itemsize)[0] for each in by_rank]
-
-
-def _pack_unsplit(
-    facts: Sequence[ParamInfo], params: Sequence[int], itemsize: int, replicas: int, loads: list[int], uneven: bool
-) -> tuple[list[ParamSpan], Bounds]:
-    """Return the slots of a chunk, each in one shard, and the bounds of the shards."""
-    by_rank = _assign_to_ranks(facts, params, itemsize, loads, uneven)
+    shards = [_place(facts, sorted(each), itemsize)[0] for each in by_rank]
     step = math.lcm(ALIGN_BYTES // itemsize, replicas)
-    lengths = [_round_up(max(1, own[-1].end if own else 0), step) for own in by_rank]
+    lengths = [_round_up(max(1, slots[-1].end if slots else 0), step) for slots in shards]
     if not uneven:
         lengths = [max(lengths)] * len(lengths)
     bounds = tuple(accumulate(lengths, initial=0))
-    return [
-        replace(slot, start=slot.start + at) for at, own in zip(bounds, by_rank, strict=False) for slot in own
-    ], bounds
+    moved = [replace(slot, start=slot.start + at) for at, slots in zip(bounds, shards, strict=False) for slot in slots]
+    return moved, bounds
 
 
 def make_layout(

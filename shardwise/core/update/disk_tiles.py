@@ -98,11 +98,6 @@ class DiskTile:
         self._transfers: list[Transfer] = []
         self._made = 0
 
-    @property
-    def state_bytes(self) -> int:
-        """Size of the state record; 0 before the first step."""
-        return self._state.nbytes if self._state is not None else 0
-
     # ---- one visit to memory
 
     def start(self) -> None:
