@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.base.warnings import warn_user
+from shardwise.core.parallel.module_classes import Mixin, mixed_class
 from shardwise.core.parallel.pipeline import layers_of_stages
 from shardwise.shardformer.shard_config import GradientCheckpointConfig
 
@@ -155,14 +156,14 @@ def _fuse_norms(model: nn.Module, undo: ExitStack) -> None:
     ]
     for norm in norms:
         undo.callback(setattr, norm, "__class__", type(norm))
-        norm.__class__ = _fused(type(norm))
+        norm.__class__ = mixed_class(type(norm), FusedRmsNorm, type(norm))
     if not norms and not any(
         isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm) for module in model.modules()
     ):
         warn_user(f"enable_fused_normalization=True without effect in a {type(model).__name__}: it has no known norm")
 
 
-class FusedRmsNorm(nn.Module):
+class FusedRmsNorm(Mixin):
     """The forward of an RMS norm of transformers, in one kernel if weight and input have the same dtype."""
 
     weight: Tensor
@@ -173,23 +174,3 @@ class FusedRmsNorm(nn.Module):
             own: Tensor = super().forward(hidden_states)
             return own
         return functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
-
-
-_FUSED: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _fused(own: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a norm's class with the same name."""
-    if own in _FUSED:
-        return _FUSED[own]
-
-    def reduce(self: nn.Module, protocol: Any) -> Any:  # pickle finds classes by name
-        return (_blank, (own,), vars(self)) if type(self) is _FUSED[own] else object.__reduce_ex__(self, protocol)
-
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce}
-    _FUSED[own] = type(own.__name__, (FusedRmsNorm, own), names)
-    return _FUSED[own]
-
-
-def _blank(own: type[nn.Module]) -> nn.Module:
-    return object.__new__(_fused(own))

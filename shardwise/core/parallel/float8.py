@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from shardwise.core.base.warnings import warn_user
-from shardwise.core.parallel.mixed_class import mixed_class
+from shardwise.core.parallel.module_classes import Mixin, mixed_class
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 EXPONENTS = {VALUES: 8, GRADIENTS: 15}
@@ -128,17 +128,11 @@ NAMED = 3
 """Number of layers that the warning names."""
 
 
-class _Float8Layer(nn.Module):
-    """A layer that multiplies in 8 bits. pickle finds classes by name, and this one has the user's name."""
+class _Float8Layer(Mixin):
+    """A layer that multiplies in 8 bits."""
 
     weight: Tensor
     bias: Tensor | None
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        bases = type(self).__bases__
-        if bases[0] is _Float8Layer and type(self) is mixed_class(bases[1], *bases):
-            return _blank, bases[1:], vars(self)
-        return object.__reduce_ex__(self, protocol)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply in 8 bits. The weight of transformers' ``Conv1D`` is ``[in, out]``."""
@@ -195,8 +189,3 @@ def _can_multiply(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return cut or own.forward is nn.Linear.forward
     return weight is not None and weight.dim() == 2 and (cut or own.__name__ == "Conv1D") and hasattr(module, "nf")
-
-
-def _blank(own: type[nn.Module]) -> nn.Module:
-    """Unpickle a changed layer."""
-    return object.__new__(mixed_class(own, _Float8Layer, own))

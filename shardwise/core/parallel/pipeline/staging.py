@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.base.validate import UnknownModelError
-from shardwise.core.parallel.mixed_class import mixed_class
+from shardwise.core.parallel.module_classes import mixed_class, modules_in_table
 from shardwise.core.parallel.pipeline.schedule import rank_of_stage
 
 
@@ -551,14 +551,7 @@ def stage_model(
         UnknownModelError: the model's class is not registered.
         ValueError: the model has too few layers, or its configuration asks for outputs of all layers.
     """
-    if body is not None:
-        bodies = [("", body)]
-    else:
-        bodies = []
-        for name, module in model.named_modules():
-            kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
-            if kind is not None:
-                bodies.append((name, TABLES[kind.__name__]))
+    bodies = modules_in_table(model, TABLES) if body is None else [("", model, body)]
     if not bodies:
         raise UnknownModelError(
             f"{type(model).__name__} cannot be divided into stages: it has no module of a known class "
@@ -566,13 +559,12 @@ def stage_model(
         )
     if len(bodies) > 1:
         raise ValueError(
-            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, _ in bodies)}): only "
+            f"{type(model).__name__} has several bodies ({', '.join(name or '(itself)' for name, *_ in bodies)}): only "
             "a model with one body can be divided into stages; use pp=1"
         )
     config = getattr(model, "config", None)
     check_of_all_layers({name: getattr(config, name, False) for name in OF_ALL_LAYERS}, type(model).__name__)
-    name, table = bodies[0]
-    owner = model.get_submodule(name)
+    name, owner, table = bodies[0]
     layers = owner.get_submodule(table.layers)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.core.base.rng import dropouts_of
 from shardwise.core.base.validate import UnknownModelError
+from shardwise.core.parallel.module_classes import modules_in_table
 from shardwise.core.parallel.sequence.attention import ORIGINALS, original_of
 from shardwise.plan.parallel import SequencePlan
 
@@ -146,11 +147,7 @@ def _body(model: nn.Module, plan: SequencePlan) -> tuple[nn.Module, SequenceBody
                 f"architecture={plan.architecture!r:.60} is not a shardwise.SequenceBody; pass one, or None"
             )
         return model, plan.architecture
-    bodies = []
-    for module in model.modules():
-        kind = next((kind for kind in type(module).__mro__ if kind.__name__ in TABLES), None)
-        if kind is not None:
-            bodies.append((module, TABLES[kind.__name__]))
+    bodies = [(module, body) for _, module, body in modules_in_table(model, TABLES)]
     if not bodies:
         raise UnknownModelError(
             f"the sequences of a {type(model).__name__} cannot be divided: it has no module of a known class "

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.core.base.rng import Dropouts, RankRng, dropouts_of
 from shardwise.core.base.torch_internals import point
-from shardwise.core.parallel.mixed_class import mixed_class
+from shardwise.core.parallel.module_classes import mixed_class
 from shardwise.core.parallel.tensor.axis import Axis
 from shardwise.core.parallel.tensor.layers import (
     Columns,
