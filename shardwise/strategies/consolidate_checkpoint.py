@@ -127,7 +127,7 @@ def read_directories(namespace: Namespace) -> None:
 
 
 class _Reader:
-    """Lightning's ``pl_load``, with :func:`whole` for our directories."""
+    """Lightning's ``pl_load``, with :func:`single_file_content` for our directories."""
 
     def __init__(self, files: Callable[..., Any], optimizers: bool) -> None:
         self._files, self._optimizers = files, optimizers

@@ -312,7 +312,7 @@ def _saved(configs: Sequence[Any], checkpoint: Mapping[str, Any]) -> Iterator[tu
 
 
 def check_schedulers(configs: Sequence[Any], checkpoint: Mapping[str, Any], strict: bool) -> None:
-    """Check that the states in ``found["lr_schedulers"]`` are those of the schedulers.
+    """Check that the states in ``checkpoint["lr_schedulers"]`` are those of the schedulers.
 
     Args:
         configs: Lightning's ``LRSchedulerConfig``.

@@ -48,7 +48,7 @@ ELSEWHERE: tuple[tuple[str, str, str, str], ...] = (
     ("cli/", "", "", PROGRAM),
     ("core/mesh/launch.py", "", "", PROGRAM),
     ("core/checkpoint/atomic.py", "", "settle(files", PROGRAM),
-    ("booster/booster.py", "CheckpointIO.", "", PROGRAM),
+    ("booster/checkpoint_io.py", "CheckpointIO.", "", PROGRAM),
     ("core/checkpoint/portable_files.py", "PortableFiles._load", "", TAKES_BACK),
     ("core/memory/disk/", "", "", DISK),
     ("core/optim/disk_moments.py", "", "", DISK),

@@ -164,7 +164,7 @@ def test_fp8_communication_of_torch_ddp() -> None:
     booster.backward(boosted(x[rank] * (1e30 if rank else 1.0)).square().mean(), optimizer)
     assert not model.weight.grad.isfinite().all()
     booster.close()
-    with pytest.raises(ValueError, match=r"fp8_communication=True with 'weight' of torch.float64"):
+    with pytest.raises(ValueError, match=r"fp8_communication=True, but 'weight' has torch.float64"):
         Booster(plugin=TorchDDPPlugin(fp8_communication=True)).boost(nn.Linear(2, 2).double())
 
 

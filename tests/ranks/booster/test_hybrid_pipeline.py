@@ -200,7 +200,7 @@ def test_errors_of_invalid_calls_name_the_right_call() -> None:
         booster.execute_pipeline(iter([items]), model, own)
     with pytest.raises(TypeError, match=r"give an iterator, such as iter\(dataloader\)"):
         booster.execute_pipeline([items], model, own, optimizer)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not the one that boost returned"):
+    with pytest.raises(ValueError, match="was not boosted with this model"):
         booster.execute_pipeline(iter([items]), model, own, optimizer_of(nn.Linear(1, 1)))
     rank = dist.get_rank()
     lost = (items["a file"] for _ in range(1))
